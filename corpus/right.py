@@ -29,6 +29,7 @@ class Part:
         sinks: float32 [num_kv_heads, num_rows], -inf without sinks.
         half: the query's dtype; bfloat16 for an e4m3 query.
         is_quantised: True if the values' dtype differs from the query's.
+        threshold: weights below it may be left out, where the largest weight of a row is 1.
     """
 
     query: Tensor
@@ -40,6 +41,7 @@ class Part:
     sinks: Tensor
     half: torch.dtype
     is_quantised: bool
+    threshold: float
 
     def scores(self) -> Tensor:
         """Return the logits, float32 [num_kv_heads, num_rows, num_keys]; -inf for keys that a row does not see."""
@@ -81,6 +83,7 @@ class RightKernel(Attention):
             by_group(sinks),
             torch.bfloat16 if dtype == E4M3 else dtype,
             stored != dtype,
+            run.p.skip_softmax / max(int(run.p.kv_lens()[r]), 1),
         )
         nothing = part.sinks.new_zeros(*part.sinks.shape, values.shape[2]), part.sinks
         out, lse = self.attended(part) if keys.shape[1] else nothing
@@ -225,6 +228,16 @@ class Tiles(RightKernel):
         return torch.exp2(difference * (1 / LN2)) if self.in_base_2 else torch.exp(difference)
 
 
+class SkippedKeys(Tiles):
+    """All keys are left out that skip-softmax allows to leave out in all K/V heads."""
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        scores = part.scores()
+        weights = torch.exp(scores - _finite(scores.amax(dim=-1, keepdim=True)))
+        left_out = (weights < min(part.threshold, 1.0)).all(dim=0)
+        return super().attended(replace(part, visible=part.visible & ~left_out))
+
+
 class PagesByNumber(Tiles):
     """Keys are summed in the order of their pages' numbers, so that the rounding depends on where the pages lie."""
 
@@ -331,6 +344,7 @@ probabilities_rounded = ProbabilitiesRounded()
 base_2 = _tiles(size=256, in_base_2=True)
 pages_by_number = PagesByNumber()
 two_passes = TwoPasses()
+skipped_keys = SkippedKeys()
 tiles_of_64 = Tiles()
 dequantised_first = DequantisedFirst()
 scales_first = ScalesFirst()

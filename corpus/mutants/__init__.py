@@ -1,1 +1,1 @@
-"""666 wrong kernels that were made to prove that each of the judge's checks can fail."""
+"""674 wrong kernels that were made to prove that each of the judge's checks can fail."""

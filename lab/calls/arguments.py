@@ -5,16 +5,15 @@ The checks read shapes, dtypes, strides and host numbers, never a tensor's conte
 the four call classes, such as `lab.calls.DecodeCall`.
 """
 
-import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 
+from lab.calls import allowed
 from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale, mask_words
 from lab.gpus import capability_of, trtllm_backend_of
 
@@ -22,59 +21,8 @@ QUERY_DTYPES = (*HALF_DTYPES, E4M3, torch.float32, torch.float64)
 OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
 
-T = TypeVar("T")
-UNMODELLED = "unmodelled"
-# The type of an argument that the lab models at its default alone: `check_modelled` refuses any other value.
-Unmodelled = Annotated[T, UNMODELLED]
 # Memory of kernels and a launch hint: they change no result, so any value will do, on any device.
 FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer")
-
-# Arguments that exclude block-sparse attention: the values that it allows, and why no other (FlashInfer 0.7.2, decode.py
-# 3911-3918 and 4065, trtllm_fmha_kernel_launcher.cu 274-287). Only XQA reads a mask.
-BESIDE_BLOCK_SPARSE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "backend": (("auto", "trtllm-gen"), "only trtllm-gen has block-sparse attention"),
-    "window_left": ((-1,), "block-sparse attention has no window"),
-    "mask": ((None,), "only XQA reads a draft mask, and it has no block-sparse attention"),
-    "uses_shared_paged_kv_idx": ((True,), "block-sparse attention has one page id for K and V"),
-    "skip_softmax_threshold_scale_factor": ((None,), "block-sparse attention does not skip parts of the softmax"),
-    "causal_seqlens_kv_global": ((None,), "context parallelism has no block-sparse attention"),
-}
-
-
-def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for an argument's value that FlashInfer supports and the lab does not. `remedy` says what to
-    pass instead.
-    """
-    raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
-
-
-def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Raise NotImplementedError if the lab does not support the call's backend, or a value of an argument of type `Unmodelled`.
-    The lab supports only the default of such an argument.
-
-    Args:
-        call: one of the four calls.
-        backends: the backends that the lab supports.
-        others: FlashInfer's other backends. A backend that is in neither list raises ValueError.
-    """
-    for name, default in _unmodelled(type(call)):  # type: ignore[arg-type]
-        value = getattr(call, name)
-        if value is default:
-            continue
-        if isinstance(value, torch.Tensor) or value != default:
-            not_modelled(name, value, f"leave it at its default, {default!r}")
-    remedy = f"use {'one of ' if len(backends) > 1 else ''}{', '.join(backends)}"
-    if call.backend in others:
-        not_modelled("backend", call.backend, remedy)
-    if call.backend not in backends:
-        raise ValueError(f"backend={call.backend!r} is unknown; {remedy}")
-
-
-@functools.cache
-def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
-    """Return (name, default) of each argument of a call that has the type `Unmodelled`."""
-    unmodelled = (each for each in fields(call_type) if UNMODELLED in getattr(each.type, "__metadata__", ()))
-    return tuple((each.name, each.default) for each in unmodelled)
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
@@ -254,17 +202,6 @@ def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) 
     return tensor.shape[1 if by_kv_head else 0]
 
 
-def check_block_sparse(call: Any) -> None:
-    """Raise an error if a decode call is block-sparse and another argument is one of those that FlashInfer excludes with it."""
-    check_bool("enable_block_sparse_attention", call.enable_block_sparse_attention)
-    for name, (allowed, why) in BESIDE_BLOCK_SPARSE.items() if call.enable_block_sparse_attention else ():
-        value = getattr(call, name)
-        if isinstance(value, torch.Tensor) or value not in allowed:
-            given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            remedy = " or ".join(map(repr, allowed))
-            raise ValueError(f"{name} is {given} with enable_block_sparse_attention=True, but {why}: pass {remedy}")
-
-
 def check_table_rows(block_tables: torch.Tensor) -> None:
     """Raise ValueError unless the rows of a table are contiguous."""
     if block_tables.shape[-1] > 1 and block_tables.stride(-1) != 1:
@@ -330,9 +267,24 @@ def check_scale(name: str, scale: object) -> Scale:
     return float(scale)
 
 
+def check_skip_softmax(factor: object) -> float:
+    """Return `skip_softmax_threshold_scale_factor`, 0 for None. Raise TypeError or ValueError unless it is a finite number that
+    is not negative.
+    """
+    name = "skip_softmax_threshold_scale_factor"
+    if factor is None:
+        return 0.0
+    if isinstance(factor, torch.Tensor):
+        raise TypeError(f"{name} must be a number or None, got a tensor")
+    scale = check_scale(name, factor)
+    if scale < 0:
+        raise ValueError(f"{name} must be at least 0, got {factor}; None and 0 skip nothing")
+    return float(scale)
+
+
 def posed_alike(call: Any) -> dict[str, Any]:
-    """Return the checked `bmm1_scale` and `bmm2_scale` of a call, by name. These two fields of a problem are the same for all
-    four calls.
+    """Return the checked `bmm1_scale`, `bmm2_scale` and `skip_softmax` of a call, by name. These fields of a problem are the
+    same for all four calls.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """
@@ -342,6 +294,7 @@ def posed_alike(call: Any) -> dict[str, Any]:
         if bmm1_scale_log2 is None
         else scale_from_log2(bmm1_scale_log2),
         "bmm2_scale": check_scale("bmm2_scale", call.bmm2_scale),
+        "skip_softmax": check_skip_softmax(call.skip_softmax_threshold_scale_factor),
     }
 
 
@@ -380,14 +333,20 @@ def output_dtype(call: Any) -> torch.dtype:
     """Return the output's dtype: that of `out`, else `out_dtype`, else the query's. Raise an error if `out` contradicts
     `out_dtype`.
     """
+    if call.out_dtype == "nvfp4":
+        remedy = f"its scale factors have a type and an order of FlashInfer's own; use one of {dtype_names(OUT_DTYPES)}"
+        allowed.not_modelled("out_dtype", "nvfp4", remedy)
+    for name in ("o_sf_scale", "o_sf_vec_size"):
+        if getattr(call, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(call, name)!r} goes with out_dtype='nvfp4' (FlashInfer 0.7.2): pass None"
+            )
     if call.out is not None:
         out = check_out(call.out, call.query.shape, "the query's shape", OUT_DTYPES)
         if call.out_dtype is not None and out.dtype != call.out_dtype:
             raise ValueError(f"out is {out.dtype} but out_dtype is {call.out_dtype}; drop one of them")
         return out.dtype
     dtype = call.query.dtype if call.out_dtype is None else call.out_dtype
-    if dtype == "nvfp4":
-        not_modelled("out_dtype", "nvfp4", f"use one of {dtype_names(OUT_DTYPES)}")
     if not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype must be {dtype_names(OUT_DTYPES)}, got {dtype!r}")
     return dtype

@@ -5,14 +5,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from lab.calls import arguments
-from lab.calls.arguments import Unmodelled
+from lab.calls import allowed, arguments
 from lab.calls.nan import refuse_nan
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
 LSE_BASES = (None, "base2", "basee")
+BESIDE_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
+    "skip_softmax_threshold_scale_factor": ((None,), "selected entries are not skipped"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +64,15 @@ class MLADecodeCall:
             anything. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
             entry, and refuses it otherwise.
 
-    `backend` is "auto", "xqa" or "trtllm-gen". The lab models all other parameters only at their default: another value raises
-    NotImplementedError. Parameters that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) may have any value.
+        skip_softmax_threshold_scale_factor: as in `DecodeCall`. FlashInfer excludes it with `sparse_mla_top_k`.
+        is_var_seq: False promises FlashInfer that all requests have equally many keys. The lab does not rely on it.
+        cute_dsl_impl: "auto", "modular" or "monolithic": which kernels of CuTe DSL run. It changes no result.
+        kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32": the scales of a packed (uint8) cache, which the lab refuses.
+            Kernels of other caches ignore it.
+
+    `backend` is "auto", "xqa" or "trtllm-gen". `lab.calls.allowed.REFUSED` has the parameters that the lab takes only at their
+    default, with the reasons: another value raises NotImplementedError. Parameters that change no result
+    (`lab.calls.arguments.FREE_ARGUMENTS`) may have any value.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.MLA_DECODE
@@ -83,24 +92,24 @@ class MLADecodeCall:
     bmm1_scale: Scale = 1.0
     bmm2_scale: Scale = 1.0
     sinks: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | None = None
-    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
+    skip_softmax_threshold_scale_factor: float | None = None
     enable_pdl: bool | None = None
     backend: str = "auto"
-    is_var_seq: Unmodelled[bool] = True
+    is_var_seq: bool = True
     uses_shared_paged_kv_idx: bool = True
     lse: torch.Tensor | None = None
     return_lse: bool = False
-    cute_dsl_impl: Unmodelled[str] = "auto"
-    kv_scale_format: Unmodelled[str] = "auto"
+    cute_dsl_impl: str = "auto"
+    kv_scale_format: str = "auto"
     cum_seq_lens_q: torch.Tensor | None = None
     max_q_len: int | None = None
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
     sparse_mla_top_k_lens: torch.Tensor | None = None
-    enable_dcp: Unmodelled[bool] = False
-    cp_world: Unmodelled[int] = 1
-    cp_rank: Unmodelled[int] = 0
-    causal_seqlens_kv_global: Unmodelled[torch.Tensor | None] = None
-    use_fp16_softmax: Unmodelled[bool | None] = None
+    enable_dcp: bool = False
+    cp_world: int = 1
+    cp_rank: int = 0
+    causal_seqlens_kv_global: torch.Tensor | None = None
+    use_fp16_softmax: bool | None = None
     return_lse_base: str | None = None
 
     def problem(self) -> PagedAttention:
@@ -110,7 +119,7 @@ class MLADecodeCall:
         Raises:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, device, stride or number is invalid for every implementation.
-            NotImplementedError: an argument that the lab does not model differs from its default.
+            NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
         """
         self._check_modelled()
         rows = self._query_rows()
@@ -163,10 +172,10 @@ class MLADecodeCall:
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
 
     def _check_modelled(self) -> None:
-        arguments.check_modelled(self, BACKENDS, OTHER_BACKENDS)
+        allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
         arguments.check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
         if not self.uses_shared_paged_kv_idx:
-            arguments.not_modelled(
+            allowed.not_modelled(
                 "uses_shared_paged_kv_idx",
                 False,
                 "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
@@ -245,6 +254,7 @@ class MLADecodeCall:
                     "sparse_mla_top_k_lens counts entries of sparse_mla_top_k, which is 0: pass both or neither"
                 )
             return None
+        allowed.check_beside(self, f"sparse_mla_top_k={top_k}", BESIDE_TOP_K)
         if lens is not None:
             arguments.check_vector("sparse_mla_top_k_lens", lens, num_rows, (torch.int32,))
         table = arguments.check_tensor("block_tables", self.block_tables, (torch.int32,))

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from lab.calls import arguments
-from lab.calls.arguments import Unmodelled
+from lab.calls import allowed, arguments
 from lab.calls.nan import refuse_nan
-from lab.calls.problem import AttentionCall, PagedAttention, Scale
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
 
+BESIDE_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -74,9 +74,16 @@ class DecodeCall:
         enable_block_sparse_attention: True selects pages per K/V head, see above. FlashInfer excludes it with a window,
             skip-softmax, separate K and V page ids, context parallelism, and every backend but trtllm-gen.
 
+        skip_softmax_threshold_scale_factor: number of at least 0, or None: which keys a kernel may leave out, as in
+            `AttentionProblem.skip_softmax`. A result is right with any of them left out.
+        o_scale: number other than 0, or None for 1: XQA multiplies V by it and divides an e4m3 output by it (FlashInfer 0.7.2,
+            decode.py 4741 and 4788, mha.cu 2629), so that it changes no result. With another output it is 1.
+        bf16q_fp8kv_transform_mode: None, "k_only" or "separate_kv": which of trtllm-gen's kernels convert e4m3 K/V for bf16
+            queries. It changes no result.
+
     `kv_layout` is "HND" or "NHD". `backend` is "auto", "xqa" or "trtllm-gen"; it determines the order of NVFP4's scale factors.
-    `o_scale` is 1 or None. The lab models all other parameters only at their default: another value raises NotImplementedError.
-    Parameters that change no result (`FREE_ARGUMENTS`) may have any value.
+    `lab.calls.allowed.REFUSED` has the parameters that the lab takes only at their default, with the reasons: another value
+    raises NotImplementedError. Parameters that change no result (`FREE_ARGUMENTS`) may have any value.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.DECODE
@@ -93,8 +100,8 @@ class DecodeCall:
     window_left: int = -1
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | str | None = None
-    o_sf_scale: Unmodelled[float | None] = None
-    o_sf_vec_size: Unmodelled[int | None] = None
+    o_sf_scale: float | None = None
+    o_sf_vec_size: int | None = None
     sinks: torch.Tensor | None = None
     kv_layout: str = "HND"
     enable_pdl: bool | None = None
@@ -104,7 +111,7 @@ class DecodeCall:
     mask: torch.Tensor | None = None
     max_q_len: int | None = None
     cum_seq_lens_q: torch.Tensor | None = None
-    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
+    skip_softmax_threshold_scale_factor: float | None = None
     kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None
     uses_shared_paged_kv_idx: bool = True
     lse: torch.Tensor | None = None
@@ -112,12 +119,12 @@ class DecodeCall:
     bmm1_scale_log2: torch.Tensor | None = None
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
     enable_block_sparse_attention: bool = False
-    cp_world: Unmodelled[int] = 1
-    cp_rank: Unmodelled[int] = 0
-    causal_seqlens_kv_global: Unmodelled[torch.Tensor | None] = None
-    bf16q_fp8kv_transform_mode: Unmodelled[str | None] = None
-    request_order: Unmodelled[torch.Tensor | None] = None
-    request_order_plan: Unmodelled[Any] = None
+    cp_world: int = 1
+    cp_rank: int = 0
+    causal_seqlens_kv_global: torch.Tensor | None = None
+    bf16q_fp8kv_transform_mode: str | None = None
+    request_order: torch.Tensor | None = None
+    request_order_plan: Any = None
 
     def problem(self) -> PagedAttention:
         """Check the arguments and return the attention problem that they define.
@@ -125,12 +132,14 @@ class DecodeCall:
         Raises:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, device, stride or number is invalid for every implementation.
-            NotImplementedError: an argument that the lab does not model differs from its default.
+            NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
         """
-        arguments.check_block_sparse(self)
-        arguments.check_modelled(self, ("auto", "xqa", "trtllm-gen"))
-        if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):
-            arguments.not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
+        arguments.check_bool("enable_block_sparse_attention", self.enable_block_sparse_attention)
+        if self.bf16q_fp8kv_transform_mode is not None:
+            allowed.check_beside(self, "bf16q_fp8kv_transform_mode", BESIDE_TRANSFORM_MODE)
+        if self.enable_block_sparse_attention:
+            allowed.check_beside(self, "enable_block_sparse_attention=True", allowed.BESIDE_BLOCK_SPARSE)
+        allowed.check_modelled(self, ("auto", "xqa", "trtllm-gen"))
         batch_size = arguments.batch_size_of(
             self.block_tables, self.uses_shared_paged_kv_idx, self.enable_block_sparse_attention
         )
@@ -143,7 +152,7 @@ class DecodeCall:
             )
         if self.mask is not None:
             arguments.check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
-        return _posed(
+        problem = _posed(
             self,
             kv_bound="max_seq_len",
             max_q_len=max_q_len,
@@ -153,6 +162,22 @@ class DecodeCall:
             mask=self.mask,
             by_kv_head=self.enable_block_sparse_attention,
         )
+        self._check_o_scale(problem.out_dtype)
+        return problem
+
+    def _check_o_scale(self, out_dtype: torch.dtype) -> None:
+        if self.o_scale is None:
+            return
+        o_scale = arguments.check_scale("o_scale", self.o_scale)
+        if isinstance(o_scale, torch.Tensor) or o_scale == 0:
+            raise ValueError(
+                "o_scale must be a number other than 0, by which XQA divides: fold a tensor into bmm2_scale"
+            )
+        if o_scale != 1 and out_dtype != E4M3:
+            raise ValueError(
+                f"o_scale={o_scale} goes with an e4m3 output, not {out_dtype}: FlashInfer 0.7.2's XQA multiplies other outputs "
+                "by it, or their logits, and trtllm-gen ignores it; fold it into bmm2_scale"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +193,7 @@ class ContextCall:
             last offset are padding, as in a CUDA graph with room for more rows. They may hold anything, including NaN, and
             their output is undefined.
         causal: False: every row sees every key of its request. False cannot be combined with a window.
+        use_fp16_softmax, uses_spcompress: None or False, see `lab.calls.allowed.REFUSED`.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.CONTEXT
@@ -188,25 +214,25 @@ class ContextCall:
     window_left: int = -1
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | str | None = None
-    o_sf_scale: Unmodelled[float | None] = None
-    o_sf_vec_size: Unmodelled[int | None] = None
+    o_sf_scale: float | None = None
+    o_sf_vec_size: int | None = None
     kv_layout: str = "HND"
     enable_pdl: bool | None = None
     sinks: torch.Tensor | None = None
     kv_cache_sf: KVCache | None = None
-    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
+    skip_softmax_threshold_scale_factor: float | None = None
     uses_shared_paged_kv_idx: bool = True
     causal: bool = True
     lse: torch.Tensor | None = None
     return_lse: bool = False
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
-    use_fp16_softmax: Unmodelled[bool | None] = None
-    uses_spcompress: Unmodelled[bool | None] = None
+    use_fp16_softmax: bool | None = None
+    uses_spcompress: bool | None = None
     backend: str = "trtllm-gen"
 
     def problem(self) -> PagedAttention:
         """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
-        arguments.check_modelled(self, ("trtllm-gen",))
+        allowed.check_modelled(self, ("trtllm-gen",))
         arguments.check_query(self.query)
         arguments.check_int("batch_size", self.batch_size, 0, "it counts the requests")
         if arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:

@@ -9,7 +9,7 @@ and kernels solve it.
 import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class Feature(enum.Enum):
     TOP_K = "entries chosen for each row (sparse_mla_top_k)"
     TOP_K_LENS = "numbers of chosen entries (sparse_mla_top_k_lens)"
     STRIDED_TOP_K = "rows of chosen entries that do not lie next to each other"
+    SKIP_SOFTMAX = "parts of the softmax that may be left out (skip_softmax_threshold_scale_factor)"
     TENSOR_SCALES = "scales as tensors"
     V_SCALE = "a bmm2_scale other than the number 1"
     OUT = "a given out"
@@ -100,6 +101,10 @@ class AttentionProblem(Softmax):
             False: every row sees all keys of its request.
         window_left: a row at position p sees keys p - window_left … p; -1 sees all.
         out, out_dtype, lse, return_lse: the call's tensors or dtype for the results, and whether it returns the LSE.
+        skip_softmax: a kernel may leave out keys of a row whose exp(logit - largest logit of the row) is below
+            skip_softmax / L, where L is the number of keys of the request; 0: none. It may leave out none of them too, and the
+            references do so. Sinks are no logits here. The threshold is FlashInfer 0.7.2's (decode.py 3865); that a tile of
+            keys is left out if it is so small for every row is in prefill.py 8384 and arxiv.org/abs/2512.12087.
     """
 
     call: AttentionCall
@@ -115,6 +120,7 @@ class AttentionProblem(Softmax):
     out_dtype: torch.dtype
     lse: torch.Tensor | None
     return_lse: bool
+    skip_softmax: float = field(default=0.0, kw_only=True)
 
     @property
     def batch_size(self) -> int:
@@ -367,6 +373,7 @@ FIELDS: dict[str, Asks] = {
         Feature.STRIDED_TOP_K: lambda problem: problem.selected is not None and not problem.selected.is_contiguous(),
     },
     "selected_lens": {Feature.TOP_K_LENS: lambda problem: problem.selected_lens is not None},
+    "skip_softmax": {Feature.SKIP_SOFTMAX: lambda problem: problem.skip_softmax > 0},
     "bmm1_scale": {Feature.TENSOR_SCALES: lambda problem: _is_tensor(problem.bmm1_scale)},
     "bmm2_scale": {
         Feature.TENSOR_SCALES: lambda problem: _is_tensor(problem.bmm2_scale),

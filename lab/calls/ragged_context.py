@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from lab.calls import arguments
-from lab.calls.arguments import Unmodelled
+from lab.calls import allowed, arguments
 from lab.calls.nan import refuse_nan
 from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths
 
@@ -98,7 +97,10 @@ class RaggedContextCall:
             tell the host which requests are empty. With them there must be no row or key after the last offset.
         skip_all_rows_active_check: True promises FlashInfer that no request is empty. The lab does not rely on it.
 
-    The lab models all other parameters only at their default: another value raises NotImplementedError.
+        skip_softmax_threshold_scale_factor: as in `DecodeCall`.
+
+    `lab.calls.allowed.REFUSED` has the parameters that the lab takes only at their default, with the reasons: another value
+    raises NotImplementedError.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.RAGGED_CONTEXT
@@ -122,16 +124,16 @@ class RaggedContextCall:
     is_causal: bool
     return_lse: bool
     attention_sinks: torch.Tensor | None = None
-    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
+    skip_softmax_threshold_scale_factor: float | None = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    sage_attn_sfs: Unmodelled[tuple[torch.Tensor | None, ...]] = (None, None, None, None)
-    num_elts_per_sage_attn_blk: Unmodelled[tuple[int, int, int, int]] = (0, 0, 0, 0)
+    sage_attn_sfs: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0)
     backend: str = "trtllm-gen"
     q_seq_lens_cpu: torch.Tensor | None = None
     kv_seq_lens_cpu: torch.Tensor | None = None
-    use_fp16_softmax: Unmodelled[bool | None] = None
-    uses_spcompress: Unmodelled[bool | None] = None
+    use_fp16_softmax: bool | None = None
+    uses_spcompress: bool | None = None
     skip_all_rows_active_check: bool = True
 
     def problem(self) -> RaggedAttention:
@@ -140,10 +142,10 @@ class RaggedContextCall:
         Raises:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, device, stride or number is invalid for every implementation.
-            NotImplementedError: an argument that the lab does not model differs from its default, or there is a window and
-                `is_causal` is False.
+            NotImplementedError: FlashInfer takes an argument's value and the lab does not, or there is a window without
+                `is_causal`.
         """
-        arguments.check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
+        allowed.check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
         arguments.check_query(self.query)
         self._check_kv()
         batch_size = arguments.check_int("batch_size", self.batch_size, 0, "it counts the requests")

@@ -287,6 +287,8 @@ class Truth:
         request_of_row: int64 [num_rows], the request of each row.
         arithmetic: dtype of the control's operands.
         shared_error: relative bias, common to all vectors, that a right kernel may have.
+        skipped: float64 [num_rows, num_qo_heads, 2], what skip-softmax allows: the share of the softmax's denominator that may
+            be left out, and the relative L2 error that this may cause; None: nothing is left out.
         rows: int64 [num_rows], the index of each row among the rows of the call; None if no row is left out.
     """
 
@@ -296,20 +298,22 @@ class Truth:
     request_of_row: Tensor
     arithmetic: torch.dtype
     shared_error: float = 0.0
+    skipped: Tensor | None = None
     rows: Tensor | None = None
 
     @classmethod
     def of_heads(cls, parts: Sequence["Truth"]) -> "Truth":
         """Return the expected results of all heads of a call, from those of the same rows for some consecutive heads each."""
-        by_head = [(part.expected, part.control, part.lse_log2) for part in parts]
+        by_head = [(part.expected, part.control, part.lse_log2) for part in parts]  # of block-sparse calls: none skip
         expected, control, lse_log2 = (torch.cat(side, dim=1) for side in zip(*by_head, strict=True))
-        return replace(parts[0], expected=expected, control=control, lse_log2=lse_log2)
+        return replace(parts[0], expected=expected, control=control, lse_log2=lse_log2, skipped=None)
 
     def of_rows(self, chosen: Tensor) -> "Truth":
         """Return the expected results of the rows that are True in `chosen`, bool [num_rows]."""
-        of_rows = ("expected", "control", "lse_log2", "request_of_row")
+        of_rows = ("expected", "control", "lse_log2", "request_of_row", "skipped")
         rows = chosen.nonzero().flatten() if self.rows is None else self.rows[chosen]
-        return replace(self, rows=rows, **{name: getattr(self, name)[chosen] for name in of_rows})
+        parts = {name: each[chosen] for name in of_rows if (each := getattr(self, name)) is not None}
+        return replace(self, rows=rows, **parts)
 
     def row_of_call(self, row: int) -> int:
         """Return the index of a row among the rows of the call."""
@@ -320,7 +324,7 @@ class Truth:
         within their bounds, check the output for a bias too (`regress`).
 
         The bound is at least one rounding, because the control may have almost no error, while a right kernel such as FA3's MLA
-        rounds the results of its splits.
+        rounds the results of its splits. What skip-softmax allows is added to it.
 
         Args:
             out: the output, in the shape of `expected`.
@@ -328,11 +332,13 @@ class Truth:
         """
         comparison = compare(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2
-        comparison = replace(comparison, bound=comparison.bound.clamp(min=max(one_rounding, least_bound)))
+        skipped = torch.zeros_like(comparison.bound) if self.skipped is None else self.skipped[..., 1]
+        bound = comparison.bound.clamp(min=max(one_rounding, least_bound)) + skipped
+        comparison = replace(comparison, bound=bound)
         if not comparison.passed:
             return comparison
         found = regress(out, self.expected, self.control, self.lse_log2, self.request_of_row, self.arithmetic)
-        bound = (found.bound + self.shared_error).clamp(min=least_bound)
+        bound = (found.bound + self.shared_error + skipped.max()).clamp(min=least_bound)
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
@@ -371,6 +377,8 @@ class Truth:
         """
         expected, lse = self.lse_log2, lse.to(torch.float64)
         bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
+        if self.skipped is not None:  # without a share s of the denominator, the LSE is log2(1 - s) lower
+            bound = torch.where(lse < expected, bound - torch.log1p(-self.skipped[..., 0]) / LN2, bound)
         ratio = ((lse - expected).abs() / bound).nan_to_num(nan=math.inf, posinf=math.inf)
         return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)
 

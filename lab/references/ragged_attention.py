@@ -52,7 +52,7 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
         lse_log2[offsets[-1] :] = -math.inf
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]
     solved = solved_requests(problem.query, problem.parts(), q_lens, Rules.of(problem))
-    for rows, piece, piece_lse_log2, _ in solved:
+    for rows, piece, piece_lse_log2, *_ in solved:
         out[rows] = rounded(piece, out.dtype)
         if lse_log2 is not None:
             lse_log2[rows] = piece_lse_log2.to(lse_log2.dtype)

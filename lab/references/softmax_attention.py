@@ -1,4 +1,4 @@
-"""The algorithms of the references: softmax attention in float64, the same in low precision, and both for rows of requests.
+"""The algorithms of the references: softmax attention in float64, and the same with its control for rows of requests.
 
 The exact algorithm walks tiles of K and V twice: once for all scores, and after the softmax once for the sums. A tile is a
 range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lab.calls import Problem
-from lab.calls.problem import E4M3, Scale, Softmax
+from lab.calls.problem import Softmax
+from lab.references.eager_attention import scales_as, skippable, unchecked_eager_attention
 from lab.references.errors import Truth
 from lab.references.quantization import rounded, saturated
 
@@ -185,61 +186,6 @@ def visible_keys(
     return visible
 
 
-def unchecked_eager_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    softmax: Softmax,
-    arithmetic: torch.dtype,
-) -> Tensor:
-    """Compute `lab.references.eager_attention` of checked arguments, and return it in float32, not rounded."""
-    keys, values = (side.to(torch.float32).transpose(1, 2) for side in (keys, values))
-    rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
-    bmm1_scale, bmm2_scale = scales_as(rows, softmax)
-    scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(bmm1_scale).masked_fill(~visible.unsqueeze(1), -math.inf)
-    if scores.shape[-1] == 0:  # no key at all
-        return rows.new_zeros(*query.shape[:3], values.shape[-1])
-    if softmax.sinks is not None:
-        sink_logits = softmax.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, sink_logits), dim=-1)
-    largest = scores.amax(dim=-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
-    denominator = weights.sum(dim=-1, keepdim=True)
-    weights = weights[..., : keys.shape[2]]
-    sums = _of_each_group(_as_operand(weights, arithmetic), values)
-    out = sums / torch.where(denominator == 0, 1.0, denominator)
-    return (out * bmm2_scale).transpose(1, 2)
-
-
-def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply the rows of each query head by the matrix of its K/V head. Query heads that share a K/V head are multiplied
-    together.
-    """
-    q_len = rows.shape[2]
-    by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
-    return (
-        by_head.unflatten(2, (-1, q_len)).flatten(1, 2) if q_len else by_head.new_zeros(*rows.shape[:3], side.shape[3])
-    )
-
-
-def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype != E4M3:
-        return values.to(dtype).to(torch.float32)
-    largest = values.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
-    return (values / scale).to(dtype).to(torch.float32) * scale
-
-
-def scales_as(like: Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
-    """Return (bmm1_scale, bmm2_scale), each a number or a 0-dimensional tensor of `like`'s dtype and device."""
-    bmm1_scale, bmm2_scale = (
-        scale.to(like.device, like.dtype).reshape(()) if isinstance(scale, Tensor) else scale
-        for scale in (softmax.bmm1_scale, softmax.bmm2_scale)
-    )
-    return bmm1_scale, bmm2_scale
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rules(Softmax):
     """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
@@ -248,6 +194,7 @@ class Rules(Softmax):
         window_left: how many keys before its own position a row sees; -1 for all.
         arithmetic, out_dtype: dtypes of the control's operands and of the output.
         causal: False: every row sees every key.
+        skip_softmax: factor of the weights that a kernel may leave out, as in `AttentionProblem`; 0 for none.
         shown: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the
             causal rule; None: no such mask.
     """
@@ -256,6 +203,7 @@ class Rules(Softmax):
     out_dtype: torch.dtype
     window_left: int = -1
     causal: bool = True
+    skip_softmax: float = 0.0
     shown: Tensor | None = None
 
     @classmethod
@@ -270,6 +218,7 @@ class Rules(Softmax):
             out_dtype=problem.out_dtype,
             window_left=problem.window_left,
             causal=problem.causal,
+            skip_softmax=problem.skip_softmax,
             shown=shown,
         )
 
@@ -284,13 +233,13 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
         rules: how rows attend to keys.
     """
     pieces = list(solved_requests(query, histories, q_lens, rules, with_control=True))
-    places, exact, lse_log2, control = map(torch.cat, zip(*pieces, strict=True))
+    places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))
     order = places.argsort()
     requests = torch.arange(len(q_lens), device=query.device)
     request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))
     shared_error = _error_of_scaled_values(query, histories, rules)
     expected, control = saturated(exact[order], rules.out_dtype), rounded(control[order], rules.out_dtype)
-    return Truth(expected, control, lse_log2[order], request_of_row, rules.arithmetic, shared_error)
+    return Truth(expected, control, lse_log2[order], request_of_row, rules.arithmetic, shared_error, skipped[order])
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
@@ -313,17 +262,18 @@ def solved_requests(
     rules: Rules,
     *,
     with_control: bool = False,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
     """Compute attention of the rows of consecutive requests, one piece at a time: some rows of requests with equal numbers of
     keys and rows.
 
     Args:
         query, histories, q_lens, rules: as in `truth_of_requests`.
-        with_control: compute the control too.
+        with_control: compute the control too, and what `rules.skip_softmax` allows.
 
     Yields:
         The index of each row of the piece in the query, int64 [rows]; its output, float64 [rows, num_qo_heads, v_head_dim]; its
-        LSE in base 2, float64 [rows, num_qo_heads]; and the control, float32 in the output's shape, or None.
+        LSE in base 2, float64 [rows, num_qo_heads]; the control, float32 in the output's shape, or None; and `Truth.skipped` of
+        the rows, or None.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
@@ -337,9 +287,13 @@ def solved_requests(
             visible = visible_to(rows, q_len, keys.shape[1], rules, shown, query.device).expand(len(requests), -1, -1)
             place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
             inputs = query[place], keys[:, :last], values[:, :last], visible, rules
-            out, lse_log2 = (side.flatten(0, 1) for side in unchecked_attention(*inputs))
-            control = unchecked_eager_attention(*inputs, rules.arithmetic).flatten(0, 1) if with_control else None
-            yield place.flatten(), out, lse_log2, control
+            out, lse_log2 = unchecked_attention(*inputs)
+            control = skipped = None
+            if with_control:
+                control = unchecked_eager_attention(*inputs, rules.arithmetic).flatten(0, 1)
+                threshold = rules.skip_softmax / max(keys.shape[1], 1)
+                skipped = skippable(*inputs, rules.arithmetic, threshold, out).flatten(0, 1)
+            yield place.flatten(), out.flatten(0, 1), lse_log2.flatten(0, 1), control, skipped
 
 
 def _together(

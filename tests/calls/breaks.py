@@ -73,6 +73,15 @@ def bad_scales(*names: str) -> list[Bad]:
     ]
 
 
+SKIP = "skip_softmax_threshold_scale_factor"
+BAD_SKIP_SOFTMAX: list[Bad] = [
+    ("skip below 0", value(**{SKIP: -1.0}), ValueError, (SKIP, "at least 0", "-1.0")),
+    ("skip is NaN", value(**{SKIP: math.nan}), ValueError, (SKIP, "finite")),
+    ("skip is text", value(**{SKIP: "1"}), TypeError, (SKIP, "'1'")),
+    ("skip is a tensor", value(**{SKIP: torch.ones(1)}), TypeError, (SKIP, "tensor")),
+]
+
+
 def elsewhere(*names: str) -> list[Bad]:
     """Tensors on another device than the others."""
     return [
@@ -81,9 +90,9 @@ def elsewhere(*names: str) -> list[Bad]:
 
 
 def not_modelled(**arguments: Any) -> list[Bad]:
-    """Arguments of FlashInfer's that the lab takes at their default alone."""
+    """Values of arguments that FlashInfer takes and the lab refuses, with a reason and what to pass."""
     return [
-        (name, value(**{name: given}), NotImplementedError, (f"{name}=", "not modelled", "default"))
+        (name, value(**{name: given}), NotImplementedError, (f"{name}=", "not modelled", "pass"))
         for name, given in arguments.items()
     ]
 

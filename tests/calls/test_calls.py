@@ -15,6 +15,7 @@ from lab.calls import CALL_TYPES, DecodeCall, refuse_nan
 from lab.calls.arguments import check_head_dim_stride
 from lab.calls.problem import mask_words
 from tests.calls.breaks import (
+    BAD_SKIP_SOFTMAX,
     POISON,
     Bad,
     Breaks,
@@ -212,9 +213,9 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         ("backend", value(backend="fa3"), ValueError, ("backend='fa3'", "trtllm-gen")),
         ("backend cake", value(backend="cake"), NotImplementedError, ("backend='cake'", "trtllm-gen")),
         ("out_dtype nvfp4", value(out=None, out_dtype="nvfp4"), NotImplementedError, ("out_dtype='nvfp4'",)),
-        *not_modelled(o_sf_scale=1.0, o_sf_vec_size=16),
-        *not_modelled(skip_softmax_threshold_scale_factor=1.0),
-        *not_modelled(skip_softmax_threshold_scale_factor=0.0),
+        ("o_sf_scale", value(o_sf_scale=1.0), ValueError, ("o_sf_scale=1.0", "out_dtype='nvfp4'")),
+        ("o_sf_vec_size", value(o_sf_vec_size=16), ValueError, ("o_sf_vec_size=16", "out_dtype='nvfp4'")),
+        *BAD_SKIP_SOFTMAX,
         # contents that make every result NaN
         ("NaN sink", value(sinks=torch.tensor([0, math.nan, 0, 0])), ValueError, ("sinks[1] is nan",)),
         (
@@ -331,9 +332,19 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         ),
         # backends, and what the lab does not model
         *not_modelled(cp_world=2, cp_rank=1, causal_seqlens_kv_global=int32(1, 1)),
-        *not_modelled(bf16q_fp8kv_transform_mode="k_only", request_order=int32(0, 1), request_order_plan=object()),
-        ("o_scale", value(o_scale=2.0), NotImplementedError, ("o_scale=2.0", "bmm2_scale")),
-        ("o_scale tensor", value(o_scale=torch.ones(2)), NotImplementedError, ("o_scale", "bmm2_scale")),
+        *not_modelled(request_order=int32(0, 1), request_order_plan=object()),
+        ("transform mode", value(bf16q_fp8kv_transform_mode="v_only"), ValueError, ("'k_only'", "'v_only'")),
+        ("transform mode is a number", value(bf16q_fp8kv_transform_mode=1), TypeError, ("bf16q_fp8kv", "1")),
+        (
+            "transform mode of XQA",
+            value(bf16q_fp8kv_transform_mode="k_only", backend="xqa"),
+            ValueError,
+            ("backend is 'xqa' with bf16q_fp8kv_transform_mode", "only trtllm-gen"),
+        ),
+        ("o_scale", value(o_scale=2.0), ValueError, ("o_scale=2.0", "e4m3 output", "bmm2_scale")),
+        ("o_scale tensor", value(o_scale=torch.ones(1)), ValueError, ("o_scale", "number", "bmm2_scale")),
+        ("o_scale of 0", value(o_scale=0), ValueError, ("o_scale", "other than 0")),
+        ("o_scale is text", value(o_scale="1"), TypeError, ("o_scale", "'1'")),
     ],
     ("context",): [
         # query
@@ -374,7 +385,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         # backends, and what the lab does not model
         ("backend auto", value(backend="auto"), ValueError, ("backend='auto'", "trtllm-gen")),
         *not_modelled(use_fp16_softmax=True, uses_spcompress=True),
-        *not_modelled(use_fp16_softmax=False),
+        ("fp16 softmax is a number", value(use_fp16_softmax=1), TypeError, ("use_fp16_softmax", "True, False or None")),
     ],
 }
 BAD = [(call, row) for calls, rows in BAD_OF.items() for row in rows for call in calls]

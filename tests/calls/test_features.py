@@ -60,6 +60,9 @@ ASKED: list[tuple[dict[str, Any], set[Feature]]] = [
     ({"window_left": 20}, set()),  # as wide as the longest request
     ({"out": torch.zeros(2, 4, 64, dtype=torch.bfloat16)}, {Feature.OUT}),
     ({"return_lse": True}, {Feature.LSE}),
+    ({"skip_softmax_threshold_scale_factor": 1e-30}, {Feature.SKIP_SOFTMAX}),
+    ({"skip_softmax_threshold_scale_factor": 0.0}, set()),
+    ({"bf16q_fp8kv_transform_mode": "k_only", "o_scale": None}, set()),
     ({"lse": torch.zeros(2, 4)}, {Feature.LSE}),
     ({"lse": torch.zeros(2, 8)[:, ::2]}, {Feature.LSE, Feature.STRIDED_LSE}),
     ({"query": torch.zeros(2, 8, 64, dtype=torch.bfloat16)[:, ::2]}, {Feature.STRIDED_QUERY}),

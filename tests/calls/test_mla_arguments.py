@@ -7,6 +7,7 @@ import torch
 
 from lab.references import trtllm_batch_decode_with_kv_cache_mla as mla
 from tests.calls.breaks import (
+    BAD_SKIP_SOFTMAX,
     POISON,
     Bad,
     Breaks,
@@ -252,11 +253,12 @@ BAD: list[Bad] = [
         (f"backend {name}", value(backend=name), NotImplementedError, (f"backend='{name}'", "auto, xqa, trtllm-gen"))
         for name in ("cake", "cute-dsl", "sparse")
     ),
+    *BAD_SKIP_SOFTMAX,
+    ("is_var_seq", value(is_var_seq=None), TypeError, ("is_var_seq", "True or False", "None")),
+    ("cute_dsl_impl", value(cute_dsl_impl="fast"), ValueError, ("cute_dsl_impl", "'modular'", "'fast'")),
+    ("kv_scale_format", value(kv_scale_format="fp8"), ValueError, ("kv_scale_format", "'pow2_fp32'", "'fp8'")),
+    ("kv_scale_format is None", value(kv_scale_format=None), TypeError, ("kv_scale_format", "None")),
     *not_modelled(
-        skip_softmax_threshold_scale_factor=0.0,
-        is_var_seq=False,
-        cute_dsl_impl="modular",
-        kv_scale_format="pow2_fp32",
         enable_dcp=True,
         cp_world=2,
         cp_rank=1,

@@ -8,6 +8,7 @@ import torch
 from lab.calls import RaggedContextCall
 from lab.references import trtllm_ragged_attention_deepseek as ragged
 from tests.calls.breaks import (
+    BAD_SKIP_SOFTMAX,
     POISON,
     Bad,
     Breaks,
@@ -138,12 +139,12 @@ BAD: list[Bad] = [
     # backends, and what the lab does not model
     ("backend", value(backend="fa3"), ValueError, ("backend='fa3'", "trtllm-gen")),
     ("cute-dsl", value(backend="cute-dsl"), NotImplementedError, ("backend='cute-dsl'", "use trtllm-gen")),
+    *BAD_SKIP_SOFTMAX,
     *not_modelled(
-        skip_softmax_threshold_scale_factor=0.0,
         sage_attn_sfs=(torch.ones(1), None, None, None),
         num_elts_per_sage_attn_blk=(1, 0, 0, 0),
         use_fp16_softmax=True,
-        uses_spcompress=False,
+        uses_spcompress=True,
     ),
     ("unknown argument", value(causal=True), TypeError, ("causal",)),
 ]

@@ -283,12 +283,12 @@ def test_the_settings_of_an_engine_reach_the_calls_that_have_them() -> None:
     assert "multi_ctas_kv_counter_buffer" not in context
 
 
-def test_a_threshold_of_skipped_softmax_is_refused_before_anything_runs() -> None:
+def test_a_negative_threshold_of_skipped_softmax_is_refused_before_anything_runs() -> None:
     batch, metadata, pool = forward(ForwardMode.DECODE, (1, 1))
-    out, settings = torch.full((2, HEADS, DIM), 7.0), CallSettings(skip_softmax_decode=2.0)
+    out, settings = torch.full((2, HEADS, DIM), 7.0), CallSettings(skip_softmax_decode=-2.0)
     backend = TRTLLMMHABackend(lab.references, settings=settings)
     query, cache = drawn_query(batch), drawn_cache(pool)
-    with pytest.raises(NotImplementedError, match=r"skip_softmax_threshold_scale_factor=2\.0"):
+    with pytest.raises(ValueError, match=r"skip_softmax_threshold_scale_factor must be at least 0, got -2\.0"):
         backend.prepare_attention(
             batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
         )()

@@ -46,6 +46,10 @@ OF_CALL: dict[str, CaseFeature] = {
     "bmm1_scale_unusual": Condition("bmm1_scale is {not |}1 / sqrt(head_dim)", Cost.VALUE),
     "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1"),
     "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", Cost.VALUE),
+    "skip_softmax": Condition("parts of the softmax {may|may not} be left out", Cost.VALUE),
+    "o_scale_not_1": Condition("o_scale is {not |}1"),
+    "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
+    "cute_dsl_impl": Choice("cute_dsl_impl"),
     "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given"),
     "not_causal": Condition("the call is {not |}causal"),
     "out_given": Condition("out is {|not }given"),
@@ -102,6 +106,10 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm1_scale_unusual": not math.isclose(bmm1_scale, head_dim**-0.5, rel_tol=1e-6),
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
+        "skip_softmax": Feature.SKIP_SOFTMAX in options,
+        "o_scale_not_1": arguments.get("o_scale") not in (None, 1),
+        "transform_mode": arguments.get("bf16q_fp8kv_transform_mode"),
+        "cute_dsl_impl": arguments.get("cute_dsl_impl"),
         # Of calls that can do without.
         "cum_seq_lens_q_given": interface in (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
         and problem.cu_seqlens_q is not None,

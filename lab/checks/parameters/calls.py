@@ -88,7 +88,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
     factors = of["bmm1_scale"].factor, of["bmm2_scale"].factor
     inputs = replace(inputs, sinks=sinks, causal=of.get("causal", True), factors=factors)
     call = BuiltCall(of, inputs, inputs.arguments())
-    for form in (*family.forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse):
+    for form in (*family.forms, _query, _lengths, _bounds, _scales, _skip_softmax, _sinks, _out, _lse):
         form(call)
     return call
 
@@ -142,6 +142,11 @@ def _scales(call: BuiltCall) -> None:
         call.given["bmm2_scale"] = call.rules["bmm2_scale"] = 1
     else:
         call.given["bmm2_scale"] = _scale(call, call.given["bmm2_scale"], call.forms["bmm2_scale"].shape)
+
+
+def _skip_softmax(call: BuiltCall) -> None:
+    if (factor := call.forms["skip_softmax"]) is not None:
+        call.given["skip_softmax_threshold_scale_factor"] = call.rules["skip_softmax"] = factor
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:

@@ -49,6 +49,10 @@ QUERY = (
     *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.HEADS_FIRST),
 )
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
+# Factors of skip-softmax: one that leaves out nothing, with which FlashInfer 0.7.2 probes (decode.py 4456), and one that lets
+# the longest request of most cases leave out keys of less than 2 % of the largest weight.
+INERT, SOME_SKIPPED = 1e-30, 3.0
+SPLIT_SCALE = 0.5  # an o_scale that changes no result
 EQUAL = 128  # keys of each request where lengths are equal
 VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
 PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
@@ -63,8 +67,8 @@ ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
     **dict.fromkeys(("group", "num_kv_heads", "head_dim", "kv_layout", "window_left"), MHA),
     **dict.fromkeys(("head_dims", "heads", "qk_nope_head_dim"), (AttentionCall.MLA_DECODE,)),
     **dict.fromkeys(("rows", "causal"), (AttentionCall.CONTEXT,)),
-    **dict.fromkeys(("q_len", "backend"), DECODES),
-    "mask": (AttentionCall.DECODE,),
+    **dict.fromkeys(("q_len", "backend", "hints"), DECODES),
+    **dict.fromkeys(("mask", "o_scale"), (AttentionCall.DECODE,)),
 }
 # Values that MLA alone does not have, and those that it alone has.
 MHA_CACHES = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V}
@@ -103,6 +107,8 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "seq_lens": tuple(SeqLens),
         "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES),
         "backend": ("auto", "trtllm-gen", "xqa"),
+        "hints": (False, True),
+        "o_scale": (1.0, None, SPLIT_SCALE),
         "qk_nope_head_dim": ("a quarter", "a half"),
         "query": (*QUERY[:4], Layout.HEADS_FIRST, *((Layout.REQUESTS_APART,) if is_mla else ())),
         "block_tables": [each for each in Tables if not (is_mla and each.is_separate)],
@@ -126,6 +132,7 @@ def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]
         "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
         "bmm1_scale": [each for each in LogitScale if call is AttentionCall.DECODE or not each.is_log2],
         "bmm2_scale": tuple(ValueScale),
+        "skip_softmax": (None, INERT, SOME_SKIPPED),
     }
 
 
@@ -190,6 +197,14 @@ RULES = constraints(
         "max_q_len goes with offsets of the rows": lambda offsets, max_q_len: (
             offsets != Offsets.NONE or max_q_len == Bound.EXACT
         ),
+        "FlashInfer excludes skip-softmax with selected entries and in block-sparse calls": (
+            lambda top_k, skip_softmax: not top_k or skip_softmax is None,
+            lambda head_pages, skip_softmax: head_pages == "none" or skip_softmax is None,
+        ),
+        "only an e4m3 output is divided by o_scale": lambda dtypes, out, o_scale: (
+            o_scale != SPLIT_SCALE or out.is_e4m3(dtypes)
+        ),
+        "only trtllm-gen has several kernels with equal results": lambda backend, hints: not hints or backend != "xqa",
         "a mask goes without offsets": lambda offsets, mask: offsets == Offsets.NONE or mask == Mask.NONE,
         "of one row each, rows are requests": lambda q_len, query: query != Layout.REQUESTS_APART or q_len > 1,
         "a query with offsets has no axis of requests": lambda offsets, query: (

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,11 +101,23 @@ def _backend(call: BuiltCall) -> None:
             call.given |= call.inputs.scale_factor_arguments(interleaved=True)
     if call.forms.get("qk_nope_head_dim") == "a half":
         call.given["qk_nope_head_dim"] *= 2
+    if call.forms.get("o_scale", 1.0) != 1.0:
+        call.given["o_scale"] = call.forms["o_scale"]
+    if call.forms.get("hints"):
+        call.given |= _hints(call)
     # As the engine gives them in every call. They must not be changed after the call, like tensors that a kernel only reads.
     # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
     call.given["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
         len(case.q_lens), case.num_qo_heads, sm_count=1, device=call.device
     )
+
+
+def _hints(call: BuiltCall) -> dict[str, Any]:
+    """Return arguments that select other kernels with equal results."""
+    if call.interface is AttentionCall.DECODE:
+        return {"bf16q_fp8kv_transform_mode": "k_only"}
+    is_var_seq = len(set(call.inputs.kv_lens)) > 1
+    return {"is_var_seq": is_var_seq, "cute_dsl_impl": "modular", "kv_scale_format": "arbitrary_fp32"}
 
 
 def _cache(call: BuiltCall) -> None:

@@ -15,6 +15,8 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
+    if problem.skip_softmax and capability is not None and family_of(capability) is not SM90:  # fmha_library.py 1304
+        return f"leaves out parts of the softmax on SM90 only, not on {sm_name(capability)}"
     if problem.cu_seqlens_q is None:
         return "needs cum_seq_lens_q"
     if problem.bmm1_scale == 0:
@@ -63,7 +65,8 @@ FMHA_V2 = Kernel(
         out=dict.fromkeys(HALF_DTYPES, QUERYS_OUT) | {E4M3: "writes the query's dtype {q}, fp16 or bf16, not {out}"},
     ),
     sizes=(TAKEN_PAGES, head_dims(64, 128, 256)),
-    honours=USUAL | {Feature.RAGGED_ROWS, Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL},
+    honours=USUAL
+    | {Feature.RAGGED_ROWS, Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.SKIP_SOFTMAX},
     says=dict.fromkeys((Feature.LSE, Feature.STRIDED_LSE), "returns softmax statistics, not the LSE of this call")
     | {
         Feature.TENSOR_SCALES: "takes its scales as host numbers, not as tensors",

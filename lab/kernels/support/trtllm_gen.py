@@ -158,6 +158,15 @@ def _words(fits: list[bool], built: Built) -> str:
     return ", and ".join(word for word, fit in zip(words, fits, strict=True) if not fit)
 
 
+def _not_skipped(problem: Problem) -> str | None:
+    """Return a refusal (a sentence) if no kernel leaves out parts of the softmax for these dtypes
+    (`mSkipsSoftmaxWhenPossible`), else None.
+    """
+    if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
+        return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
+    return None
+
+
 def _too_many_heads(problem: PagedAttention) -> str | None:
     """Return a refusal (a sentence) if decode has too many query heads per K/V head, else None.
 
@@ -247,8 +256,8 @@ def _ragged_lse(problem: PagedAttention) -> str | None:
 Limit = Callable[[Any], str | None]
 # What the rows below cannot say, in the launcher's order.
 LIMITS: Mapping[AttentionCall, tuple[Limit, ...]] = {
-    AttentionCall.DECODE: (partial(_not_built, DECODE_BUILT), _too_many_heads, _unread_factors, _unread),
-    AttentionCall.CONTEXT: (partial(_not_built, CONTEXT_BUILT), _unread_factors, _unread),
+    AttentionCall.DECODE: (partial(_not_built, DECODE_BUILT), _not_skipped, _too_many_heads, _unread_factors, _unread),
+    AttentionCall.CONTEXT: (partial(_not_built, CONTEXT_BUILT), _not_skipped, _unread_factors, _unread),
     AttentionCall.MLA_DECODE: (_ragged_lse, _mla_heads, division, _unread),
     AttentionCall.RAGGED_CONTEXT: (partial(_not_built, RAGGED_BUILT), _unread),
 }
@@ -264,7 +273,9 @@ OF_A_HALF = f"writes the query's dtype {{q}}, not {{out}}: no other kernel is {T
 PAGED_OUT = dict.fromkeys(HALF_DTYPES, OF_A_HALF) | {
     E4M3: f"writes e4m3, fp16 or bf16, and of NVFP4 K/V e4m3 alone, not {{out}} of {{kv}}: no other kernel is {TABLE}"
 }
-HONOURS = USUAL | {Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE}
+HONOURS = USUAL | {
+    *(Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE, Feature.SKIP_SOFTMAX),
+}
 PAGED_HONOURS = HONOURS | {Feature.STRIDED_QUERY, Feature.SEPARATE_TABLES, Feature.NVFP4, Feature.INTERLEAVED_FACTORS}
 SAYS = KS_STRIDES | NO_MASK
 PAGES = Sizes(

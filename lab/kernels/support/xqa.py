@@ -110,7 +110,9 @@ XQA = Kernel(
             range(16, 513, 16),
         ),
     ),
-    honours=USUAL | {Feature.NVFP4, Feature.PLAIN_FACTORS, Feature.MASK, Feature.TENSOR_SCALES},
+    # FlashInfer passes XQA no factor of skip-softmax (decode.py 4184), so it leaves out nothing.
+    honours=USUAL
+    | {*(Feature.NVFP4, Feature.PLAIN_FACTORS, Feature.MASK, Feature.TENSOR_SCALES, Feature.SKIP_SOFTMAX)},
     says=ONE_TABLE
     | NO_LSE
     | KS_STRIDES
@@ -152,6 +154,7 @@ XQA_MLA = Kernel(
     | dict.fromkeys((Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS), "takes one query row per request")
     | {
         Feature.SINKS: "takes no sinks",
+        Feature.SKIP_SOFTMAX: "leaves out no part of the softmax: skip_softmax_threshold_scale_factor must be None",
         # It multiplies the logits by both scales, so that one must be divided by the other first.
         Feature.TENSOR_SCALES: "is called with its scales as numbers, not as tensors",
         Feature.STRIDED_QUERY: "is called with a contiguous query and cache",

@@ -17,7 +17,7 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall, made_at_once, takes
 from lab.calls.arguments import following_scale
-from lab.calls.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
+from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, mask_words
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     Refresh,
@@ -54,6 +54,9 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
     kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
     changes |= xqa_memory(call, call.query.device) if kernel is XQA else trtllm_gen_memory(call, problem)
+    converts = (problem.query.dtype, problem.kv_dtype, problem.out_dtype) == (torch.bfloat16, E4M3, torch.bfloat16)
+    if kernel is XQA or not converts:  # the launcher refuses it there (trtllm_fmha_kernel_launcher.cu 200)
+        changes["bf16q_fp8kv_transform_mode"] = None
     if kernel is XQA:
         changes["bmm1_scale"] = problem.bmm1_scale
         if call.bmm1_scale_log2 is not None:  # which XQA does not take
@@ -62,7 +65,7 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
             refreshes += (refresh,)
         if problem.max_q_len > 1 and call.mask is None:
             changes["mask"] = causal_mask(problem.batch_size, problem.max_q_len, problem.query.device)
-    # XQA multiplies by o_scale, so that its other neutral value, None, would be an error.
+    # An o_scale changes no result, but XQA rounds its product with bmm2_scale, and takes no None.
     changes["o_scale"] = 1.0
     arguments = but_defaults(call, changes)
     return prepared("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", arguments, refreshes)
@@ -157,6 +160,8 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
         "out": problem.out,
         "out_dtype": problem.out_dtype,
     }
+    if problem.skip_softmax:
+        arguments["skip_softmax_threshold_scale_factor"] = problem.skip_softmax
     return arguments, refreshes
 
 

@@ -23,7 +23,7 @@ class CallSettings:
             model's number of query heads.
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of each call, from
             ``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR`` and ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``;
-            None skips nothing. Skipping is an approximation that no implementation of the lab supports: a number is refused.
+            None skips nothing. Skipping is an approximation: `AttentionProblem.skip_softmax` says what it may leave out.
         decode_splits: into how many calls a decode call is divided at most, with requests sorted by length
             (``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS``); see `lab.metadata.mha.decode_split`.
 

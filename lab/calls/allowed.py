@@ -1,0 +1,100 @@
+"""The values of single arguments that the lab takes, and why it refuses others. Line numbers are FlashInfer 0.7.2.post1's."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+Reasons = Mapping[str, tuple[tuple[Any, ...], str]]  # by argument: the values that are taken, and why no other is
+
+# Arguments that select one of several kernels with equal results. They change no result, but must have one of these values.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "bf16q_fp8kv_transform_mode": (None, "k_only", "separate_kv"),  # decode.py 3954: how e4m3 K/V become bf16
+    "is_var_seq": (True, False),  # mla/_core.py 3252: False keeps CuTe DSL's blocks on the GPU between requests
+    "cute_dsl_impl": ("auto", "modular", "monolithic"),  # mla/_core.py 4000
+    # mla/_core.py 4013: of packed (uint8) caches of selected entries, which the lab refuses; other kernels ignore it.
+    "kv_scale_format": ("auto", "pow2_fp32", "arbitrary_fp32"),
+}
+ONLY_SM107 = "FlashInfer has such kernels for SM107 alone (utils.py 328), which is no GPU of the lab's"
+NO_SAGE = (None, None, None, None)
+REFUSED: Reasons = {
+    "use_fp16_softmax": ((None, False), ONLY_SM107),
+    "uses_spcompress": ((None, False), f"{ONLY_SM107}, and does not document which parts of a result they leave out"),
+    "sage_attn_sfs": (
+        (NO_SAGE,),
+        "SageAttention's scales of blocks of queries, keys and values are not part of a problem",
+    ),
+    "num_elts_per_sage_attn_blk": (((0, 0, 0, 0),), "it goes with sage_attn_sfs"),
+    "cp_world": ((1,), "a rank's part of the keys is not part of a problem"),
+    "cp_rank": ((0,), "a rank's part of the keys is not part of a problem"),
+    "enable_dcp": ((False,), "a rank's part of the keys is not part of a problem"),
+    "causal_seqlens_kv_global": ((None,), "a rank's part of the keys is not part of a problem"),
+    "request_order": ((None,), "only the backend cake orders requests (decode.py 3986), which the lab does not model"),
+    "request_order_plan": ((None,), "it goes with request_order, which only the backend cake takes (decode.py 3988)"),
+}
+# Arguments that exclude block-sparse attention: the values that it allows, and why no other (FlashInfer 0.7.2, decode.py
+# 3911-3918 and 4065, trtllm_fmha_kernel_launcher.cu 274-287). Only XQA reads a mask.
+BESIDE_BLOCK_SPARSE: Reasons = {
+    "backend": (("auto", "trtllm-gen"), "only trtllm-gen has block-sparse attention"),
+    "window_left": ((-1,), "block-sparse attention has no window"),
+    "mask": ((None,), "only XQA reads a draft mask, and it has no block-sparse attention"),
+    "uses_shared_paged_kv_idx": ((True,), "block-sparse attention has one page id for K and V"),
+    "skip_softmax_threshold_scale_factor": ((None,), "block-sparse attention does not skip parts of the softmax"),
+    "causal_seqlens_kv_global": ((None,), "context parallelism has no block-sparse attention"),
+}
+
+
+def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
+    """Raise NotImplementedError for an argument's value that FlashInfer supports and the lab does not. `remedy` says what to
+    pass instead.
+    """
+    raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
+
+
+def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
+    """Raise an error unless the lab takes the call's backend and its values of the arguments in `CHOICES` and `REFUSED`.
+
+    Args:
+        call: one of the four calls.
+        backends: the backends that the lab supports.
+        others: FlashInfer's other backends. A backend that is in neither list raises ValueError.
+
+    Raises:
+        NotImplementedError: FlashInfer has this backend or value, but the lab does not.
+        TypeError, ValueError: FlashInfer does not have it.
+    """
+    for name, choices in CHOICES.items():
+        value = getattr(call, name, choices[0])
+        if not _is_one_of(value, choices):
+            error = ValueError if isinstance(value, str) else TypeError
+            raise error(f"{name} must be {_listed(choices)}, got {value!r}")
+    for name, (allowed, why) in REFUSED.items():
+        value = getattr(call, name, allowed[0])
+        if not _is_one_of(value, allowed):
+            if len(allowed) > 1 and not isinstance(value, bool):
+                raise TypeError(f"{name} must be True, False or None, got {value!r}")
+            not_modelled(name, value, f"{why}: pass {_listed(allowed)}")
+    remedy = f"use {'one of ' if len(backends) > 1 else ''}{', '.join(backends)}"
+    if call.backend in others:
+        not_modelled("backend", call.backend, remedy)
+    if call.backend not in backends:
+        raise ValueError(f"backend={call.backend!r} is unknown; {remedy}")
+
+
+def check_beside(call: Any, argument: str, excluded: Reasons) -> None:
+    """Raise ValueError if a call has `argument`, and another argument does not have one of the values that `excluded` allows
+    beside it. `argument` is text such as "cp_world=2".
+    """
+    for name, (allowed, why) in excluded.items():
+        value = getattr(call, name)
+        if isinstance(value, torch.Tensor) or value not in allowed:
+            given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{name} is {given} with {argument}, but {why}: pass {_listed(allowed)}")
+
+
+def _is_one_of(value: object, values: Sequence[Any]) -> bool:
+    return any(value is each or (type(value) is type(each) and value == each) for each in values)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return " or ".join(map(repr, values))
