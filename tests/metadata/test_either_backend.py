@@ -55,6 +55,8 @@ def mla_bounds(batch: ForwardBatch, pool: KVPool, attention: DraftAttention) -> 
     longest = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
     rows = mla_truth(batch, pool, attention).max_seq_len_q
     is_ragged, is_padded = mode is ForwardMode.RAGGED_VERIFY, len(set(news)) > 1
+    if is_ragged and batch.seq_lens_cpu is not None:
+        longest = max((length + new for length, new in zip(batch.seq_lens_cpu, news, strict=True)), default=0)
     if mode is ForwardMode.TARGET_VERIFY or is_ragged:
         longest += rows
     elif (

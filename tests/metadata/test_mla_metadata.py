@@ -120,6 +120,14 @@ def test_a_ragged_verification_needs_no_rows_on_the_host() -> None:
     assert_same(build_mla_decode_metadata(batch, pool), build_mla_decode_metadata(unknown, pool))
 
 
+def test_the_bound_of_a_ragged_verification_counts_its_rows_twice() -> None:
+    """DSpark adds each request's rows to the host's lengths, and the backend adds a whole draft."""
+    batch, pool = build_mla(Case(RAGGED, (13, 11), (3, 1), 4, host_seq_lens=True))
+    assert batch.seq_lens_cpu == [10, 10]
+    assert build_mla_decode_metadata(batch, pool).max_seq_len_k == 10 + 3 + 4
+    assert build_mla_decode_metadata(replace(batch, extend_seq_lens_cpu=None), pool).max_seq_len_k == 10 + 4 + 4
+
+
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(
     ("case", "attention", "blocks"),

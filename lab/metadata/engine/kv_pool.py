@@ -192,16 +192,16 @@ class KVPool:
         no page of the caches.
         """
         pages = slots // self.page_size
-        return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
+        return (pages if self.v2p is None else self.v2p[pages.clamp(min=0)].clamp(min=0)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
         """Return the index of each slot in the caches of the full pool: int64, same shape. Without virtual pages it is the slot
-        itself.
+        itself. With them, slot -1 and a slot whose virtual page has no page of the caches have index 0, in the sink.
         """
         if self.v2p is None:
             return slots
-        offsets = (slots % self.page_size).masked_fill(slots < 0, 0)
-        return self._physical(slots // self.page_size) * self.page_size + offsets
+        pages = self.v2p[(slots // self.page_size).clamp(min=0)]
+        return (pages * self.page_size + slots % self.page_size).masked_fill((slots < 0) | (pages < 0), 0)
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
         """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape. It is 0, in the sink,
@@ -279,10 +279,6 @@ class KVPool:
         if req_pool_index not in self._requests:
             raise ValueError(f"req_pool_index={req_pool_index} holds no request; live are {sorted(self._requests)}")
         return self._requests[req_pool_index]
-
-    def _physical(self, pages: Tensor) -> Tensor:
-        assert self.v2p is not None
-        return self.v2p[pages.clamp(min=0)].clamp(min=0)
 
     def _swa_map(self) -> Tensor:
         if self.full_to_swa is None:

@@ -165,7 +165,8 @@ def build_mla_decode_metadata(
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens - extend_seq_lens + max(extend_seq_lens)   max(seq_lens)
     ======================================  ==================================================  =====================
 
-    Maxima are computed from ``seq_lens_cpu``. Without it, the pool's ``max_context_len`` replaces ``max(seq_lens)``.
+    Maxima are computed from ``seq_lens_cpu`` (`longest_request`). Without it, the pool's ``max_context_len`` replaces
+    ``max(seq_lens)``. In a ragged verification the maximum counts the requests' rows twice, as SGLang's does.
 
     If the requests of a draft extend differ in rows, the rows are padded to the longest request. The kernel assumes that the
     last row, which may be padding, is at the last key. So ``seq_lens_k`` counts padding rows too, as the last line of the table
@@ -328,8 +329,18 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of ``seq_lens_cpu``, or the pool's ``max_context_len`` if the host does not know the lengths."""
-    return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
+    """Return the largest of ``seq_lens_cpu``, or the pool's ``max_context_len`` if the host does not know the lengths.
+
+    In a ragged verification each length also counts the request's rows, or ``num_draft_tokens`` if the host does not know them:
+    DSpark, the only draft that has one, adds the rows to the host's list (`dspark_verify.py`, SGLang 0.5.23).
+    """
+    lens = batch.seq_lens_cpu
+    if lens is None:
+        return pool.max_context_len
+    if batch.forward_mode.query_rows.are_bounded:
+        rows = batch.extend_seq_lens_cpu or [num_draft_tokens(batch)] * batch.batch_size
+        lens = [length + own for length, own in zip(lens, rows, strict=True)]
+    return max(lens, default=0)
 
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:

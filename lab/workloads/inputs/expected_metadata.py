@@ -196,12 +196,14 @@ def wrong_eager_mla_metadata(
     ):
         if set(cells[len(pages) :]) - {DEAD_PAGE}:
             yield f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1"
+    is_ragged = batch.forward_mode.query_rows.are_bounded
     padding = metadata.max_seq_len_q if batch.forward_mode.extends_draft else 0  # the call adds these to the bound
     if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + padding:
         yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
     if batch.batch_size:  # without requests, no length defines the bound
         counted = max(seen - int(own) for seen, own in zip(expected.seq_lens_k, batch.seq_lens, strict=True))
-        known = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu)
+        rows = max(batch.extend_seq_lens_cpu or (metadata.max_seq_len_q,)) if is_ragged else 0  # which DSpark has added
+        known = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu) + rows
         if metadata.max_seq_len_k > known + max(counted, metadata.max_seq_len_q):
             yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
     if batch.forward_mode.query_rows.in_extend_seq_lens:

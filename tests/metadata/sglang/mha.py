@@ -98,6 +98,9 @@ def server_batch(load: Load, batch: ForwardBatch, **fields: object) -> Any:
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     is_ragged = batch.forward_mode is ForwardMode.RAGGED_VERIFY
     mode = ForwardMode.TARGET_VERIFY if is_ragged else batch.forward_mode
+    lens_cpu = None if batch.seq_lens_cpu is None else torch.tensor(batch.seq_lens_cpu)
+    if is_ragged and lens_cpu is not None:
+        lens_cpu += torch.tensor(batch.extend_seq_lens_cpu, dtype=torch.int64)  # as `dspark_verify.py` does
     spec_info = None
     if batch.spec_info is not None:
         spec_info = SimpleNamespace(draft_token_num=batch.spec_info.num_draft_tokens, ragged_verify_layout=None)
@@ -107,7 +110,7 @@ def server_batch(load: Load, batch: ForwardBatch, **fields: object) -> Any:
         "forward_mode": load(FORWARD_BATCH).ForwardMode[mode.name],
         "batch_size": batch.batch_size,
         "seq_lens": batch.seq_lens,
-        "seq_lens_cpu": None if batch.seq_lens_cpu is None else torch.tensor(batch.seq_lens_cpu),
+        "seq_lens_cpu": lens_cpu,
         "seq_lens_sum": None,
         "req_pool_indices": batch.req_pool_indices,
         "out_cache_loc": torch.nn.functional.pad(batch.out_cache_loc, (0, padding)),

@@ -18,12 +18,13 @@ from tests.metadata.sglang.wheel import sglang_fixture
 pytestmark = IN_INTERPRETER
 
 ALLOCATOR = "sglang.srt.mem_cache.allocator.unified_hybrid_swa"
+SLOTS = "sglang.kernels.ops.memory.virtual_slot"
 TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator"
 IN_BOTH = [mode for mode in MODES if mode not in (ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY)]
 
 
 sglang = sglang_fixture(
-    *(*REAL, TRANSLATOR, "sglang.kernels.ops.kvcache.kv_read_table"),
+    *(*REAL, TRANSLATOR, SLOTS, "sglang.kernels.ops.kvcache.kv_read_table"),
     names=NAMES
     | {
         "sglang.srt.runtime_context.get_parallel": lambda: SimpleNamespace(attn_dcp_size=1),
@@ -148,3 +149,12 @@ def test_in_a_graph(sglang: Load, case: Case, padding: int) -> None:
     )
     theirs = captured(backend, server, num_requests=padded.batch_size + 1, num_tokens=padded.num_tokens + width)
     assert_same(build_mha_metadata(padded, pool), theirs, pool.page_size)
+
+
+def test_slots_of_unmapped_pages(sglang: Load) -> None:
+    """A slot whose virtual page has no page of the caches, and slot -1, are index 0 and no other cell of the sink."""
+    pool = KVPool(num_requests=2, max_context_len=64, page_size=32, num_pages=5, num_virtual_pages=11)
+    slots = torch.cat([pool.slots(pool.add_request(40), 0, 40), torch.arange(-1, 11 * 32)])
+    theirs = sglang(SLOTS).translate_token_ids(loc=slots, v2p=pool.v2p, page_size=32, dcp_size=1, dcp_rank=0)
+    assert (pool.v2p < 0).sum() == 8
+    assert pool.physical_slots(slots).tolist() == theirs.tolist()
