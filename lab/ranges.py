@@ -198,6 +198,9 @@ class Ranges:
     mla_page_sizes: tuple[int, ...] = _field(
         (32, 64), POWER_OF_TWO, "tokens per page of MLA's cache", beyond=(8, 16, 128, 1), likely=(64, 32)
     )
+    top_ks: tuple[int, ...] = _field(  # 132: a tile of 128 and the least more that FlashInfer takes, a multiple of 4
+        (132, 512), _whole(0), "sparse_mla_top_k of MLA decode calls that select entries, 0 for none", beyond=(8, 2048)
+    )
     geometries: tuple[str, ...] = _field(
         ("gemma-3-27b", "gpt-oss-120b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"),
         _name(_geometries, "NAME,..."),

@@ -96,6 +96,8 @@ class Attention(Model):
 
     def mla(self, call):
         problem = call.problem()
+        if problem.selected is not None:
+            raise NotImplementedError("this model has no rows that select entries")
         out, lse = problem.results()
         run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
         if problem.num_rows:

@@ -92,6 +92,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
     """A right model of FlashInfer's decode, context and MLA decode calls. All methods except the launches are stages."""
 
     forgiving = False
+    selects_entries = False  # it makes calls whose rows select entries, and no others
 
     def __init__(self) -> None:
         self.trtllm_batch_decode_with_kv_cache = takes(DecodeCall)(self.launch)
@@ -109,6 +110,8 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
     def launch(self, call: Call) -> Any:
         """Make a call. Return out [num_rows, num_qo_heads, v_head_dim], or (out, lse) if the call wants the LSE."""
         problem = self.problem(call)
+        if (problem.selected is not None) != self.selects_entries:
+            raise NotImplementedError(f"sparse_mla_top_k={problem.selected is not None} is another model's")
         out, lse = self.results(problem)
         tiles = self.tiles(problem)
         workspace = self.workspace(call.workspace_buffer, problem, tiles)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.selection import check_selection, selected_cells
+from lab.calls.selection import check_selection, columns_in_use
 from lab.named_enum import NamedEnum
 
 NVFP4_BLOCK = 16  # elements of head_dim under one e4m3 scale factor (FlashInfer 0.7.2, kv_cache_sf)
@@ -296,10 +296,12 @@ class PagedAttention(AttentionProblem):
             found.append(replace(self, k_block_tables=table, v_block_tables=table, **views))
         return found
 
-    def selected_cells(self) -> torch.Tensor:
-        """Return the cells of `selected`, which must be given, that are entries: bool [num_rows, num_columns]."""
+    def columns_in_use(self) -> torch.Tensor:
+        """Return the columns of `selected`, which must be given, that each row uses: bool [num_rows, num_columns]. Those of
+        them that are not negative are entries.
+        """
         assert self.selected is not None
-        return selected_cells(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
+        return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
     def check_values(self) -> None:
         if self.is_block_sparse:
@@ -313,7 +315,8 @@ class PagedAttention(AttentionProblem):
         if self.selected is not None:
             check_lengths(self, lengths, "max_seq_len")
             lens = None if self.selected_lens is None else self.selected_lens[: self.row_offsets()[-1]]
-            check_selection(self.selected, lens, self.selected_cells(), self.k_cache.shape[0] * self.page_size)
+            cells = self.columns_in_use() & (self.selected >= 0)
+            check_selection(self.selected, lens, cells, self.k_cache.shape[0] * self.page_size)
             return
         capacity = columns * self.page_size
         for request, length in enumerate(lengths):

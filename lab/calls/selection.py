@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 
-def selected_cells(selected: Tensor, lens: Tensor | None, seq_lens: Tensor, row_offsets: list[int]) -> Tensor:
-    """Return which cells are entries, bool [num_rows, num_columns]. Rows after the last request's rows have none.
+def columns_in_use(selected: Tensor, lens: Tensor | None, seq_lens: Tensor, row_offsets: list[int]) -> Tensor:
+    """Return bool [num_rows, num_columns]: the columns that each row uses. Rows after the last request's rows use none.
 
     Args:
         selected: int32 [num_rows, num_columns], places.
@@ -32,16 +32,16 @@ def selected_cells(selected: Tensor, lens: Tensor | None, seq_lens: Tensor, row_
         used[:end] = torch.arange(1, end + 1, device=device) + distance.repeat_interleave(offsets.diff())
     else:
         used[:end] = lens[:end]
-    return (torch.arange(selected.shape[1], device=device) < used.unsqueeze(1)) & (selected >= 0)
+    return torch.arange(selected.shape[1], device=device) < used.unsqueeze(1)
 
 
 def check_selection(selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int) -> None:
     """Check the places and lengths of a selection.
 
     Args:
-        selected: as in `selected_cells`.
+        selected: as in `columns_in_use`.
         lens: the lengths of the requests' rows, or None.
-        cells: what `selected_cells` returns.
+        cells: the cells that are entries, bool [num_rows, num_columns].
         num_entries: number of entries of the pool.
 
     Raises:

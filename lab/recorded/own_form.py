@@ -36,7 +36,7 @@ from lab.recorded.call import (
     unrepeated,
 )
 from lab.recorded.flashinfer_dumps import value_of
-from lab.references.paged_attention import indexed
+from lab.references.quantization import indexed
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 FORM, VERSION = b"a call recorded by trtllm-attention-lab\n", 2

@@ -16,8 +16,8 @@ from lab.calls import (
 )
 from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
-from lab.references.paged_attention import indexed, plain_v_scales
-from lab.references.quantization import dequantize_nvfp4
+from lab.references.paged_attention import plain_v_scales
+from lab.references.quantization import dequantize_nvfp4, indexed
 from lab.references.softmax_attention import Rules, truth_of_requests
 
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]

@@ -15,7 +15,7 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, indexed, rounded
 from lab.references.softmax_attention import PIECE_ELEMENTS, Tile, TiledKV, attention_by_tiles, tiles, visible_keys
 
 
@@ -122,7 +122,7 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
 
 def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:
     """Return the same problem without `selected`: each row is a request of its own, whose pages are single entries."""
-    cells = problem.selected_cells()
+    cells = problem.columns_in_use() & (selected >= 0)
     entries_first = (~cells).to(torch.int8).argsort(dim=1, stable=True)
     places = selected.gather(1, entries_first)
     end = problem.row_offsets()[-1]  # later rows are padding
@@ -354,10 +354,3 @@ def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
     return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)
-
-
-def indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Return `tensor[index]`. torch cannot index float8, so its bytes are indexed."""
-    if tensor.dtype == E4M3:
-        return tensor.view(torch.uint8)[index].view(E4M3)
-    return tensor[index]

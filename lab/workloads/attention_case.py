@@ -1,5 +1,6 @@
 """One attention call as data: its function, the lengths of its requests, and the contents and storage of its tensors."""
 
+import operator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,25 @@ class TableTail(NamedEnum):
     FAR = "2**30, far outside the pool"
 
 
+class Entries(NamedEnum):
+    """The keys that each row of a sparse call selects, and the columns in which they stand. A row uses the columns up to its
+    position, at most `top_k`; those of them that hold no key hold -1.
+    """
+
+    MIXED = "some keys in any order, with -1 between them"
+    ORDERED = "as many keys as there are columns, in ascending order"
+    SHUFFLED = "as many keys as there are columns, in any order"
+    EDGES = "the first and last keys of pages, with -1 between them"
+    ONE = "one key, in any column"
+    NONE = "no key in every second row, in the others some keys with -1 between them"
+    LATE = "some keys after 128 columns of -1, or in the last column"
+
+    @property
+    def has_gaps(self) -> bool:
+        """Return True if -1 is what the selection is about, so that lengths of the entries leave nothing of it."""
+        return self in (Entries.NONE, Entries.LATE)
+
+
 @dataclass(frozen=True)
 class Storage:
     """How K and V are stored in memory. The storage may change results only by rounding.
@@ -51,7 +71,8 @@ class Storage:
         page_size: tokens per page, a power of two.
         kv_layout: "HND" or "NHD", the order of a page's axes; not used for MLA.
         dead: the numbers in cells that no row may read.
-        table_tail: the page ids in the page table's columns after a request's last page.
+        table_tail: the page ids in the page table's columns after a request's last page; with `top_k_lens` the entries in the
+            columns after a row's last entry.
         spare_columns: number of columns of the page table after the longest request's pages.
         page_seed: seed with which the pages are shuffled.
         gaps_in_scale_factors: the pages of an NVFP4 cache's scale factors are twice as large as needed.
@@ -97,6 +118,11 @@ class AttentionCase:
         window_left: how many keys before its own position a row sees; -1 for all.
         sinks: True if each head has a sink, a further logit in the softmax's denominator.
         offsets: True if a decode call has `cum_seq_lens_q`, the offsets of the requests' rows. A context call always has it.
+        top_k: columns of the entries that each row of an MLA call selects (`sparse_mla_top_k`); 0: rows see all keys up to
+            their position.
+        entries: the keys that rows select; None without top_k.
+        top_k_lens: True if the call has `sparse_mla_top_k_lens`. Each row's entries then stand in its first columns, and each
+            row has one, as FlashInfer 0.7.2 requires.
         contents, seed: the kind of numbers in the tensors, and the seed with which they are drawn.
         storage: how K and V are stored.
 
@@ -117,6 +143,9 @@ class AttentionCase:
     window_left: int = -1
     sinks: bool = False
     offsets: bool = False
+    top_k: int = 0
+    entries: Entries | None = None
+    top_k_lens: bool = False
     contents: Contents = Contents.RANDOM
     seed: int = 0
     storage: Storage = field(default_factory=Storage)
@@ -132,8 +161,27 @@ class AttentionCase:
             raise ValueError(f"q_lens {self.q_lens} must be equal in a decode call without offsets")
         if self.is_mla and (self.num_kv_heads != 1 or self.v_head_dim is None or self.window_left >= 0):
             raise ValueError("an MLA call has one K/V head, a v_head_dim and no window")
-        if not self.is_mla and self.v_head_dim is not None:
-            raise ValueError(f"v_head_dim={self.v_head_dim} belongs to MLA_DECODE; leave it None")
+        if not self.is_mla and (self.v_head_dim is not None or self.top_k):
+            raise ValueError(
+                f"v_head_dim={self.v_head_dim} and top_k={self.top_k} belong to MLA_DECODE; leave them out"
+            )
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        if self.top_k < 0 or (self.entries is None) != (self.top_k == 0) or (self.top_k_lens and not self.top_k):
+            raise ValueError(
+                f"top_k={self.top_k} must be at least 0, and above it with entries={self.entries} and "
+                f"top_k_lens={self.top_k_lens}"
+            )
+        if (
+            self.entries
+            and self.top_k_lens
+            and (self.entries.has_gaps or any(map(operator.lt, self.kv_lens, self.q_lens)))
+        ):
+            raise ValueError(
+                f"top_k_lens counts a row's entries, at least one: {self.entries!r} and kv_lens {self.kv_lens} for q_lens "
+                f"{self.q_lens} leave rows without one"
+            )
 
     @cached_property
     def is_mla(self) -> bool:

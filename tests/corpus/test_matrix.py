@@ -14,6 +14,7 @@ from corpus.matrix import WRONG, markdown, ranges_of, write_matrix
 from corpus.models.lists import DraftListsModel
 from corpus.models.metadata import MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.models.ragged import Ragged
+from corpus.models.selected import SelectedSplitKV
 from corpus.models.split_kv import SplitKV
 from corpus.wrong import LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED
 from lab.checks.properties import checks
@@ -61,7 +62,8 @@ def one_thread() -> Any:
 def judged_right_model(interface: str, key: str, case: str) -> Judged:
     """Judge what is right of an interface by a check, in a recorded case."""
     check = check_of(key)
-    return run_case(RIGHT.get(interface, SplitKV)(), check, read_expression(case), CPU, ranges_of(check))
+    right = SelectedSplitKV if "top_k=" in case or "'top_k'" in case else RIGHT.get(interface, SplitKV)
+    return run_case(right(), check, read_expression(case), CPU, ranges_of(check))
 
 
 def test_every_mutant_is_in_the_matrix_and_killed() -> None:

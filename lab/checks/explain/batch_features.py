@@ -17,6 +17,7 @@ from lab.calls.problem import E4M3, NVFP4
 from lab.checks.explain.feature import CaseFeature, Condition, Cost, Features, Number, Value
 
 TILE = 64  # keys that kernels take at a time
+EMPTY_COLUMNS = 128  # columns of selected entries that kernels take at a time
 POWER_OF_2 = "{not |}a power of two"
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3: "e4m3", NVFP4: "nvfp4"}
 Read = dict[str, Any]  # values by the names of features; None, False or nothing where a subject does not have one
@@ -42,6 +43,14 @@ OF_REQUEST: dict[str, CaseFeature] = {
     "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
     "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
     "as_long_as_previous": Condition("a request is {|not }as long as the one before it", Cost.VALUE),
+    "no_entry": Condition("a row of a request selects {no|an} entry", Cost.VALUE),
+    "empty_tile": Condition(
+        f"the first {EMPTY_COLUMNS} columns of a request's row hold {{-1 alone|an entry}}", Cost.VALUE
+    ),
+    "gap": Condition("{a|no} column that a request's row uses holds -1", Cost.VALUE),
+    "gap_before_entry": Condition("{a|no} column before an entry of a request's row holds -1", Cost.VALUE),
+    "unordered_entries": Condition("the entries of a request's row are {not |}in ascending order", Cost.VALUE),
+    "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
 }
 
 
@@ -134,12 +143,17 @@ class CallFeatures:
         page_size: int = TILE,
         window_left: int = -1,
         around: Read | None = None,
+        selections: Sequence[Read] = (),
     ) -> "CallFeatures":
         """Return the features of a call: those in `read`, those of a batch of these lengths, and those of each request. The
-        features in `around`, of the case, come before them.
+        features in `around`, of the case, come before them. `selections` has those of the entries that each request selects.
         """
         of_requests = tuple(
-            kept(OF_REQUEST, _read_request(request, kv_lens, q_len, page_size, window_left))
+            kept(
+                OF_REQUEST,
+                _read_request(request, kv_lens, q_len, page_size, window_left)
+                | (selections[request] if selections else {}),
+            )
             for request, q_len in zip(range(len(kv_lens)), q_lens, strict=True)
         )
         of_batch = kept(OF_BATCH, _read_batch(kv_lens, q_lens, page_size, window_left))

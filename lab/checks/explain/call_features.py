@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.problem import AttentionCall, shown_draft_tokens
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
-from lab.checks.explain.batch_features import POWER_OF_2, TILE, CallFeatures, Read, kept
+from lab.checks.explain.batch_features import EMPTY_COLUMNS, POWER_OF_2, TILE, CallFeatures, Read, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 
 # Of a call, and of a case whose tensors have them.
@@ -51,6 +51,10 @@ OF_CALL: dict[str, CaseFeature] = {
     "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
     "cute_dsl_impl": Choice("cute_dsl_impl"),
     "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given"),
+    "top_k": Number("sparse_mla_top_k is {}", Cost.VALUE),
+    "selects_entries": Condition("rows select {entries|no entries}"),
+    "top_k_lens": Condition("sparse_mla_top_k_lens is {|not }given"),
+    "first_slot": Condition("the pool's first slot is {|not }selected", Cost.VALUE),
     "not_causal": Condition("the call is {not |}causal"),
     "out_given": Condition("out is {|not }given"),
     "lse_given": Condition("lse is {|not }given"),
@@ -69,7 +73,7 @@ OF_CALL: dict[str, CaseFeature] = {
     "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", Cost.VALUE),
     "query_gaps": Condition("the query's rows {do not |}lie next to each other", Cost.VALUE),
     "key_gaps": Condition("the keys {do not |}lie next to each other", Cost.VALUE),
-    "block_tables_gaps": Condition("the page table's rows {do not |}lie next to each other", Cost.VALUE),
+    "block_tables_gaps": Condition("the rows of block_tables {do not |}lie next to each other", Cost.VALUE),
     "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
     "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
@@ -157,6 +161,13 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "pool_pages": num_pages,
         "pool_elements": k_cache.stride(0) * num_pages,
     }
+    if problem.selected is not None:
+        read |= {
+            "top_k": problem.selected.shape[1],
+            "selects_entries": True,
+            "top_k_lens": problem.selected_lens is not None,
+            "first_slot": (problem.columns_in_use() & (problem.selected == 0)).any(),
+        }
     if mask is not None:
         shown = shown_draft_tokens(mask.cpu().to(torch.int32))
         read |= {
@@ -166,6 +177,33 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
             "mask_words": mask.shape[2],
         }
     return read
+
+
+def _read_selections(problem: PagedAttention) -> list[Read]:
+    """Return the features of the entries that each request's rows select."""
+    if problem.selected is None:
+        return []
+    used = problem.columns_in_use().cpu()
+    selected = problem.selected.cpu().where(used, 0)
+    found: list[Read] = []
+    for start, end in pairwise(problem.row_offsets()):
+        is_gap, is_used = selected[start:end] < 0, used[start:end]
+        is_entry = is_used & ~is_gap
+        counts = is_entry.sum(dim=1)
+        before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
+        highest = selected[start:end].cummax(1).values.roll(1, 1)
+        highest[:, :1] = -1
+        found.append(
+            {
+                "no_entry": (counts == 0).any(),
+                "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
+                "gap": is_gap.any(),
+                "gap_before_entry": (is_gap & before).any(),
+                "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
+                "num_entries": int(counts.max()) if len(counts) else None,
+            }
+        )
+    return found
 
 
 def _lie_apart(pool: Tensor) -> bool:
@@ -296,5 +334,8 @@ def features_of_call(
     read = _read_call(interface, arguments, problem)
     read = {name: read.get(name) for name in OF_TENSORS | OF_CALL} | earlier
     q_lens = [after - before for before, after in pairwise(offsets)]
-    page_size = problem.k_cache.shape[2] if isinstance(problem, PagedAttention) else TILE
-    return CallFeatures.of_lengths(read, kv_lens, q_lens, page_size, arguments.get("window_left", -1), around)
+    page_size, selections = TILE, list[Read]()
+    if isinstance(problem, PagedAttention):
+        page_size, selections = problem.page_size, _read_selections(problem)
+    window_left = arguments.get("window_left", -1)
+    return CallFeatures.of_lengths(read, kv_lens, q_lens, page_size, window_left, around, selections)

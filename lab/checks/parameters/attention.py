@@ -9,7 +9,7 @@ from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks.parameters.covering import Constraint, Model, Point
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.ranges import SEEDS, Ranges
-from lab.workloads.attention_case import AttentionCase, Storage
+from lab.workloads.attention_case import AttentionCase, Entries, Storage
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 NUM_BUILDS = 24  # as often each of 8 groups, of 8 numbers of rows, of 3 dtypes, and of 4 page sizes
@@ -54,6 +54,19 @@ def balanced_nvfp4(
     if interface is not AttentionCall.MLA_DECODE and True in ranges.nvfp4:
         for case in balanced(ranges, interface, count, seed, num_builds):
             yield replace(case, kv_dtype=NVFP4, arithmetic=None)
+
+
+def balanced_top_k(
+    ranges: Ranges, interface: Interface, count: int, seed: int, num_builds: int = NUM_BUILDS
+) -> Iterator[AttentionCase]:
+    """Yield the cases of `balanced`, in which rows select entries. Yield none if the ranges or the function do not allow it."""
+    top_ks = [top_k for top_k in ranges.top_ks if top_k]
+    if interface is not AttentionCall.MLA_DECODE or not top_ks:
+        return
+    forms = [(entries, lens) for lens in (False, True) for entries in Entries if not (lens and entries.has_gaps)]
+    for number, case in enumerate(balanced(ranges, interface, count, seed, num_builds), seed):
+        entries, lens = forms[number % len(forms)]
+        yield replace(case, top_k=top_ks[number % len(top_ks)], entries=entries, top_k_lens=lens)
 
 
 def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:

@@ -15,7 +15,7 @@ from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.paged_axes import EQUAL, REQUESTS, SHORT
 from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
 from lab.ranges import Ranges
-from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
+from lab.workloads.attention_case import AttentionCase, Contents, Entries, Storage, TableTail
 from lab.workloads.interfaces import Interface
 
 LAST = 600  # keys of a large batch's last request
@@ -69,6 +69,9 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
         window_left=of.get("window_left", -1),
         sinks=of["sinks"] != Sinks.NONE,
         offsets=interface is not AttentionCall.CONTEXT and of["offsets"] != Offsets.NONE,
+        top_k=of.get("top_k", 0),
+        entries=Entries[of["entries"].upper()] if of.get("top_k") else None,
+        top_k_lens=of.get("top_k_lens", False),
         contents=Contents[of["contents"].upper()],
         seed=of.seed,
         storage=Storage(

@@ -29,6 +29,7 @@ from lab.checks.parameters.values import (
     Without,
 )
 from lab.ranges import Ranges, text_of
+from lab.workloads.attention_case import Entries
 from lab.workloads.inputs.views import Layout
 
 REQUESTS = 3
@@ -65,7 +66,9 @@ ONE_WITHOUT = (Without.FIRST, Without.LAST, Without.TWICE)
 MHA, DECODES = (AttentionCall.DECODE, AttentionCall.CONTEXT), (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
     **dict.fromkeys(("group", "num_kv_heads", "head_dim", "kv_layout", "window_left"), MHA),
-    **dict.fromkeys(("head_dims", "heads", "qk_nope_head_dim"), (AttentionCall.MLA_DECODE,)),
+    **dict.fromkeys(
+        ("head_dims", "heads", "qk_nope_head_dim", "top_k", "entries", "top_k_lens"), (AttentionCall.MLA_DECODE,)
+    ),
     **dict.fromkeys(("rows", "causal"), (AttentionCall.CONTEXT,)),
     **dict.fromkeys(("q_len", "backend", "hints"), DECODES),
     **dict.fromkeys(("mask", "o_scale"), (AttentionCall.DECODE,)),
@@ -100,6 +103,9 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "max_q_len": (Bound.EXACT, Bound.LARGER, *((Bound.NONE,) if is_mla else ())),
         "causal": (True, False),
         "mask": tuple(Mask),
+        "top_k": tuple(dict.fromkeys((0, *ranges.widened("top_ks")))),
+        "entries": [each.name.lower() for each in Entries],
+        "top_k_lens": (False, True),
         "contents": ("random", "needles", "shaded"),
         **softmax_axes(call, ranges),
         "out": OUT if is_mla else (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
@@ -212,6 +218,18 @@ RULES = constraints(
         ),
         "one row needs no mask": lambda q_len, mask: q_len > 1 or mask == Mask.NONE,
         "requests of one row each are not unequal": lambda q_len, offsets: offsets != Offsets.UNEQUAL or q_len > 1,
+        "without top_k, rows select no entries": (
+            lambda top_k, entries: top_k > 0 or entries == "mixed",
+            lambda top_k, top_k_lens: top_k > 0 or not top_k_lens,
+        ),
+        "lengths count a row's entries, at least one": (
+            lambda top_k_lens, entries: not (top_k_lens and Entries[entries.upper()].has_gaps),
+            lambda top_k_lens, lengths: not top_k_lens or lengths not in (*Without, Lengths.FEWER),
+        ),
+        "of selected entries, only columns after their lengths may hold anything": lambda top_k, top_k_lens, block_tables: (
+            not top_k or top_k_lens or block_tables not in (Tables.NEGATIVE_TAIL, Tables.FAR_TAIL)
+        ),
+        "selected entries have top_k columns": lambda top_k, block_tables: not top_k or block_tables != Tables.WIDE,
         "a window is causal": lambda causal, window_left: causal or window_left < 0,
         "odd strides are of one K/V head, an axis of size 1": lambda num_kv_heads, cache: (
             cache != Cache.ODD_STRIDES or num_kv_heads == 1
@@ -277,4 +295,5 @@ TRIPLES = (
     ("window_left", "page_size", "dtypes"),
     ("cache", "block_tables", "dtypes"),
     ("out", "bmm2_scale", "dtypes"),
+    ("top_k", "entries", "top_k_lens"),
 )

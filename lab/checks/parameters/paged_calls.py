@@ -10,15 +10,20 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.call_cases import Chosen, Lens, attention_case
-from lab.checks.parameters.values import Cache, Mask, Pages, Tables
+from lab.checks.parameters.values import Cache, Mask, Offsets, Pages, SeqLens, Tables
 from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, build_attention
 from lab.workloads.inputs.call import BuiltCall, random_mask
 from lab.workloads.inputs.encoding import raw
+from lab.workloads.inputs.guards import embedded
 from lab.workloads.inputs.masks import draft_masks, strictly_causal, with_bits_after
+from lab.workloads.inputs.ragged import padded
 from lab.workloads.inputs.views import GAP, LEAST_ALIGNMENT_BYTES, apart, at_bytes, in_halves, with_odd_strides
+
+PADDED = (Offsets.PADDED, Offsets.PADDED_WITH_NAN)
+FAR_ENTRY = 2**30  # far outside every pool
 
 
 def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionInputs:
@@ -151,4 +156,16 @@ def _mask(call: BuiltCall) -> None:
         call.given["mask"] = at_bytes(call.given["mask"], call.given["mask"].element_size())
 
 
-PAGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_backend, _cache, _tables, _mask)
+def _selection(call: BuiltCall) -> None:
+    """Add rows of entries far outside the pool for the query's rows of padding, and pass lengths of entries amid others."""
+    if not call.inputs.case.top_k:
+        return
+    padding = {"block_tables": FAR_ENTRY, "sparse_mla_top_k_lens": call.inputs.case.top_k}
+    for name, value in padding.items() if call.forms["offsets"] in PADDED else ():
+        if name in call.given:
+            call.given[name] = padded(call.given[name], value)
+    if call.forms["seq_lens"] == SeqLens.AMID_OTHERS and "sparse_mla_top_k_lens" in call.given:
+        call.given["sparse_mla_top_k_lens"] = embedded(call.given["sparse_mla_top_k_lens"], call.inputs.case.top_k)
+
+
+PAGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_backend, _cache, _selection, _tables, _mask)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import NUM_BUILDS, balanced, balanced_nvfp4, drawn_cases
+from lab.checks.parameters.attention import NUM_BUILDS, balanced, balanced_nvfp4, balanced_top_k, drawn_cases
 from lab.checks.parameters.sampling import DrawnPoint
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
@@ -48,6 +48,9 @@ class Scope:
 
     def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
         return balanced_nvfp4(self.ranges, self.interface, self.counted(smoke, full), seed, self._num_builds)
+
+    def balanced_top_k(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
+        return balanced_top_k(self.ranges, self.interface, self.counted(smoke, full), seed, self._num_builds)
 
     @property
     def _num_builds(self) -> int:

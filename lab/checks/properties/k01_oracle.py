@@ -28,6 +28,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         yield replace(case, contents=Contents.FAINT)
     for case in scope.balanced_nvfp4(1, 1, seed=26):
         yield replace(case, contents=Contents.FAINT)
+    yield from scope.balanced_top_k(3, 12, seed=36)
     batch_sizes = scope.ranges.large_batches
     for size, case in zip(batch_sizes, scope.balanced(len(batch_sizes), len(batch_sizes), seed=23), strict=True):
         yield _large_batch(scope.on_fewest_heads(case), size)

@@ -2,7 +2,7 @@
 
 Other tests set these cells to zero or random values, so that a zero weight hides a read. Here the cells hold zeros, then the
 largest finite values, then NaN. The table's tail lists foreign pages, page -1 and pages far outside the pool, and pages before
-a window are freed. No bit of the result may change.
+a window are freed, and entries that no row selects are dead too. No bit of the result may change.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope, itself
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
+from lab.workloads.inputs.attention import fill_dead
+from lab.workloads.inputs.encoding import raw
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     yield from scope.balanced(6, 32, seed=6)
     yield from scope.balanced_nvfp4(1, 4, seed=33)  # whose scale factors may be NaN
+    yield from scope.balanced_top_k(2, 12, seed=54)
 
 
 def _judge(run: CaseRun) -> None:
@@ -30,8 +33,21 @@ def _judge(run: CaseRun) -> None:
             for tail in (TableTail.NEGATIVE, TableTail.FAR):
                 also = f"{what} and a page table whose tail is {tail.name}"
                 run.vary(also, run.build(dead=dead, table_tail=tail), result)
+        if run.case.top_k:
+            _unselected(run, dead, expected)
         if run.case.window_left >= 0:
             _before_windows(run, dead, expected)
+
+
+def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
+    """Make the call with the numbers of `Storage.dead` in all entries that no row selects. The result must not change."""
+    inputs = run.build(dead=dead)
+    places, entries = inputs.places(), raw(inputs.k_pages).flatten(0, 1)
+    selected = places[places >= 0].long()
+    kept = entries[selected]
+    fill_dead(inputs.k_pages[run.case.storage.first_page :], dead)
+    entries[selected] = kept
+    run.vary(f"entries of {dead.name} that no row selects", inputs, expected)
 
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:

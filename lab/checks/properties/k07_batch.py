@@ -5,13 +5,14 @@ in another order, and twice in a batch. If the data of one request change, no bi
 Finally, all requests share their first pages, like requests with a cached prefix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, balanced_cases, itself
+from lab.checks.properties.check import Check, Scope, itself
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.ragged import joined
 
@@ -79,7 +80,13 @@ def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
         histories=tuple(inputs.histories[request] for request in requests),
         block_tables=inputs.block_tables[index],
         seq_lens=inputs.seq_lens[index],
+        selected=None if inputs.selected is None else tuple(inputs.selected[request] for request in requests),
     )
 
 
-CHECK = Check("K7", "batch", __doc__, balanced_cases(4, 24, seed=9), _judge, drawn=itself)
+def _cases(scope: Scope) -> Iterator[AttentionCase]:
+    yield from scope.balanced(4, 24, seed=9)
+    yield from scope.balanced_top_k(1, 12, seed=48)
+
+
+CHECK = Check("K7", "batch", __doc__, _cases, _judge, drawn=itself)

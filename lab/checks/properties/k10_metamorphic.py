@@ -18,6 +18,7 @@ from lab.ranges import Ranges
 from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
+from lab.workloads.inputs.views import GAP, apart
 
 MOST_HEADS = 32
 LARGE_PAGE = 256  # tokens; kernels were wrong from there on
@@ -29,6 +30,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
     yield from scope.balanced(4, 32, seed=12)
     ranges = scope.ranges
     if scope.interface is AttentionCall.MLA_DECODE:
+        yield from scope.balanced_top_k(1, 12, seed=72)
         return
     for case in scope.balanced(1, 4, seed=20):
         # As many heads as tokens in a page: the layouts' shapes are equal, their strides are not.
@@ -78,7 +80,8 @@ def _storage(run: CaseRun, truth: Truth) -> None:
     if LARGE_PAGE // 2 in page_sizes and not run.case.is_mla:
         page_sizes = (*page_sizes, LARGE_PAGE)
     for page_size in page_sizes:
-        run.vary(f"pages of {page_size} tokens", run.build(page_size=page_size), truth)
+        other = run.build(page_size=page_size)
+        run.vary(f"pages of {page_size} tokens", other, other.truth())  # rows may select keys at the ends of pages
     if not run.case.is_mla:
         for layout in run.ranges.kv_layouts:
             run.vary(f"layout {layout}", run.build(kv_layout=layout), truth)
@@ -95,6 +98,9 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
     """
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
+    if run.case.top_k:
+        entries = apart(inputs.arguments()["block_tables"], -2, GAP)
+        run.vary("selected entries with gaps between their rows", inputs, base, block_tables=entries)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
     keys = in_wider_pages(inputs.k_pages)
     values = keys if run.case.is_mla else in_wider_pages(inputs.v_pages)

@@ -19,6 +19,7 @@ from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, raw, read_kv, stored_kv
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
+from lab.workloads.inputs.selection import selected_positions
 from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import with_strides_of
 
@@ -50,6 +51,8 @@ class AttentionInputs:
     shown: Tensor | None = None  # a draft's mask, bool [batch_size, q_len, q_len]
     causal: bool = True  # a row does not see keys after its own
     factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
+    # Positions of the keys that each request's rows select, int64 [q_len, top_k], -1 for none; None if the case has no top_k.
+    selected: tuple[Tensor, ...] | None = None
 
     @property
     def interface(self) -> AttentionCall:
@@ -139,7 +142,7 @@ class AttentionInputs:
             arguments |= self._offset_arguments()
         elif case.interface is AttentionCall.DECODE and case.q_lens[0] > 1:
             arguments["q_len_per_req"] = case.q_lens[0]
-        return arguments
+        return arguments | self._selection_arguments()
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return an output filled with NaN. Its dtype is by default the call's output dtype."""
@@ -164,7 +167,9 @@ class AttentionInputs:
         return Rules(**(given | changes))
 
     def truth(self, **changes: Any) -> Truth:
-        return truth_of_requests(self.query, list(self.histories), list(self.q_lens), self.rules(**changes))
+        return truth_of_requests(
+            self.query, list(self.histories), list(self.q_lens), self.rules(**changes), self.selected
+        )
 
     def with_separate_tables(self) -> "AttentionInputs":
         """Return the same requests with V's pages in another order than K's, so that K and V need separate page tables."""
@@ -174,6 +179,30 @@ class AttentionInputs:
         if factors is not None:
             factors = factors[0], reversed_pages(factors[1])
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
+
+    def places(self) -> Tensor:
+        """Return the entries that rows select as places in the pool, int32 [num_rows, top_k], -1 for none."""
+        size, rows = self.case.page_size, []
+        for table, positions in zip(self.block_tables, self.selected or (), strict=True):
+            pages = table[(positions.clamp(min=0) // size)]
+            rows.append(torch.where(positions < 0, -1, pages * size + positions % size))
+        return torch.cat(rows).to(torch.int32)
+
+    def _selection_arguments(self) -> dict[str, Any]:
+        """Return the arguments of selected entries: sparse_mla_top_k, the entries as block_tables, and their lengths."""
+        case = self.case
+        if not case.top_k:
+            return {}
+        places, lens = self.places(), {}
+        if case.top_k_lens:
+            is_entry = places >= 0
+            tail = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}.get(
+                case.storage.table_tail, places[:, :1].roll(-1, 0)
+            )
+            places = torch.where(is_entry, places, tail)
+            lens = {"sparse_mla_top_k_lens": is_entry.sum(dim=1, dtype=torch.int32)}
+        places = places if case.offsets else places.view(len(case.q_lens), case.q_lens[0], case.top_k)
+        return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def _offset_arguments(self) -> dict[str, Any]:
         """Return the arguments for unequal numbers of query rows in a decode call: max_q_len, cum_seq_lens_q and, except in
@@ -260,6 +289,8 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     num_pages, used = 2 * sum(pages_of) + 4, sum(pages_of)
     ids = list(range(num_pages))
     random.Random(storage.page_seed).shuffle(ids)
+    if case.top_k:  # the pool's first slot holds a key
+        ids.sort(key=lambda page: page > 0)
     ids = [page + storage.first_page for page in ids]
     pools = _new_pools(case, storage.first_page + num_pages, device)
     factors = _new_scale_factors(case, pools)
@@ -269,8 +300,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
         [(table[:, None] * size + in_page).flatten()[:n] for table, n in zip(tables, case.kv_lens, strict=True)]
     ).to(device)
     for pool in (*pools, *factors):
-        dead = {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}
-        fill(pool[storage.first_page :], dead[storage.dead])
+        fill_dead(pool[storage.first_page :], storage.dead)
     read_keys, read_values = read_kv(*stored)
     if case.is_mla:
         read_values = read_keys[..., : case.out_head_dim]
@@ -287,7 +317,13 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
         seq_lens=torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
         sinks=sinks,
         scale_factors=(factors[0], factors[1]) if factors else None,
+        selected=selected_positions(case, device) if case.top_k else None,
     )
+
+
+def fill_dead(pool: Tensor, dead: Dead) -> None:
+    """Fill pages with the numbers of cells that no row may read."""
+    fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:

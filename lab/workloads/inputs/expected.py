@@ -1,6 +1,6 @@
 """Expected results that are computed only when they are compared and never stored, so that no kernel can find them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from lab.integrity import ChangedBindingsError, in_words
 from lab.references import softmax_attention
 from lab.references.errors import Truth
+from lab.references.selected_truth import truth_of_selected
 from lab.references.softmax_attention import Rules
 
 
@@ -42,14 +43,25 @@ def made(truth: Truth) -> Truth:
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
-def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return a `LateTruth`: each use computes `lab.references.softmax_attention.truth_of_requests` of these arguments."""
+def truth_of_requests(
+    query: Tensor,
+    histories: list[tuple[Tensor, Tensor]],
+    q_lens: list[int],
+    rules: Rules,
+    selected: Sequence[Tensor] | None = None,
+) -> Truth:
+    """Return a `LateTruth`: each use computes `lab.references.softmax_attention.truth_of_requests` of these arguments, or
+    `lab.references.selected_truth.truth_of_selected` if rows select keys.
+    """
     own = query.clone()  # the kernel gets the original
-    late = LateTruth(
-        lambda: softmax_attention.truth_of_requests(own, histories, q_lens, rules),
-        [own, *(side for each in histories for side in each)],
-    )
-    return cast(Truth, late)
+
+    def make() -> Truth:
+        if selected is None:
+            return softmax_attention.truth_of_requests(own, histories, q_lens, rules)
+        return truth_of_selected(own, histories, selected, rules)
+
+    made_from = [own, *(side for each in histories for side in each), *(selected or ())]
+    return cast(Truth, LateTruth(make, made_from))
 
 
 def _sums(tensors: list[Tensor]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls import DecodeCall
+from lab.calls import DecodeCall, MLADecodeCall
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, ForwardCase, explain
@@ -24,7 +24,15 @@ from lab.checks.explain.batch_features import (
     kept,
     of_any_request,
 )
-from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS, CallLog, _read_call, features_of_call
+from lab.checks.explain.call_features import (
+    OF_CALL,
+    OF_EARLIER,
+    OF_TENSORS,
+    CallLog,
+    _read_call,
+    _read_selections,
+    features_of_call,
+)
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number
 from lab.checks.explain.features import FEATURES, TABLES, UnknownFeatureError, feature_named, features_of_case
 from lab.checks.parameters.configuration import Configuration
@@ -34,7 +42,7 @@ from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.attention_case import Contents
-from tests.cases import ragged_arguments, ragged_batch
+from tests.cases import latent_batch, mla_arguments, ragged_arguments, ragged_batch, sparse_arguments
 from tests.checks.small import SMALL
 from tests.dataclass_rules import broken_rules
 
@@ -164,10 +172,63 @@ def test_an_argument_adds_its_features(changes: dict[str, Any], features: dict[s
 def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     arguments = ARGUMENTS[AttentionCall.DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
     of_call = _read_call(AttentionCall.DECODE, arguments, DecodeCall(**arguments).problem())
-    assert of_call.keys() == (OF_TENSORS | OF_CALL).keys()
-    assert _read_request(0, (1,), 1, 16, -1).keys() == OF_REQUEST.keys()
+    sparse = MLADecodeCall(**sparse_arguments(latent_batch([2], [5]), [[0, -1, 3, 1]] * 2)).problem()
+    of_sparse = _read_call(AttentionCall.MLA_DECODE, {}, sparse)
+    assert of_call.keys() | of_sparse.keys() == (OF_TENSORS | OF_CALL).keys()
+    (of_selection,) = _read_selections(sparse)
+    assert _read_request(0, (1,), 1, 16, -1).keys() | of_selection.keys() == OF_REQUEST.keys()
     assert _read_batch((1,), (1,), 16, -1).keys() == OF_BATCH.keys()
     assert CallLog().read(arguments).keys() == OF_EARLIER.keys()
+
+
+SEVERAL = [-1] * 128
+
+
+@pytest.mark.parametrize(
+    ("columns", "features"),
+    [
+        ([0, 1, 3], {}),
+        ([3, 1, 0], {"unordered_entries": True}),
+        ([1, 3, -1], {"gap": True}),
+        ([1, -1, 3], {"gap": True, "gap_before_entry": True}),
+        ([-1, 3, 1], {"gap": True, "gap_before_entry": True, "unordered_entries": True}),
+        ([-1, -1, -1], {"gap": True, "no_entry": True, "empty_tile": True}),
+        ([*SEVERAL, 1], {"gap": True, "gap_before_entry": True, "empty_tile": True}),
+        ([*SEVERAL[1:], 1], {"gap": True, "gap_before_entry": True}),
+    ],
+)
+def test_a_request_has_features_of_the_entries_that_its_rows_select(
+    columns: list[int], features: dict[str, Any]
+) -> None:
+    """The second request has two rows, the first of which selects entries in order."""
+    batch = latent_batch([1, 2], [140, 140])
+    ordered = [*range(len(columns))]
+    rows = [ordered, ordered, columns]
+    arguments = sparse_arguments(batch, rows, 256, ragged=True)
+    first, second = features_of_call(AttentionCall.MLA_DECODE, arguments, CallLog()).of_requests
+    names = {"no_entry", "empty_tile", "gap", "gap_before_entry", "unordered_entries", "num_entries"}
+    most = {"num_entries": len(ordered)}
+    assert {name: first[name] for name in names & first.keys()} == most
+    assert {name: second[name] for name in names & second.keys()} == features | most
+
+
+def test_a_sparse_call_has_features_of_its_arguments() -> None:
+    batch = latent_batch([1], [20])
+
+    def features(columns: list[int], **options: Any) -> dict[str, Any]:
+        arguments = sparse_arguments(batch, [columns], 16, **options)
+        found = features_of_call(AttentionCall.MLA_DECODE, arguments, CallLog()).features
+        names = ("top_k", "selects_entries", "top_k_lens", "first_slot", "block_tables_gaps")
+        return {name: found[name] for name in names if name in found}
+
+    table = mla_arguments(batch, 16)["block_tables"][0]
+    in_first = [16 * column for column, page in enumerate(table[:2].tolist()) if page == 0]
+    assert features([1, 2, 3]) == {"top_k": 3, "selects_entries": True}
+    assert features([1, 2, 3, -1], lens=[2]) == {"top_k": 4, "selects_entries": True, "top_k_lens": True}
+    assert features([1, 2], width=3).keys() == {"top_k", "selects_entries"}  # of one row, there is no gap
+    for position in in_first:
+        assert features([position])["first_slot"]
+    assert features_of_call(AttentionCall.MLA_DECODE, mla_arguments(batch), CallLog()).features.get("top_k") is None
 
 
 def test_functions_have_features_of_their_own() -> None:

@@ -1,0 +1,57 @@
+"""Draw the keys that each row of a sparse call selects, and the columns in which they stand."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from lab.workloads.attention_case import AttentionCase, Entries
+
+EMPTY_COLUMNS = 128  # before the first entry of Entries.LATE: a tile of keys of most kernels
+
+
+def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
+    """Return for each request the positions of the keys that its rows select, int64 [q_len, top_k], -1 for none.
+
+    A row at position p uses its first min(top_k, p + 1) columns. All later columns hold -1, so that it does not matter whether
+    a kernel bounds them by the row's position.
+    """
+    selected = []
+    for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
+        rng = random.Random(f"selection {case.seed} {request}")
+        rows = [_row(case, rng, row, max(kv_len - q_len + row + 1, 0)) for row in range(q_len)]
+        selected.append(torch.tensor(rows, dtype=torch.int64, device=device).view(q_len, case.top_k))
+    return tuple(selected)
+
+
+def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> list[int]:
+    """Return the columns of one row that may select its first `num_keys` keys."""
+    used = min(case.top_k, num_keys)
+    if used == 0 or (case.entries is Entries.NONE and (row + case.seed) % 2 == 0):
+        return [-1] * case.top_k
+    keys, columns = range(num_keys), range(used)
+    if case.entries is Entries.ORDERED:
+        chosen = sorted(rng.sample(keys, used))
+    elif case.entries is Entries.SHUFFLED:
+        chosen = rng.sample(keys, used)
+    elif case.entries is Entries.EDGES:
+        edges = _edges(num_keys, case.page_size)
+        chosen = rng.sample(edges, min(len(edges), used))
+    else:
+        most = 1 if case.entries is Entries.ONE else used
+        if case.entries is Entries.LATE:
+            columns = range(min(EMPTY_COLUMNS, used - 1), used)
+            most = len(columns)
+        chosen = rng.sample(keys, rng.randint(1, most))
+    first_columns = range(len(chosen)) if case.top_k_lens else columns
+    places = sorted(rng.sample(first_columns, len(chosen)))
+    found = [-1] * case.top_k
+    for column, position in zip(places, chosen, strict=True):
+        found[column] = position
+    return found
+
+
+def _edges(num_keys: int, page_size: int) -> list[int]:
+    """Return the positions of the first and last keys of pages, and of the last key."""
+    starts = range(0, num_keys, page_size)
+    return sorted({num_keys - 1, *starts, *(start - 1 for start in starts if start)})
