@@ -88,6 +88,8 @@ class Attention(Model):
 
     def _call(self, call):
         problem = call.problem()
+        if getattr(problem, "is_block_sparse", False):
+            raise NotImplementedError("this model has one page table for all K/V heads")
         out, lse = problem.results()
         run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
         if problem.num_rows:

@@ -6,7 +6,7 @@ The split that arrives last, by a counter before the scratch, merges them. Keys 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +113,16 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         if (problem.selected is not None) != self.selects_entries:
             raise NotImplementedError(f"sparse_mla_top_k={problem.selected is not None} is another model's")
         out, lse = self.results(problem)
+        if problem.is_block_sparse:
+            for of_head in replace(problem, out=out, lse=lse).of_kv_heads():
+                self.solve(call, of_head, *of_head.results())
+        else:
+            self.solve(call, problem, out, lse)
+        self.finish(problem, out, lse)
+        return self.returned(problem, out, lse)
+
+    def solve(self, call: Call, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        """Compute a problem, of all heads or of one K/V head, into `out` and `lse`."""
         tiles = self.tiles(problem)
         workspace = self.workspace(call.workspace_buffer, problem, tiles)
         self.clear_padding(problem, out, lse)
@@ -124,8 +134,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
                 rows = self.merged(problem, tile, scratch)
                 self.finish_tile(problem, tile, rows)
                 self.write(problem, tile, rows, out, lse)
-        self.finish(problem, out, lse)
-        return self.returned(problem, out, lse)
 
     def problem(self, call: Call) -> PagedAttention:
         return self.changed(call.problem())

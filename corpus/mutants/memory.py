@@ -132,7 +132,8 @@ class Written(SplitKV):
     def given_counters_left(self, call):
         """The tiles of several splits count in multi_ctas_kv_counter_buffer too, and leave the count."""
         counters = call.multi_ctas_kv_counter_buffer
-        if counters is not None and any(tile.num_splits > 1 for tile in self.tiles(self.problem(call))):
+        tiles = (tile for part in self.problem(call).of_kv_heads() for tile in self.tiles(part))
+        if counters is not None and any(tile.num_splits > 1 for tile in tiles):
             counters.view(-1)[:1] += 1
         return super().launch(call)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from corpus.models.split_kv import Forgiving, SplitKV
 from corpus.wrong import DECODE, wrong
+from lab.calls.problem import PagedAttention
 
 
 def with_strides(strides: tuple[int, ...], cache: Tensor) -> Tensor:
@@ -199,6 +200,49 @@ class DeadPages(ReadsDeadPages):
 
     pages_before_window_read = wrong(source="FlashInfer #3089", key_range=lambda keys, *_: (0, keys[1]))(
         "Keys that lie before every row's window are read, and multiplied by weights of zero."
+    )
+
+
+def _pages_filled(problem: PagedAttention) -> Tensor:
+    """Return the lengths with each last page taken as full, in place of block-sparse `seq_lens`."""
+    pages = -(-problem.seq_lens.to(torch.int64) // problem.page_size)
+    return (pages * problem.page_size).to(problem.seq_lens.dtype)
+
+
+def _batch_first(cells: Tensor) -> Tensor:
+    """Return [num_kv_heads, batch_size, ...] as its memory reads as [batch_size, num_kv_heads, ...]."""
+    heads, batch_size = cells.shape[:2]
+    return cells.reshape(batch_size, heads, *cells.shape[2:]).transpose(0, 1)
+
+
+class BlockSparse(Forgiving):
+    """Kernels that are wrong where K/V heads select pages of their own."""
+
+    table_of_the_first_head = wrong(
+        DECODE,
+        where=lambda problem: problem.is_block_sparse,
+        instead={"k_block_tables": lambda problem: problem.k_block_tables[:1].expand_as(problem.k_block_tables)},
+    )("Every K/V head of a block-sparse call reads the pages that the first one selects.")
+    lengths_of_the_first_head = wrong(
+        DECODE,
+        where=lambda problem: problem.is_block_sparse,
+        instead={"seq_lens": lambda problem: problem.seq_lens[:1].expand_as(problem.seq_lens)},
+    )("Every K/V head of a block-sparse call has as many keys as the first one selects.")
+    last_selected_page_taken_as_full = wrong(
+        DECODE, where=lambda problem: problem.is_block_sparse, instead={"seq_lens": _pages_filled}
+    )("The last page that a K/V head selects in a block-sparse call is taken as full.")
+    head_tables_read_batch_first = wrong(
+        DECODE,
+        where=lambda problem: problem.is_block_sparse,
+        instead={"k_block_tables": lambda problem: _batch_first(problem.k_block_tables)},
+    )("Block-sparse page tables are read as [batch_size, num_kv_heads, pages].")
+    head_lengths_read_batch_first = wrong(
+        DECODE,
+        where=lambda problem: problem.is_block_sparse,
+        instead={"seq_lens": lambda problem: _batch_first(problem.seq_lens)},
+    )("Block-sparse lengths are read as [batch_size, num_kv_heads].")
+    selected_keys_not_causal = wrong(DECODE, where=lambda problem: problem.is_block_sparse, instead={"causal": False})(
+        "Each row of a block-sparse verify sees all selected keys, also those after its own token."
     )
 
 

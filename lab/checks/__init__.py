@@ -16,7 +16,7 @@ from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
 from lab.recorded.case import RecordedCase
-from lab.workloads.attention_case import AttentionCase, Contents, Dead, Entries, Storage, TableTail
+from lab.workloads.attention_case import AttentionCase, Contents, Dead, Entries, HeadPages, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence
 from lab.workloads.inputs.draft_lists import DraftListsCase
@@ -39,6 +39,7 @@ __all__ = [
     "ForwardMode",
     "GraphCase",
     "GraphMode",
+    "HeadPages",
     "KVLayout",
     "Level",
     "MLACase",

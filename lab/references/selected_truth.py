@@ -1,4 +1,4 @@
-"""The expected results of rows that see selected keys of their request, instead of all keys up to their position."""
+"""The expected results of rows or K/V heads that see selected keys of their request, instead of all keys up to a position."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,3 +32,29 @@ def truth_of_selected(
     truth = truth_of_requests(query[: len(of_rows)], of_rows, [1] * len(of_rows), rules)
     widths = torch.tensor([len(rows) for rows in selected], device=query.device)
     return replace(truth, request_of_row=torch.arange(len(widths), device=query.device).repeat_interleave(widths))
+
+
+def truth_of_heads(
+    query: Tensor,
+    histories: Sequence[tuple[Tensor, Tensor]],
+    seen: Sequence[Tensor],
+    q_lens: list[int],
+    rules: Rules,
+) -> Truth:
+    """Return the expected results of the rows of consecutive requests. To each K/V head, the keys that it sees are the whole
+    request.
+
+    Args:
+        query, histories, q_lens, rules: as in `lab.references.softmax_attention.truth_of_requests`.
+        seen: the keys of each request that K/V heads see, bool [kv_len, num_kv_heads].
+    """
+    num_kv_heads = seen[0].shape[1]
+    parts = []
+    for head, rows in enumerate(query.split(query.shape[1] // num_kv_heads, dim=1)):
+        of_head = [
+            (indexed(keys[:, head : head + 1], own[:, head]), indexed(values[:, head : head + 1], own[:, head]))
+            for (keys, values), own in zip(histories, seen, strict=True)
+        ]
+        sinks = None if rules.sinks is None else rules.sinks.chunk(num_kv_heads)[head]
+        parts.append(truth_of_requests(rows, of_head, q_lens, replace(rules, sinks=sinks)))
+    return Truth.of_heads(parts)

@@ -1,6 +1,7 @@
 """One attention call as data: its function, the lengths of its requests, and the contents and storage of its tensors."""
 
 import operator
+import random
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +35,16 @@ class Dead(NamedEnum):
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
     NAN = "NaN, which a zero weight does not remove"
+
+
+class HeadPages(NamedEnum):
+    """The pages of a request that each K/V head selects in a block-sparse call. They are drawn by the case's seed."""
+
+    HALF = "each page before the last with a probability of one half, and the last"
+    NOT_LAST = "each page before the last with a probability of one half"
+    LAST = "the last page alone"
+    ALL = "all pages"
+    SOME_NONE = "as HALF for some heads, and no page for others"
 
 
 class TableTail(NamedEnum):
@@ -123,6 +134,7 @@ class AttentionCase:
         entries: the keys that rows select; None without top_k.
         top_k_lens: True if the call has `sparse_mla_top_k_lens`. Each row's entries then stand in its first columns, and each
             row has one, as FlashInfer 0.7.2 requires.
+        head_pages: the pages that each K/V head selects in a block-sparse DECODE; None: every head sees all pages.
         contents, seed: the kind of numbers in the tensors, and the seed with which they are drawn.
         storage: how K and V are stored.
 
@@ -146,6 +158,7 @@ class AttentionCase:
     top_k: int = 0
     entries: Entries | None = None
     top_k_lens: bool = False
+    head_pages: HeadPages | None = None
     contents: Contents = Contents.RANDOM
     seed: int = 0
     storage: Storage = field(default_factory=Storage)
@@ -182,6 +195,8 @@ class AttentionCase:
                 f"top_k_lens counts a row's entries, at least one: {self.entries!r} and kv_lens {self.kv_lens} for q_lens "
                 f"{self.q_lens} leave rows without one"
             )
+        if self.head_pages is not None and (self.interface is not AttentionCall.DECODE or self.window_left >= 0):
+            raise ValueError(f"head_pages={self.head_pages!r} belongs to DECODE without a window; leave it None")
 
     @cached_property
     def is_mla(self) -> bool:
@@ -202,6 +217,22 @@ class AttentionCase:
     @cached_property
     def page_size(self) -> int:
         return self.storage.page_size
+
+    def selected_pages(self, request: int, kv_head: int) -> list[int]:
+        """Return the pages of a request that a K/V head selects in a block-sparse call, counted from the request's first."""
+        last = -(-self.kv_lens[request] // self.page_size) - 1
+        rng = random.Random(f"{self.seed} {request} {kv_head}")
+        drawn = [page for page in range(last) if rng.random() < 0.5]
+        half = [*drawn, last]
+        chosen = {
+            HeadPages.HALF: half,
+            HeadPages.NOT_LAST: drawn,
+            HeadPages.LAST: [last],
+            HeadPages.ALL: [*range(last + 1)],
+            HeadPages.SOME_NONE: half if (request + kv_head) % 2 else [],
+            None: [*range(last + 1)],
+        }
+        return chosen[self.head_pages] if last >= 0 else []
 
     def with_rows(self, *q_lens: int) -> "AttentionCase":
         """Return the case with these numbers of query rows, one per request. Requests get at least as many keys as rows."""

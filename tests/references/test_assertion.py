@@ -11,7 +11,7 @@ import torch
 from lab import references
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks import AttentionCase, Storage
+from lab.checks import AttentionCase, HeadPages, Storage
 from lab.references import assert_close_to_reference
 from lab.references.assertion import truth_of_problem
 from lab.workloads.attention_case import Dead, TableTail
@@ -35,6 +35,8 @@ CASES = {
     "fp16": replace(DECODE, dtype=torch.float16, kv_dtype=torch.float16),
     "e4m3 cache": replace(DECODE, kv_dtype=E4M3, window_left=9),
     "NVFP4 cache": replace(DECODE, kv_dtype=NVFP4),
+    "block-sparse": replace(DECODE, num_kv_heads=2, group=1, head_pages=HeadPages.HALF, sinks=True),
+    "block-sparse, NVFP4": replace(DECODE, num_kv_heads=2, group=1, head_pages=HeadPages.LAST, kv_dtype=NVFP4),
     "context": CONTEXT,
     "context, NVFP4": replace(CONTEXT, kv_dtype=NVFP4),
     "MLA": MLA,

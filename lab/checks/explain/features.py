@@ -9,7 +9,7 @@ from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
-from lab.workloads.attention_case import Contents, Dead, Entries, TableTail
+from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, TableTail
 
 # Fields of a case that are no features, and those whose features are of the batch and of its requests.
 NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
@@ -21,6 +21,7 @@ OF_FIELDS: dict[str, CaseFeature] = {
     "dead": Choice("the lab's poison in cells that no request owns", Cost.VALUE, Dead),
     "table_tail": Choice("the content of unused columns of the page table", Cost.VALUE, TableTail),
     "entries": Choice("the entries that rows select", Cost.VALUE, Entries),
+    "head_pages": Choice("the pages that K/V heads select", Cost.VALUE, HeadPages),
     "mode": Choice("the forward mode", Cost.VALUE),
     "forward_mode": Choice("the forward mode", Cost.VALUE),
     "draft_step": Number("the draft step is {}", Cost.VALUE),

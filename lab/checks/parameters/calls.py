@@ -120,7 +120,7 @@ def _lengths(call: BuiltCall) -> None:
 def _bounds(call: BuiltCall) -> None:
     of, given, name = call.forms, call.given, call.inputs.kv_bound
     if of.get("bound") == Bound.EXACT:
-        given[name] = max(*call.inputs.kv_lens, 1)
+        given[name] = max(int(call.inputs.seq_lens.max()), 1)
     elif of.get("bound") == Bound.FOUR_TIMES:
         given[name] *= 4
     for each in ("max_q_len", "max_kv_len"):

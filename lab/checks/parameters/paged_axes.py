@@ -29,7 +29,7 @@ from lab.checks.parameters.values import (
     Without,
 )
 from lab.ranges import Ranges, text_of
-from lab.workloads.attention_case import Entries
+from lab.workloads.attention_case import Entries, HeadPages
 from lab.workloads.inputs.views import Layout
 
 REQUESTS = 3
@@ -59,6 +59,10 @@ VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
 PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
 # Scale factors lie as these caches do.
 STORED_WITH_FACTORS = (Cache.PLAIN, Cache.PAGES_APART, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES)
+# The values of "head_pages" by their texts; "none" is a call that is not block-sparse.
+NO_SELECTION = "none"
+HEAD_PAGES = {NO_SELECTION: None, **{each.name.lower().replace("_", " "): each for each in HeadPages}}
+OF_SEVERAL_HEADS = [text for text, each in HEAD_PAGES.items() if each in (HeadPages.NOT_LAST, HeadPages.SOME_NONE)]
 ONE_WITHOUT = (Without.FIRST, Without.LAST, Without.TWICE)
 
 
@@ -71,7 +75,7 @@ ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
     ),
     **dict.fromkeys(("rows", "causal"), (AttentionCall.CONTEXT,)),
     **dict.fromkeys(("q_len", "backend", "hints"), DECODES),
-    **dict.fromkeys(("mask", "o_scale"), (AttentionCall.DECODE,)),
+    **dict.fromkeys(("mask", "o_scale", "head_pages"), (AttentionCall.DECODE,)),
 }
 # Values that MLA alone does not have, and those that it alone has.
 MHA_CACHES = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V}
@@ -106,6 +110,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "top_k": tuple(dict.fromkeys((0, *ranges.widened("top_ks")))),
         "entries": [each.name.lower() for each in Entries],
         "top_k_lens": (False, True),
+        "head_pages": tuple(HEAD_PAGES),
         "contents": ("random", "needles", "shaded"),
         **softmax_axes(call, ranges),
         "out": OUT if is_mla else (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
@@ -216,6 +221,19 @@ RULES = constraints(
         "a query with offsets has no axis of requests": lambda offsets, query: (
             query != Layout.REQUESTS_APART or offsets == Offsets.NONE
         ),
+        "FlashInfer excludes block-sparse attention with a window, separate tables and XQA, which alone reads a mask": (
+            lambda head_pages, window_left: head_pages == NO_SELECTION or window_left < 0,
+            lambda head_pages, mask: head_pages == NO_SELECTION or mask == Mask.NONE,
+            lambda head_pages, backend: head_pages == NO_SELECTION or backend != "xqa",
+            lambda head_pages, block_tables: head_pages == NO_SELECTION or not block_tables.is_separate,
+        ),
+        "block-sparse tables are contiguous": lambda head_pages, block_tables: (
+            head_pages == NO_SELECTION or block_tables != Tables.ROWS_APART
+        ),
+        "that heads select different pages shows in several heads": lambda head_pages, num_kv_heads: (
+            head_pages not in OF_SEVERAL_HEADS or num_kv_heads > 1
+        ),
+        "a head selects a page once": lambda head_pages, pages: head_pages == NO_SELECTION or pages == Pages.ONCE,
         "one row needs no mask": lambda q_len, mask: q_len > 1 or mask == Mask.NONE,
         "requests of one row each are not unequal": lambda q_len, offsets: offsets != Offsets.UNEQUAL or q_len > 1,
         "without top_k, rows select no entries": (

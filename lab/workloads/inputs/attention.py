@@ -42,11 +42,16 @@ class AttentionInputs:
     # [num_pages, ., ., head_dim] in the case's layout, head_dim // 2 bytes for NVFP4; for MLA [num_pages, page_size, head_dim].
     k_pages: Tensor
     v_pages: Tensor
-    block_tables: Tensor  # int32 [batch_size, max_num_pages_per_seq]; with a table of V's own, [batch_size, 2, ...]
-    seq_lens: Tensor  # int32 [batch_size]
+    # int32 [batch_size, max_num_pages_per_seq]; with a table of V's own [batch_size, 2, ...]; block-sparse [num_kv_heads,
+    # batch_size, ...]
+    block_tables: Tensor
+    seq_lens: Tensor  # int32 [batch_size]; block-sparse [num_kv_heads, batch_size]
     sinks: Tensor | None  # float32 [num_qo_heads]
     scale_factors: tuple[Tensor, Tensor] | None = (
         None  # scale factors of an NVFP4 cache's K and V, [num_pages, ., ., head_dim // 16] each
+    )
+    seen: tuple[Tensor, ...] | None = (
+        None  # block-sparse: the keys that each K/V head sees, bool [kv_len, num_kv_heads]
     )
     shown: Tensor | None = None  # a draft's mask, bool [batch_size, q_len, q_len]
     causal: bool = True  # a row does not see keys after its own
@@ -127,7 +132,10 @@ class AttentionInputs:
         if not self.causal:
             arguments["causal"] = False
         if self.scale_factors is not None:
-            arguments |= self.scale_factor_arguments(interleaved=case.interface is not AttentionCall.DECODE)
+            is_plain = (
+                case.interface is AttentionCall.DECODE and self.seen is None
+            )  # XQA's order; it is not block-sparse
+            arguments |= self.scale_factor_arguments(interleaved=not is_plain)
         if case.is_mla:
             arguments |= self._mla_arguments()
         elif case.storage.kv_layout != "HND":
@@ -136,7 +144,9 @@ class AttentionInputs:
             arguments |= self._context_arguments()
         else:
             arguments["max_seq_len"] = self.max_seq_len
-        if self.block_tables.dim() == 3:
+        if self.seen is not None:
+            arguments["enable_block_sparse_attention"] = True
+        elif self.block_tables.dim() == 3:
             arguments["uses_shared_paged_kv_idx"] = False
         if case.offsets:
             arguments |= self._offset_arguments()
@@ -167,9 +177,8 @@ class AttentionInputs:
         return Rules(**(given | changes))
 
     def truth(self, **changes: Any) -> Truth:
-        return truth_of_requests(
-            self.query, list(self.histories), list(self.q_lens), self.rules(**changes), self.selected
-        )
+        requests = self.query, list(self.histories), list(self.q_lens), self.rules(**changes)
+        return truth_of_requests(*requests, selected=self.selected, seen=self.seen)
 
     def with_separate_tables(self) -> "AttentionInputs":
         """Return the same requests with V's pages in another order than K's, so that K and V need separate page tables."""
@@ -304,21 +313,43 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     read_keys, read_values = read_kv(*stored)
     if case.is_mla:
         read_values = read_keys[..., : case.out_head_dim]
+    rows, lengths = list(tables), torch.tensor(case.kv_lens, dtype=torch.int32)
+    seen = None if case.head_pages is None else _seen_keys(case, device)
+    if seen is not None:
+        heads, requests = range(case.num_kv_heads), range(len(tables))
+        rows = [tables[request][case.selected_pages(request, head)] for head in heads for request in requests]
+        lengths = torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
     for pool, tokens in zip((*pools, *factors), stored, strict=False):  # MLA has only a pool of keys, without heads
         by_token = pool if case.is_mla or storage.kv_layout == "NHD" else pool.transpose(1, 2)
-        raw(by_token)[slots // size, slots % size] = raw(tokens[:, 0] if case.is_mla else tokens)
+        if seen is None:
+            raw(by_token)[slots // size, slots % size] = raw(tokens[:, 0] if case.is_mla else tokens)
+        else:
+            token, head = torch.cat(seen).nonzero(as_tuple=True)
+            raw(by_token)[slots[token] // size, slots[token] % size, head] = raw(tokens)[token, head]
     return AttentionInputs(
         case=case,
         query=query,
         histories=tuple(zip(read_keys.split(case.kv_lens), read_values.split(case.kv_lens), strict=True)),
         k_pages=pools[0],
         v_pages=pools[-1],
-        block_tables=_block_tables(case, tables, ids[:used] or ids[:1], device),
-        seq_lens=torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+        block_tables=_block_tables(case, rows, ids[:used] or ids[:1], device).view(*lengths.shape, -1),
+        seq_lens=lengths.to(device),
         sinks=sinks,
         scale_factors=(factors[0], factors[1]) if factors else None,
         selected=selected_positions(case, device) if case.top_k else None,
+        seen=seen,
     )
+
+
+def _seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the keys of each request in the pages that a K/V head selects, bool [kv_len, num_kv_heads]."""
+    found = []
+    for request, kv_len in enumerate(case.kv_lens):
+        pages = torch.zeros(-(-kv_len // case.page_size), case.num_kv_heads, dtype=torch.bool)
+        for head in range(case.num_kv_heads):
+            pages[case.selected_pages(request, head), head] = True
+        found.append(pages.repeat_interleave(case.page_size, dim=0)[:kv_len].to(device))
+    return tuple(found)
 
 
 def fill_dead(pool: Tensor, dead: Dead) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.integrity import ChangedBindingsError, in_words
 from lab.references import softmax_attention
 from lab.references.errors import Truth
-from lab.references.selected_truth import truth_of_selected
+from lab.references.selected_truth import truth_of_heads, truth_of_selected
 from lab.references.softmax_attention import Rules
 
 
@@ -49,18 +49,22 @@ def truth_of_requests(
     q_lens: list[int],
     rules: Rules,
     selected: Sequence[Tensor] | None = None,
+    seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return a `LateTruth`: each use computes `lab.references.softmax_attention.truth_of_requests` of these arguments, or
-    `lab.references.selected_truth.truth_of_selected` if rows select keys.
+    """Return a `LateTruth`: each use computes `lab.references.softmax_attention.truth_of_requests` of these arguments, or of
+    `lab.references.selected_truth`, `truth_of_selected` if rows select keys (`selected`), and `truth_of_heads` if K/V heads do
+    (`seen`).
     """
     own = query.clone()  # the kernel gets the original
 
     def make() -> Truth:
-        if selected is None:
-            return softmax_attention.truth_of_requests(own, histories, q_lens, rules)
-        return truth_of_selected(own, histories, selected, rules)
+        if seen is not None:
+            return truth_of_heads(own, histories, seen, q_lens, rules)
+        if selected is not None:
+            return truth_of_selected(own, histories, selected, rules)
+        return softmax_attention.truth_of_requests(own, histories, q_lens, rules)
 
-    made_from = [own, *(side for each in histories for side in each), *(selected or ())]
+    made_from = [own, *(side for each in histories for side in each), *(selected or ()), *(seen or ())]
     return cast(Truth, LateTruth(make, made_from))
 
 

@@ -13,11 +13,13 @@ GUARD_BYTE = 0xA5  # every byte of a guard; no kernel computes a number of these
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def embedded(vector: Tensor, value: float) -> Tensor:
-    """Return a copy of a vector inside a larger one filled with `value`. Its address is not a multiple of 16 bytes."""
-    how: dict[str, Any] = {"dtype": vector.dtype, "device": vector.device, "filling": value}
-    _, part = surrounded(len(vector), before=AROUND, after=AROUND, **how)
-    return part.copy_(vector)
+def embedded(tensor: Tensor, value: float) -> Tensor:
+    """Return a contiguous copy of a tensor inside a larger vector filled with `value`. Its address is not a multiple of 16
+    bytes.
+    """
+    how: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device, "filling": value}
+    _, part = surrounded(tensor.numel(), before=AROUND, after=AROUND, **how)
+    return part.view(tensor.shape).copy_(tensor)
 
 
 def surrounded(

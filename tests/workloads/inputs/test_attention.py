@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.checks import AttentionCase, Contents, Dead, Storage, TableTail
+from lab.checks import AttentionCase, Contents, Dead, HeadPages, Storage, TableTail
+from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
 from lab.workloads.inputs.needles import needle_positions
 
@@ -107,6 +108,69 @@ def test_storage_changes_no_history(case: AttentionCase) -> None:
         assert torch.equal(other.query, plain.query)
         for left, right in zip(other.histories, plain.histories, strict=True):
             assert all(torch.equal(a.float(), b.float()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("case", [CASE, replace(CASE, kv_dtype=E4M3, storage=Storage(kv_layout="NHD"))])
+@pytest.mark.parametrize("head_pages", HeadPages)
+def test_a_head_finds_the_keys_that_it_sees_and_its_other_cells_are_poisoned(
+    case: AttentionCase, head_pages: HeadPages
+) -> None:
+    inputs = build(replace(case, head_pages=head_pages), dead=Dead.NAN, table_tail=TableTail.FAR)
+    assert inputs.seen is not None
+    for head in range(case.num_kv_heads):
+        count = 0
+        for request, seen in enumerate(inputs.seen):
+            positions = seen[:, head].nonzero().flatten().tolist()
+            assert int(inputs.seq_lens[head, request]) == len(positions)
+            assert {position // 16 for position in positions} == {*inputs.case.selected_pages(request, head)}
+            pages = inputs.block_tables[head, request, : -(-len(positions) // 16)].tolist()
+            assert bool((inputs.block_tables[head, request, len(pages) :] == 2**30).all())
+            for place, position in enumerate(positions):
+                cell = tokens_first(inputs.k_pages, case)[pages[place // 16], place % 16, head]
+                assert torch.equal(cell, inputs.histories[request][0][position, head].float())
+            count += len(positions)
+        cells = tokens_first(inputs.v_pages, case)[:, :, head]
+        assert int(cells.isfinite().all(dim=-1).sum()) == count
+
+
+def test_heads_select_what_the_case_names() -> None:
+    def selected(head_pages: HeadPages | None, request: int = 3) -> list[list[int]]:
+        case = replace(CASE, num_kv_heads=8, head_pages=head_pages)
+        return [case.selected_pages(request, head) for head in range(8)]
+
+    assert selected(None) == selected(HeadPages.ALL) == [[*range(7)]] * 8  # 100 keys in pages of 16
+    assert selected(HeadPages.LAST) == [[6]] * 8
+    half = selected(HeadPages.HALF)
+    assert all(pages == sorted(set(pages)) and pages[-1] == 6 for pages in half)
+    assert len({tuple(pages) for pages in half}) > 5
+    assert 3 < sum(map(len, half)) / 8 < 5
+    assert selected(HeadPages.NOT_LAST) == [pages[:-1] for pages in half]
+    assert selected(HeadPages.SOME_NONE) == [[] if head % 2 else half[head] for head in range(8)]
+    assert selected(HeadPages.SOME_NONE, 0)[0] == []
+    for each in HeadPages:
+        assert selected(each, 1) == [[]] * 8  # no keys
+    assert replace(CASE, seed=1, head_pages=HeadPages.HALF).selected_pages(3, 0) != half[0]
+
+
+def test_only_a_decode_without_a_window_is_block_sparse() -> None:
+    for changes in ({"interface": AttentionCall.CONTEXT}, {"window_left": 3}):
+        with pytest.raises(ValueError, match=r"head_pages=HeadPages.LAST belongs to DECODE without a window"):
+            replace(CASE, head_pages=HeadPages.LAST, **changes)
+
+
+@pytest.mark.parametrize("head_pages", HeadPages)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, NVFP4])
+def test_what_is_expected_of_a_block_sparse_call_is_the_references_result(
+    head_pages: HeadPages, kv_dtype: torch.dtype
+) -> None:
+    case = replace(CASE, head_pages=head_pages, kv_dtype=kv_dtype, sinks=True, storage=Storage(dead=Dead.NAN))
+    inputs = build_attention(case, CPU)
+    out, lse = trtllm_batch_decode_with_kv_cache(
+        **inputs.arguments() | {"out_dtype": torch.float64, "return_lse": True}
+    )
+    truth = inputs.truth(out_dtype=torch.float64)
+    assert torch.allclose(out, truth.expected, rtol=0, atol=1e-12)
+    assert torch.allclose(lse.double(), truth.lse_log2, atol=1e-5)
 
 
 def test_stacked_pools_have_v_behind_each_page_of_k() -> None:
