@@ -231,6 +231,38 @@ def dsa_forward_metadata(
     return DSAForwardMetadata(seq_lens, [row + [-1] * (columns - len(row)) for row in places])
 
 
+@dataclass(frozen=True)
+class BlockSparseForwardMetadata:
+    """The right lengths of a block-sparse decode by query row, and the slots that each K/V head of each row attends to."""
+
+    seq_lens: list[int]
+    slots: list[list[list[int]]]
+
+
+def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
+    """Return the metadata of one decode or verification of MiniMax-M3 (SGLang 0.5.23).
+
+    Each query row is a request of its own. A length counts the tokens on the row's own page and on at most 15 pages before it,
+    and is 1 for a row that sees none.
+
+    Args:
+        batch, pool: as in `forward_metadata`.
+        topk_pages: int [num_kv_heads, num_rows, 16], pages of the row's request, -1 for none.
+    """
+    seq_lens: list[int] = []
+    slots: list[list[list[int]]] = [[] for _ in topk_pages]
+    for i, request in enumerate(batch.req_pool_indices.tolist()):
+        last = key_length(batch, i)
+        for seen in range(last - query_length(batch, i) + 1, last + 1):
+            pages = range(0, max(seen, 0), pool.page_size)
+            seq_lens.append(max(1, seen - sum(pool.page_size for _ in pages[:-16])))
+            for of_head, selected in zip(slots, topk_pages.tolist(), strict=True):
+                starts = [page * pool.page_size for page in selected[len(of_head)] if page >= 0]
+                own = [at for start in starts for at in range(start, min(start + pool.page_size, seen))]
+                of_head.append([int(pool.req_to_token[request, at]) for at in own])
+    return BlockSparseForwardMetadata(seq_lens, slots)
+
+
 def query_length(batch: Any, i: int) -> int:
     """Return the number of query rows of request ``i``, its new tokens in this pass. Raise ValueError for PREBUILT."""
     mode = batch.forward_mode.name

@@ -12,10 +12,10 @@ from lab import references
 from lab.checks import Outcome, ReplaySequence, judge_case
 from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
+from lab.metadata.engine.backend import RebuiltMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.mla.buffers import MLAGraphMetadata
-from lab.metadata.mla.dsa import DSAGraphMetadata
 from lab.workloads.graph_case import MLAGraphCase
 from lab.workloads.inputs.replay_fixture import right_runner
 from tests.checks.test_graph_replays import MODES, reason, wrong
@@ -161,7 +161,7 @@ def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
     assert reason(MLAGraphCase(MODES[mode], sequence), make=make)
 
 
-class DSALengths(DSAGraphMetadata):
+class DSALengths(RebuiltMetadata[Any]):
     """Every row has the length of its request's last row."""
 
     def prepare(self, view: ForwardBatch) -> Prepared:
@@ -173,7 +173,7 @@ class DSALengths(DSAGraphMetadata):
         return lambda: (rebuild(), lens.copy_(lens[width - 1 :: width].repeat_interleave(width)))  # type: ignore[func-returns-value, return-value]
 
 
-class DSAPlaces(DSAGraphMetadata):
+class DSAPlaces(RebuiltMetadata[Any]):
     """Places of the capture."""
 
     def prepare(self, view: ForwardBatch) -> Prepared:
@@ -187,7 +187,7 @@ class DSAPlaces(DSAGraphMetadata):
         return run
 
 
-class DSADraft(DSAGraphMetadata):
+class DSADraft(RebuiltMetadata[Any]):
     """A draft step that counts its own token."""
 
     def prepare(self, view: ForwardBatch) -> Prepared:
@@ -199,9 +199,9 @@ class DSADraft(DSAGraphMetadata):
 @pytest.mark.parametrize(
     ("defect", "mode"), [(DSALengths, "target_verify"), (DSAPlaces, "draft_extend_v2"), (DSADraft, "draft_decode")]
 )
-def test_a_defect_of_sparse_metadata_is_found(defect: type[DSAGraphMetadata], mode: str) -> None:
+def test_a_defect_of_sparse_metadata_is_found(defect: type[RebuiltMetadata[Any]], mode: str) -> None:
     def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
-        spoilt = defect(case.mode, pool, max(sizes), backend.indexer)
+        spoilt = defect(case.mode, pool, backend.build_metadata)
         return GraphRunner(backend, case.mode, pool, sizes, body, case.place, metadata=spoilt)
 
     assert reason(MLAGraphCase(MODES[mode], ReplaySequence.TWO_CAPTURED_SIZES, index_topk=48), make=make)

@@ -6,14 +6,14 @@ A backend object holds only configuration. Requests are in a `KVPool`, and tenso
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, device_lengths, uncounted_tokens
 
@@ -65,6 +65,42 @@ class MetadataBuffers(Protocol[MetadataT_co]):
             view: the batch of that size, whose tensors are the runner's input buffers (`StaticInputs.view`).
         """
         ...
+
+
+class RebuiltMetadata(Generic[MetadataT]):
+    """Buffers for the metadata of one mode, which a replay builds anew and copies into them. Cells that no kernel reads are
+    copied too.
+
+    Args:
+        mode: the runner's mode.
+        pool: the pool whose tables are read.
+        build: a function of a batch and a pool that builds metadata in new tensors. The host must read nothing.
+
+    Attributes:
+        metadata: the metadata of each captured size, made at the first access from a batch of padding requests.
+    """
+
+    def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
+        self.mode, self.pool, self.build = mode, pool, build
+        self.metadata: dict[int, MetadataT] = {}
+
+    def slices(self, batch_size: int) -> MetadataT:
+        """Return the metadata of a captured batch size, at the same addresses each time."""
+        if batch_size not in self.metadata:
+            padding = StaticInputs(self.mode, batch_size, self.pool.device).view(batch_size)
+            self.metadata[batch_size] = self.build(padding, self.pool)
+        return self.metadata[batch_size]
+
+    def prepare(self, view: ForwardBatch) -> Callable[[], None]:
+        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`."""
+        buffers = vars(self.slices(view.batch_size))
+
+        def rebuild() -> None:
+            for name, fresh in vars(self.build(view, self.pool)).items():
+                if isinstance(fresh, Tensor):
+                    buffers[name].copy_(fresh)
+
+        return rebuild
 
 
 class Backend(Protocol[MetadataT]):

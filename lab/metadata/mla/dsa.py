@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import buffer_in
+from lab.metadata.engine.backend import RebuiltMetadata, buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -104,7 +104,10 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
     ================================  ======================================================================
 
     ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without that list it is the pool's
-    ``max_context_len``, where SGLang reads the device. The host reads nothing.
+    ``max_context_len``, as in SGLang's graphs; SGLang's eager pass reads the device. The host reads nothing here.
+
+    A padding request of a graph has length 1. So ``seq_lens`` of its row j of d is 1 in a decode, at most j + 2 in a
+    verification, and in a draft extend 0, but 1 in the last row. Its places are in the sink.
 
     Args:
         batch: the forward pass.
@@ -141,41 +144,10 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
     return DSAMetadata(
         page_table_1=places.masked_fill(is_padding[:, None], NO_ENTRY).to(torch.int32),
         seq_lens=seq_lens.masked_fill(is_padding, 0).to(torch.int32),
-        max_seq_len=longest_request(batch, pool) + uncounted_tokens(batch, DraftAttention.MLA),
+        max_seq_len=min(
+            longest_request(batch, pool) + uncounted_tokens(batch, DraftAttention.MLA), pool.max_context_len
+        ),
     )
-
-
-class DSAGraphMetadata:
-    """The metadata of one mode for all captured sizes, which are slices of the same buffers.
-
-    A padding request has length 1, so ``seq_lens`` of its row j of d is 1 in a decode, at most j + 2 in a verification, and in
-    a draft extend 0, but 1 in the last row. Its places are in the sink.
-
-    Attributes:
-        buffers: the metadata of the largest size.
-    """
-
-    def __init__(self, mode: GraphMode, pool: KVPool, max_batch_size: int, indexer: Indexer) -> None:
-        self.mode, self.pool, self.indexer = mode, pool, indexer
-        most = pool.max_context_len
-        table = torch.zeros(max_batch_size * mode.num_tokens_per_req, most, dtype=torch.int32, device=pool.device)
-        self.buffers = DSAMetadata(table, table.new_zeros(len(table)), most)
-
-    def slices(self, batch_size: int) -> DSAMetadata:
-        """Return the metadata of a captured batch size, at the same addresses each time."""
-        rows, buffers = batch_size * self.mode.num_tokens_per_req, self.buffers
-        return DSAMetadata(buffers.page_table_1[:rows], buffers.seq_lens[:rows], buffers.max_seq_len)
-
-    def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`."""
-        metadata = self.slices(view.batch_size)
-
-        def rebuild() -> None:
-            built = build_dsa_metadata(view, self.pool, self.indexer)
-            metadata.page_table_1.copy_(built.page_table_1)
-            metadata.seq_lens.copy_(built.seq_lens)
-
-        return rebuild
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +170,8 @@ class DSABackend:
 
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
-    ) -> dict[GraphMode, DSAGraphMetadata]:
-        return {mode: DSAGraphMetadata(mode, pool, max_batch_size, self.indexer) for mode in modes}
+    ) -> dict[GraphMode, RebuiltMetadata[DSAMetadata]]:
+        return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
 
     def prepare_attention(
         self,

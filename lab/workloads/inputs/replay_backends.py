@@ -175,17 +175,14 @@ class DSAReplayFixture(MLAReplayFixture):
 
     def poison(self, value: float) -> None:
         self.cache.storage[0].fill_(value)
-        (buffers,) = self._metadata_owners()
-        buffers.page_table_1.zero_()
-        buffers.seq_lens.fill_(POISONED_LENGTH)
+        for metadata in self._metadata_owners():
+            metadata.page_table_1.zero_()
+            metadata.seq_lens.fill_(POISONED_LENGTH)
 
     def _select(self, batch: ForwardBatch) -> None:
         none, every = self.topk_indices[:0], self.case.max_context_len
         seen = dsa_forward_metadata(batch, self.pool, none, index_topk=every).seq_lens
         self.selected = draw_positions(seen, self.topk_indices.shape[1], self.generator)
-
-    def _metadata_owners(self) -> tuple[Any, ...]:
-        return (self.runner.metadata.buffers,)
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
         return wrong_dsa_metadata(batch, self.pool, result.metadata, self.selected, self.selected.shape[1])

@@ -1,0 +1,163 @@
+"""The block-sparse decode of SGLang's MiniMax-M3 backend (MSA-v1): each K/V head of a query row attends to 16 selected pages.
+
+* indexer: the part of the model that selects pages. Its output is an input here.
+* compact cache: a copy of the selected pages of all rows and K/V heads, which lie next to each other.
+
+Every query row is a request of one row. The call reads the compact cache as pages of all K/V heads, where a head's page begins
+16 pages after the previous head's. So the pages overlap in memory, all heads have the same table, and the table never changes.
+
+The sources in SGLang 0.5.23 are `minimax_sparse_ops/msa_plan.py` in `sglang/srt/layers/attention/`, `flashinfer_decode.py` and
+`decode_plan.py` in `sglang/kernels/ops/attention/msa_v1/`, and `dequant.cuh`. SGLang makes e4m3 from NVFP4 as it copies; here
+the copy has the cache's dtype.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.kernels import prepare
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import check_attends, first_slots, key_lens, max_query_rows
+
+PAGE_SIZE = 128  # tokens; MSA-v1 has no other
+NUM_PAGES = 16  # pages that a row selects, if its request has as many
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparseMetadata:
+    """The metadata of a block-sparse decode or verification.
+
+    Attributes:
+        page_table: ``[num_rows, width]`` int32, the pages of each row's request.
+        query_seq_lens: ``[num_rows]`` int32, how many tokens each row sees, 0 or more.
+        seq_lens: ``[num_kv_heads, num_rows]`` int32, the call's ``seq_lens``: the tokens that a row sees in its selected pages.
+            It is at least 1, because FlashInfer does not write a row without keys. The compact cache then has a token of zeros.
+        block_tables: ``[num_kv_heads, num_rows, 16]`` int32, pages of the compact cache.
+    """
+
+    page_table: Tensor
+    query_seq_lens: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+
+
+def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads: int) -> BlockSparseMetadata:
+    """Build the metadata of one eager pass, without reading the device (SGLang 0.5.23).
+
+    Row j of d of a verification sees ``seq_lens + j + 1`` tokens. A row that sees tokens on p pages selects min(p, 16) of them:
+    its own page, and earlier pages, which are full.
+
+    Args:
+        batch: a decode without speculation, or a TARGET_VERIFY.
+        pool: a pool with pages of 128 tokens, on the same device.
+        num_kv_heads: K/V heads of the layer.
+
+    Returns:
+        New tensors.
+
+    Raises:
+        ValueError: another mode, a pool with other pages, or batch and pool on different devices.
+    """
+    check_attends(batch, pool)
+    rows, is_draft = batch.forward_mode.query_rows, batch.spec_info is not None
+    if rows not in (QueryRows.ONE, QueryRows.DRAFT_TOKENS) or (rows is QueryRows.ONE and is_draft):
+        raise ValueError(f"{batch.forward_mode!r} of this kind is no block-sparse decode: decode and TARGET_VERIFY are")
+    if pool.page_size != PAGE_SIZE:
+        raise ValueError(f"page_size={pool.page_size}: block-sparse decode has pages of {PAGE_SIZE} tokens")
+    keys, width = key_lens(batch), max_query_rows(batch)
+    lens = (keys[:, None] - torch.arange(width - 1, -1, -1, device=pool.device)).flatten().clamp(min=0).to(torch.int32)
+    skipped_pages = ((lens - 1) // PAGE_SIZE - (NUM_PAGES - 1)).clamp(min=0)
+    first_page = torch.arange(len(lens), dtype=torch.int32, device=pool.device) * (num_kv_heads * NUM_PAGES)
+    tables = first_page[:, None] + torch.arange(NUM_PAGES, dtype=torch.int32, device=pool.device)
+    return BlockSparseMetadata(
+        page_table=pool.pages(first_slots(batch.req_pool_indices, keys, pool)).repeat_interleave(width, dim=0),
+        query_seq_lens=lens,
+        seq_lens=(lens - skipped_pages * PAGE_SIZE).clamp(min=1).repeat(num_kv_heads, 1),
+        block_tables=tables.repeat(num_kv_heads, 1, 1),
+    )
+
+
+def copy_selected_pages(
+    metadata: BlockSparseMetadata, topk_pages: Tensor, cache: PagedKVCache, compact: Tensor
+) -> None:
+    """Copy the selected pages of all rows into the compact cache, with zeros in place of tokens that a row does not see.
+
+    Args:
+        metadata: the pass.
+        topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: pages of a row's request, earlier pages in any
+            order, then the row's own page, then -1.
+        cache: the layer's cache.
+        compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
+    """
+    selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table
+    is_page = (selected >= 0) & (selected < table.shape[1])
+    logical = selected.masked_fill(~is_page, 0)
+    physical = table.gather(1, logical.flatten(1)).view_as(selected).long()
+    token = logical[..., None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=table.device)
+    is_seen = is_page[..., None] & (token < metadata.query_seq_lens[:, None, None, None])
+    head = torch.arange(selected.shape[1], device=table.device)[:, None]
+    for side, own in zip(compact, cache.as_hnd(), strict=True):
+        pages = own.view(torch.uint8)[physical, head].view(own.dtype)
+        side.view(torch.uint8).copy_(pages.view(torch.uint8).masked_fill(~is_seen[..., None], 0))
+
+
+def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of a compact cache as the call's ``kv_cache``, overlapping pages of all K/V heads in HND order."""
+    _, rows, heads, _, _, head_dim = compact.shape
+    shape = ((rows - 1) * heads * NUM_PAGES + NUM_PAGES, heads, PAGE_SIZE, head_dim)
+    stride = PAGE_SIZE * head_dim
+    k, v = (side.as_strided(shape, (stride, NUM_PAGES * stride, head_dim, 1)) for side in compact)
+    return k, v
+
+
+def prepare_block_sparse_attention(
+    implementation: Any,
+    metadata: BlockSparseMetadata,
+    softmax_scale: float,
+    query: Tensor,
+    cache: PagedKVCache,
+    topk_pages: Tensor,
+    *,
+    out: Tensor,
+) -> Callable[[], Tensor]:
+    """Prepare one layer's attention. The returned call copies the selected pages, attends, and returns `out`.
+
+    Args:
+        implementation: any object with FlashInfer's decode function, such as `lab.references`.
+        metadata, cache, topk_pages: as in `copy_selected_pages`. Each call reads `topk_pages` anew.
+        softmax_scale: factor of Q·K^T.
+        query: ``[num_tokens, num_qo_heads, head_dim]``.
+        out: the same shape. Rows after the metadata's become 0.
+    """
+    rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
+    compact = cache.storage.new_empty(2, rows, heads, count, PAGE_SIZE, query.shape[-1])
+    call = prepare(
+        implementation,
+        AttentionCall.DECODE.value,
+        query=query[:rows],
+        kv_cache=as_pages(compact),
+        workspace_buffer=None,
+        block_tables=metadata.block_tables,
+        seq_lens=metadata.seq_lens,
+        max_seq_len=NUM_PAGES * PAGE_SIZE,
+        bmm1_scale=softmax_scale,
+        bmm2_scale=1.0,
+        out=out[:rows],
+        q_len_per_req=1,
+        enable_block_sparse_attention=True,
+    )
+
+    def run() -> Tensor:
+        copy_selected_pages(metadata, topk_pages, cache, compact)
+        call()
+        out[rows:].zero_()
+        return out
+
+    return run
