@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, KVPool
@@ -108,6 +109,57 @@ def test_attention_of_a_group(size: int) -> None:
     prepare_mla_dcp_attention(lab.references, batch, metadata, LAYER, query, cache, out=out)()
     expected = torch.cat([latent_attention(query[i : i + 1], history) for i, history in enumerate(histories)])
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+class CuteDSL:
+    """FlashInfer's call with ``enable_dcp``, one row after another: a rank's tokens are every size-th of a request."""
+
+    def trtllm_batch_decode_with_kv_cache_mla(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        causal_seqlens_kv_global: Tensor,
+        cp_world: int,
+        cp_rank: int,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor]:
+        assert (arguments["backend"], arguments["enable_dcp"], arguments["return_lse"]) == ("cute-dsl", True, True)
+        assert arguments["max_seq_len"] >= int(seq_lens.max())
+        out, q_len = arguments["out"], query.shape[1]
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float64)
+        for request, (own, length) in enumerate(zip(seq_lens.tolist(), causal_seqlens_kv_global.tolist(), strict=True)):
+            entries = kv_cache[block_tables[request].clamp(min=0).long()].flatten(0, 2)[:own]
+            for j in range(q_len):
+                seen = [k for k in range(own) if k * cp_world + cp_rank <= length - q_len + j]
+                if not seen:
+                    out[request, j] = 7.0
+                    continue
+                logits = arguments["bmm1_scale"] * query[request, j] @ entries[seen].T
+                lse[request, j] = torch.logsumexp(logits, dim=-1)
+                out[request, j] = torch.softmax(logits, dim=-1) @ entries[seen, :RANK]
+        return out, lse.flatten(0, 1)
+
+
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, 4)])
+def test_cute_dsls_kernel_verifies_several_rows(mode: ForwardMode, new: int) -> None:
+    """Merged by LSEs to the base e; each rank gets the keys of all ranks, from which its rows' last keys follow."""
+    size, generator = 2, torch.Generator().manual_seed(3)
+    case = Case(mode, (new + 1, 64, 97, 130), new=new, page_size=64, max_context_len=150, sliding_window=False)
+    batch, pool = build(case)
+    cache = pool.new_sharded_latent_cache(RANK + ROPE, torch.float64, size)
+    cache.storage.fill_(1e30)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
+    histories = [draw(length, RANK + ROPE) for length in case.total_lens]
+    for row, history in zip(batch.req_pool_indices.tolist(), histories, strict=True):
+        cache.write(pool.slots(row, 0, len(history)), history)
+    query, rows = draw(batch.num_tokens, HEADS, RANK + ROPE), max(new, 1)
+    metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(size, rank)) for rank in range(size)]
+    out = torch.empty(len(query), HEADS, RANK, dtype=torch.float64)
+    prepare_mla_dcp_attention(CuteDSL(), batch, metadata, LAYER, query, cache, out=out, cute_dsl=True)()
+    expected = [latent_attention(query[i * rows : (i + 1) * rows], history) for i, history in enumerate(histories)]
+    torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_that_no_part_sees_is_zero() -> None:

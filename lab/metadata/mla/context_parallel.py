@@ -10,6 +10,7 @@ The sources in SGLang 0.5.23 are `_get_dcp_local_seq_lens`, `_fill_dcp_block_kv_
 in turn.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,10 +119,14 @@ def prepare_mla_dcp_attention(
     *,
     out: Tensor,
     query_dtype: torch.dtype | None = None,
+    cute_dsl: bool = False,
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention for a whole group of ranks: one call per rank, and a merge of their outputs by the LSEs.
 
     If a rank has no keys of a request, its results for the request are set by `without_keys`.
+
+    CuTe DSL's kernel also gets the keys of each request on all ranks, from which it computes the last key of each query row. So
+    it verifies several rows of a request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
 
     Args:
         implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
@@ -131,17 +136,18 @@ def prepare_mla_dcp_attention(
         cache: the cache of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
         query_dtype: the dtype to which each call casts the query; None: no cast.
+        cute_dsl: True for calls of CuTe DSL's kernel.
 
     Returns:
         A call, as `lab.metadata.engine.backend.Backend.prepare_attention` returns it.
 
     Raises:
-        ValueError: a request has several query rows, or there is not one metadata per rank.
+        ValueError: a request has several query rows and `cute_dsl` is not set, or there is not one metadata per rank.
     """
-    if batch.forward_mode.query_rows is not QueryRows.ONE:
+    if batch.forward_mode.query_rows is not QueryRows.ONE and not cute_dsl:
         raise ValueError(
             f"{batch.forward_mode!r} with DCP has several query rows per request, whose last keys lie on several GPUs: only "
-            "CuTe DSL's kernel takes global lengths (enable_dcp), which the lab does not model; decode one row"
+            "CuTe DSL's kernel takes global lengths (enable_dcp); pass cute_dsl=True, or decode one row"
         )
     if len(metadata) != len(cache.storage):
         raise ValueError(f"{len(metadata)} ranks' metadata for a cache of {len(cache.storage)}: pass one for each")
@@ -152,8 +158,17 @@ def prepare_mla_dcp_attention(
         arguments = mla_call_arguments(batch, own, layer, dense, cache.of_rank(rank)) | {
             "out": out.new_empty(*dense.shape[:-1], out.shape[-1]),
             "workspace_buffer": None,
+            "max_seq_len": own.max_seq_len_k,
             "return_lse": True,
         }
+        if cute_dsl:
+            arguments |= {
+                "backend": "cute-dsl",
+                "enable_dcp": True,
+                "cp_world": len(metadata),
+                "cp_rank": rank,
+                "causal_seqlens_kv_global": own.global_seq_lens_k,
+            }
         calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))
 
     def run() -> Tensor:
@@ -162,7 +177,9 @@ def prepare_mla_dcp_attention(
         outs, lses = [], []
         for own, call in zip(metadata, calls, strict=True):
             rank_out, lse = call()
-            results = without_keys(rank_out.view(out.shape), lse.view(out.shape[:-1]), own.seq_lens_k == 0)
+            is_empty = (own.seq_lens_k == 0).repeat_interleave(own.max_seq_len_q)
+            lse = lse / math.log(2.0) if cute_dsl else lse
+            results = without_keys(rank_out.view(out.shape), lse.view(out.shape[:-1]), is_empty)
             outs.append(results[0])
             lses.append(results[1])
         return out.copy_(merge_by_lse(torch.stack(outs), torch.stack(lses)))

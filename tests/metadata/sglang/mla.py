@@ -13,11 +13,13 @@ from tests.metadata.served import HEADS, LAYER, RANK, ROPE
 from tests.metadata.sglang import mha
 
 BACKEND = "sglang.srt.layers.attention.trtllm_mla_backend"
+CUTE_DSL = "sglang.srt.layers.attention.cutedsl_mla_backend"
 VERIFY_MASK = "sglang.srt.layers.attention.verify_mask"
 PREFIX_CHUNKS = "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin"
 MERGE = "sglang.kernels.ops.attention.merge_state"
 REAL = (
     BACKEND,
+    CUTE_DSL,
     MERGE,
     PREFIX_CHUNKS,
     VERIFY_MASK,
@@ -67,7 +69,8 @@ def names(parallel: Parallel) -> dict[str, object]:
         f"{context}.get_token_to_kv_pool": MLATokenToKVPool,
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool": MLATokenToKVPool,
         "sglang.srt.environ.envs": SimpleNamespace(
-            SGLANG_MAX_KV_CHUNK_CAPACITY=SimpleNamespace(get=lambda: parallel.chunk_capacity)
+            SGLANG_MAX_KV_CHUNK_CAPACITY=SimpleNamespace(get=lambda: parallel.chunk_capacity),
+            SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR=SimpleNamespace(get=lambda: None),
         ),
         "sglang.srt.utils.is_flashinfer_available": lambda: False,
         "sglang.srt.utils.is_float4_e2m1fn_x2": lambda dtype: False,

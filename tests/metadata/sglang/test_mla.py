@@ -31,7 +31,11 @@ from lab.metadata.mla.calls import (
     mla_query,
     prepare_mla_prefill,
 )
-from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
+from lab.metadata.mla.context_parallel import (
+    DecodeContextParallel,
+    build_mla_dcp_metadata,
+    prepare_mla_dcp_attention,
+)
 from lab.metadata.mla.metadata import replan_outgrown
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
 from lab.metadata.mla.quantised import quantised_prefill
@@ -44,6 +48,7 @@ from tests.metadata.served import HEADS, LAYER, MLA, RANK, REFERENCE, ROPE, Engi
 from tests.metadata.sglang.mha import Load, server_batch
 from tests.metadata.sglang.mla import (
     BACKEND,
+    CUTE_DSL,
     MERGE,
     PREFIX_CHUNKS,
     REAL,
@@ -269,6 +274,44 @@ def test_decode_context_parallelism(sglang: Load, mode: ForwardMode, new: int, r
     for ours, theirs in pairs:
         assert ours.global_seq_lens_k.tolist() == theirs.global_seq_lens_k.tolist()
         assert_same(ours, theirs, page_size, ours.seq_lens_k.tolist())
+
+
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, DRAFT)])
+def test_cute_dsls_calls_with_context_parallelism(sglang: Load, mode: ForwardMode, new: int) -> None:
+    """Each rank's arguments as ``CuteDslMLABackend`` hands them over, from metadata that another test compares."""
+    totals = (new + 1, 64, 97)
+    batch, pool = build(Case(mode, totals, new=new, page_size=64, max_context_len=150, sliding_window=False))
+    cache, size = pool.new_sharded_latent_cache(RANK + ROPE, torch.float32, 2), 2
+    metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(size, rank)) for rank in range(size)]
+    noted = NotedCalls(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=_with_lse))
+    query, out = torch.randn(batch.num_tokens, HEADS, RANK + ROPE), torch.zeros(batch.num_tokens, HEADS, RANK)
+    prepare_mla_dcp_attention(noted, batch, metadata, LAYER, query, cache, out=out, cute_dsl=True)()
+    module, theirs = sglang(CUTE_DSL), NotedCalls(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=_with_lse))
+    module.flashinfer = SimpleNamespace(decode=theirs)
+    backend = module.CuteDslMLABackend.__new__(module.CuteDslMLABackend)
+    vars(backend).update(workspace_buffer=None, qk_nope_head_dim=LAYER.qk_nope_head_dim, kv_lora_rank=RANK)
+    vars(backend).update(qk_rope_head_dim=ROPE, data_type=torch.float32)
+    for rank, own in enumerate(metadata):
+        backend._run_decode_kernel(
+            mla_query(own, query),
+            cache.of_rank(rank).with_head_axis(),
+            own.block_kv_indices,
+            own.seq_lens_k,
+            own.max_seq_len_k,
+            SimpleNamespace(scaling=LAYER.softmax_scale, k_scale_float=None),
+            causal_seqs=own.global_seq_lens_k,
+            cp_world=size,
+            cp_rank=rank,
+            return_lse=True,
+        )
+    for (_, ours), (_, other) in zip(noted.calls, theirs.calls, strict=True):
+        other.pop("skip_softmax_threshold_scale_factor")
+        for name, value in other.items():
+            assert torch.equal(ours[name], value) if isinstance(value, Tensor) else ours[name] == value, name
+
+
+def _with_lse(query: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    return query[..., :RANK], torch.zeros(query.shape[:3])
 
 
 def prefix_chunks(sglang: Load, batch: ForwardBatch, pool: KVPool, capacity: int) -> Any:
