@@ -31,7 +31,7 @@ FOLLOWED = frozenset(
     f"ptr_{name}"
     for name in (
         *("o", "attention_sinks", "cum_seq_lens_q", "cum_seq_lens_kv", "page_idx_kv", "seq_lens_kv", "softmax_stats"),
-        *("scale_softmax_log2", "output_scale"),
+        *("scale_softmax_log2", "output_scale", "sparse_mla_top_k_lens"),
         *("multi_ctas_kv_counter", "partial_stats", "partial_o"),  # scratch, which does not change results
     )
 )
@@ -79,10 +79,13 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
         elif launch.params is not None and launch.name.startswith("fmhaSm"):
             kernel = kernel_facts(launch.name)
             _refuse_unmodelled(launch.params, kernel)
-            attention = _Attention(launch.params, kernel, {each.member: each for each in launch.tma}, memory)
-            for request in _requests(launch.params, memory):
-                if request.computed > 0:
-                    attention.run(request)
+            maps = {each.member: each for each in launch.tma}
+            by_head = bool(launch.params.use_block_sparse_attention)
+            for kv_head in range(launch.params.num_heads_kv) if by_head else (None,):
+                attention = _Attention(launch.params, kernel, maps, memory, kv_head)
+                for request in _requests(launch.params, memory, kv_head or 0):
+                    if request.computed > 0:
+                        attention.run(request)
 
 
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
@@ -100,21 +103,20 @@ def _write_lse(given: LseArguments, memory: HostMemory) -> None:
 
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
     """Raise NotImplementedError if a launch has arguments that no call of the lab can set."""
-    if kernel.mask is MaskType.CUSTOM or kernel.is_sparse or params.chunked_attention_size_log2:
-        raise NotImplementedError(f"{kernel.name} has a custom, chunked or sparse mask, which no call of the lab's has")
+    if kernel.mask is MaskType.CUSTOM or params.chunked_attention_size_log2:
+        raise NotImplementedError(f"{kernel.name} has a custom or chunked mask, which no call of the lab's has")
     named = [(each.name, getattr(params, each.name)) for each in fields(params)]
     given = [
         name for name, value in (*named, *params.others) if name.startswith("ptr_") and value and name not in FOLLOWED
     ]
-    if given or params.use_block_sparse_attention:
-        raise NotImplementedError(
-            f"the launch of {kernel.name} has {', '.join(given) or 'block sparsity'}, which is not modelled"
-        )
+    if given:
+        raise NotImplementedError(f"the launch of {kernel.name} has {', '.join(given)}, which is not modelled")
 
 
-def _requests(params: KernelParams, memory: HostMemory) -> list[_Request]:
+def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Request]:
+    """Return the requests of the `table`-th list of lengths: that of a K/V head in a block-sparse launch, else the only one."""
     count = params.batch_size
-    lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (count,), torch.int32).tolist()
+    lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (table + 1, count), torch.int32)[table].tolist()
     if params.ptr_cum_seq_lens_q:
         offsets = memory.array("cum_seq_lens_q", params.ptr_cum_seq_lens_q, (count + 1,), torch.int32).tolist()
     else:
@@ -144,22 +146,35 @@ def _requests(params: KernelParams, memory: HostMemory) -> list[_Request]:
 
 
 class _Attention:
-    """The operands and results of one launch, found through its descriptors and pointers."""
+    """The operands and results of one launch, found through its descriptors and pointers.
+
+    `kv_head` is the only K/V head that is computed, with its query heads, in a block-sparse launch; None: all heads.
+    """
 
     def __init__(
-        self, params: KernelParams, kernel: KernelFacts, maps: dict[str, TensorMap], memory: HostMemory
+        self,
+        params: KernelParams,
+        kernel: KernelFacts,
+        maps: dict[str, TensorMap],
+        memory: HostMemory,
+        kv_head: int | None,
     ) -> None:
         self.params, self.kernel, self.maps, self.memory = params, kernel, maps, memory
         tokens, heads = params.sum_of_seq_lens_q, params.num_heads_q
-        self.query = self._query()
-        self.out = memory.array("the output", params.ptr_o, (tokens, heads, kernel.head_dim_v), kernel.dtype_o)
+        first, end = (0, params.num_heads_kv) if kv_head is None else (kv_head, kv_head + 1)
+        group = heads // params.num_heads_kv
+        self.kv_heads, of_rows = slice(first, end), slice(first * group, end * group)
+        self.query = self._query()[:, of_rows].unflatten(1, (-1, group))
+        out = memory.array("the output", params.ptr_o, (tokens, heads, kernel.head_dim_v), kernel.dtype_o)
+        self.out = out[:, of_rows]
         self.stats = None
         if params.ptr_softmax_stats:
-            self.stats = memory.array("the statistics", params.ptr_softmax_stats, (tokens, heads, 2), torch.float32)
+            stats = memory.array("the statistics", params.ptr_softmax_stats, (tokens, heads, 2), torch.float32)
+            self.stats = stats[:, of_rows]
         self.sinks_log2 = None
         if params.ptr_attention_sinks:
             sinks = memory.array("the sinks", params.ptr_attention_sinks, (heads,), torch.float32)
-            self.sinks_log2 = sinks.double().view(params.num_heads_kv, -1) * LOG2_E
+            self.sinks_log2 = sinks[of_rows].double().view(-1, group) * LOG2_E
         self.scale_log2 = self._scale("bmm1_scale", params.ptr_scale_softmax_log2, params.scale_softmax_log2)
         self.out_scale = self._scale("bmm2_scale", params.ptr_output_scale, params.output_scale)
 
@@ -171,6 +186,12 @@ class _Attention:
             starts = (ends - self.params.attention_window_size).clamp(min=0)
         if self.stats is not None and not self.kernel.is_context:
             self.stats[request.first_row :][: request.computed] = 0.0  # the LSE of these statistics is minus infinity
+        if self.kernel.is_sparse:
+            for row, position in enumerate(positions.tolist(), request.first_row):
+                if len(entries := self._selected(row, position)):
+                    values = entries[..., : self.kernel.head_dim_v]
+                    self._attend(torch.tensor([row]), entries, values, torch.zeros(1, len(entries), dtype=torch.bool))
+            return
         rows = (starts < ends).nonzero().flatten()
         if not len(rows):
             return
@@ -178,8 +199,11 @@ class _Attention:
         keys, values = (self._tokens(side, request, first, end) for side in "KV")
         at = torch.arange(first, end)
         hidden = (at < starts[rows].unsqueeze(1)) | (at >= ends[rows].unsqueeze(1))
-        query = self.query[request.first_row + rows].double().unflatten(1, (self.params.num_heads_kv, -1))
-        logits = torch.einsum("rhgd,khd->rhgk", query, keys) * self.scale_log2
+        self._attend(request.first_row + rows, keys, values, hidden)
+
+    def _attend(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Write the results of query rows over keys, except those that are `hidden` [rows, keys] from a row."""
+        logits = torch.einsum("rhgd,khd->rhgk", self.query[rows].double(), keys) * self.scale_log2
         logits.masked_fill_(hidden[:, None, None, :], -math.inf)
         largest = logits.amax(-1)
         weights = torch.exp2(logits - largest.unsqueeze(-1))
@@ -187,9 +211,9 @@ class _Attention:
         if self.sinks_log2 is not None:
             total = total + torch.exp2(self.sinks_log2 - largest)
         result = torch.einsum("rhgk,khd->rhgd", weights, values) / total.unsqueeze(-1) * self.out_scale
-        self.out[request.first_row + rows] = rounded(result.flatten(1, 2), self.kernel.dtype_o)
+        self.out[rows] = rounded(result.flatten(1, 2), self.kernel.dtype_o)
         if self.stats is not None:
-            self.stats[request.first_row + rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
+            self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
         """Return the queries [num_rows, num_qo_heads, head_dim]. The descriptor's dimensions are (head_dim, query heads per
@@ -215,10 +239,40 @@ class _Attention:
         first_page = first // page_size
         ids = self._page_ids(side, request.number)[first_page : -(-end // page_size)]
         tokens = self._pages(side, ids.long(), page_size)
-        return tokens[first - first_page * page_size : end - first_page * page_size, :, :head_dim]
+        return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
+
+    def _selected(self, row: int, position: int) -> torch.Tensor:
+        """Return the entries that a query row selects, float64 [entries, 1, head_dim of K].
+
+        The table has a row of places for each query row. The descriptor's dimensions are (head_dim, entries of the pool); V is
+        the first part of K. A row uses the columns that the lengths say, or as many as there are keys up to its position.
+        """
+        shape, tensor_map = (self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv), self.maps["tmaK_"]
+        if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != tensor_map.address:
+            raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
+        used = position + 1
+        if (lens := self.params.ptr_sparse_mla_top_k_lens) or 0:
+            used = int(self.memory.array("the numbers of entries", lens, shape[:1], torch.int32)[row])
+        places = self.memory.array("the selected entries", self.params.ptr_page_idx_kv, shape, torch.int32)[row, :used]
+        places = places[places >= 0].long()
+        if not len(places):
+            return torch.empty(0)
+        least, most = int(places.min()), int(places.max())
+        (row_bytes,), dtype = tensor_map.strides_bytes, self.kernel.dtype_k
+        pool = self.memory.view(
+            f"K's entries {least} to {most}",
+            tensor_map.address + least * row_bytes,
+            (most - least + 1, 1, tensor_map.dims[0]),
+            (row_bytes, row_bytes, dtype.itemsize),
+            dtype,
+        )
+        return pool[places - least].double()
 
     def _page_ids(self, side: str, request: int) -> torch.Tensor:
         width, address = self.params.max_num_pages_per_seq_kv, self.params.ptr_page_idx_kv
+        if self.params.use_block_sparse_attention:
+            shape = (self.params.num_heads_kv, self.params.batch_size, width)
+            return self.memory.array("the page tables", address, shape, torch.int32)[self.kv_heads.start, request]
         if self.params.uses_shared_paged_kv_idx is not False:
             return self.memory.array("the page table", address, (self.params.batch_size, width), torch.int32)[request]
         tables = self.memory.array("the page tables", address, (self.params.batch_size, 2, width), torch.int32)

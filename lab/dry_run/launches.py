@@ -56,7 +56,10 @@ class KernelParams:
         ptr_softmax_stats: (max, sum) of each row and head, if the call returns the LSE.
         ptr_scale_softmax_log2, ptr_output_scale: scales on the device, which replace the two floats.
         scale_softmax_log2: the logits' factor, times log2(e).
+        ptr_sparse_mla_top_k_lens: int32 [rows], how many of its selected entries each row sees.
         attention_window_size: how many keys a row sees, including its own.
+        sparse_attn_top_k: columns of selected entries, 0 in a launch over pages.
+        use_block_sparse_attention: the page table and the lengths have a first dimension of K/V heads.
     """
 
     sizeof: int
@@ -72,6 +75,7 @@ class KernelParams:
     ptr_scale_softmax_log2: int
     ptr_seq_lens_kv: int
     ptr_softmax_stats: int
+    ptr_sparse_mla_top_k_lens: int | None
     attention_window_size: int
     batch_size: int
     chunked_attention_size_log2: int
@@ -88,6 +92,7 @@ class KernelParams:
     output_scale: float
     scale_softmax_log2: float
     skip_softmax_threshold_scale_factor: float
+    sparse_attn_top_k: int | None
     sum_of_seq_lens_q: int
     sum_of_seq_lens_kv: int
     uses_shared_paged_kv_idx: bool | None

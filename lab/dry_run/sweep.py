@@ -53,18 +53,20 @@ class Why(NamedEnum):
     LSE = "an LSE with cum_seq_lens_q"
     MASK = "a draft mask"
     LENGTHS = "a division by max_seq_len"
+    SELECTED = "selected entries"
 
 
 # By reason: patterns of messages from FlashInfer's launcher, its Python code and `misread`.
 SAID = {
     Why.BUILT: r"Missing TRTLLM-GEN kernel|kernels not found|Expect \(32 <= headDim|headDimPerCtaV is not supported|"
     r"Unsupported (out_dtype|\w+ data type|head dimensions|MLA dimensions)|Invalid dtype of out|requires block_size|"
-    r"requires sparse_mla_top_k|head dimensions",
+    r"head dimensions",
     Why.HEADS: r"numHeadsQ/numHeadsKv is not supported|64 < num_heads_q < 128|must be <= 64, got",
     Why.LAID_OUT: r"0b1111|address|stride|aligned",
     Why.LSE: r"return_lse/lse with cum_seq_lens_q",
     Why.MASK: r"the mask is not read",
     Why.LENGTHS: r"SIGFPE",
+    Why.SELECTED: r"sparse_mla_top_k|SparseMlaTopK|selected entries",
 }
 # By reason: patterns of refusals from `lab.kernels.support.trtllm_gen`.
 REFUSED = {
@@ -75,6 +77,7 @@ REFUSED = {
     Why.LSE: r"no LSE with",
     Why.MASK: r"takes no mask",
     Why.LENGTHS: r"divides by max_seq_len",
+    Why.SELECTED: r"sparse_mla_top_k|selected entries",
 }
 
 
@@ -242,6 +245,13 @@ def misread(launch: Launch, problem: Problem) -> str | None:
     if problem.group % grouped:
         return f"launched with {grouped} query heads of several K/V heads in one CTA: numHeadsQ/numHeadsKv is not supported"
     if isinstance(problem, PagedAttention):
+        top_k = 0 if problem.selected is None else problem.selected.shape[1]
+        assert launch.params is not None
+        if (launch.params.sparse_attn_top_k, launch.params.use_block_sparse_attention) != (
+            top_k,
+            problem.is_block_sparse,
+        ):
+            return "launched with another number of selected entries, or with another form of the page table"
         return _misread_paged(maps, problem)
     sides = (("tmaK_", problem.key), ("tmaV_", problem.value))
     if not problem.query.is_contiguous():
@@ -262,6 +272,12 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
     sides = {"tmaK_": problem.k_cache, "tmaV_": problem.v_cache}
     if problem.call is AttentionCall.MLA_DECODE:
         sides["tmaV_"] = problem.k_cache
+    if problem.selected is not None:
+        cache, (row_bytes,) = problem.k_cache, maps["tmaK_"].strides_bytes
+        page, _, token = (stride * cache.element_size() for stride in cache.stride()[:3])
+        if (token, page) != (row_bytes, row_bytes * problem.page_size):
+            return "launched with other strides of selected entries"
+        sides = {}
     for name, side in sides.items():
         if not _is_read(maps[name], side.transpose(1, 2)):
             return f"launched with other strides of {name}"

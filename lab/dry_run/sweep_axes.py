@@ -62,7 +62,7 @@ PAGED_AXES: dict[str, Sequence[Any]] = {
     ),
     **SOFTMAX_AXES,
 }
-DECODE_AXES = PAGED_AXES | {"rows": ("uniform", "ragged"), "mask": (False, True)}
+DECODE_AXES = PAGED_AXES | {"rows": ("uniform", "ragged"), "mask": (False, True), "block_sparse": (False, True)}
 CONTEXT_AXES = PAGED_AXES | {"rows": ("ragged",), "causal": (True, False), "scales": ("numbers", "tensors")}
 MLA_AXES: dict[str, Sequence[Any]] = {
     "dtypes": (
@@ -87,6 +87,8 @@ MLA_AXES: dict[str, Sequence[Any]] = {
     **SOFTMAX_AXES,
     "scales": ("numbers", "tensors"),
     "lse": ("none", "returned", "given"),
+    "top_k": (0, 64, 2048, 6),
+    "lens": (False, True),
 }
 
 
@@ -109,6 +111,12 @@ DECODE = Model(
     (
         *PAGED_RULES,
         Constraint(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows"),
+        Constraint(
+            lambda block_sparse, mask, window_left, tables: (
+                not block_sparse or (not mask and window_left < 0 and tables == "shared")
+            ),
+            "block-sparse attention has no mask, no window and one table for K and V",
+        ),
     ),
     (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len"), ("dtypes", "group", "num_kv_heads")),
 )
@@ -119,6 +127,12 @@ CONTEXT = Model(
 )
 MLA_DECODE = Model(
     MLA_AXES,
-    (ROW_IS_A_KEY,),
-    (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len"), ("heads", "q_len", "page_size")),
+    (ROW_IS_A_KEY, Constraint(lambda lens, top_k: not lens or top_k > 0, "they count selected entries")),
+    (
+        ("dtypes", "dims", "heads"),
+        ("heads", "dims", "max_kv_len"),
+        ("heads", "q_len", "page_size"),
+        ("heads", "dtypes", "top_k"),
+        ("dims", "top_k", "lens"),
+    ),
 )

@@ -26,6 +26,10 @@ def decode(point: Point) -> DecodeCall:
         given["q_len_per_req"] = q_len
     if point["mask"]:
         given["mask"] = torch.ones(batch, q_len, mask_words(q_len), dtype=torch.uint16)
+    if point["block_sparse"]:
+        heads = point["num_kv_heads"]
+        tables = {name: given[name].expand(heads, *given[name].shape) for name in ("block_tables", "seq_lens")}
+        given |= {name: each.contiguous() for name, each in tables.items()} | {"enable_block_sparse_attention": True}
     return DecodeCall(**given)
 
 
@@ -89,6 +93,8 @@ def mla_decode(point: Point) -> MLADecodeCall:
         results["return_lse"] = True
     if results["return_lse"]:
         results["return_lse_base"] = "base2"
+    top_k = point["top_k"]
+    tables = (*query.shape[:-2], top_k) if top_k else (batch, max(1, -(-q_len // page_size)))
     return MLADecodeCall(
         query=query,
         kv_cache=cache if point["cache"] == "4-D" else cache.squeeze(1),
@@ -96,9 +102,11 @@ def mla_decode(point: Point) -> MLADecodeCall:
         qk_nope_head_dim=128,
         kv_lora_rank=rank,
         qk_rope_head_dim=rope,
-        block_tables=torch.zeros(batch, max(1, -(-q_len // page_size)), dtype=torch.int32),
+        block_tables=torch.zeros(tables, dtype=torch.int32),
         seq_lens=torch.full((batch,), min(q_len, point["max_kv_len"]), dtype=torch.int32),
         max_seq_len=point["max_kv_len"],
+        sparse_mla_top_k=top_k,
+        sparse_mla_top_k_lens=torch.ones(rows, dtype=torch.int32) if point["lens"] else None,
         sinks=torch.zeros(point["heads"]) if point["sinks"] else None,
         cum_seq_lens_q=offsets_of(batch, q_len) if ragged else None,
         max_q_len=q_len if ragged else None,

@@ -48,7 +48,13 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
     ),
     AttentionCall.MLA_DECODE: SweptCall(
         sweep_axes.MLA_DECODE,
-        ({}, {"dims": (256, 64), "heads": 32}, {"dtypes": "e4m3/e4m3/bf16", "heads": 16, "q_len": 4}),
+        (
+            {},
+            {"dims": (256, 64), "heads": 32},
+            {"dtypes": "e4m3/e4m3/bf16", "heads": 16, "q_len": 4},
+            {"top_k": 2048},
+            {"dims": (512, 0), "top_k": 64, "lens": True},
+        ),
         sweep_calls.mla_decode,
     ),
     AttentionCall.RAGGED_CONTEXT: SweptCall(

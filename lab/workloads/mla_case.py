@@ -154,7 +154,12 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        return super().visible_keys if self.index_topk is None else self.visible_pairs  # each row gathers its entries
+        """Return the least number of entries that must be read. Rows of one request may select the same entries, so that only
+        the last row's count.
+        """
+        if self.index_topk is None:
+            return super().visible_keys
+        return sum(min(seen, self.index_topk) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows)
 
     @property
     def operations(self) -> int:

@@ -28,6 +28,7 @@ decode/deepseek-v3/64q1s4k is a `lab.workloads.mla_case.MLACase`. The modes are 
 page<N>, padding<N>, tp<N> and
 
     e4m3_query     query_dtype: an engine casts the query to e4m3 too
+    topk<N>        index_topk: each row sees at most N of its keys, as in DeepSeek-V3.2 (2048); extends run on this call too
 """
 
 import contextlib
@@ -92,7 +93,9 @@ _NUMBERED_OPTIONS = {
     "splits": "decode_splits",
 }
 _LATENT_OPTIONS = {"e4m3": _OPTIONS["e4m3"], "e4m3_query": ("query_dtype", torch.float8_e4m3fn)}
-_LATENT_NUMBERED_OPTIONS = {name: _NUMBERED_OPTIONS[name] for name in ("page", "tp", "padding")}
+_LATENT_NUMBERED_OPTIONS = {"topk": "index_topk"} | {
+    name: _NUMBERED_OPTIONS[name] for name in ("page", "tp", "padding")
+}
 _NUMBERED = re.compile(r"(?P<option>[a-z]+)(?P<number>[0-9]+)")
 _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 

@@ -115,10 +115,23 @@ def test_a_tile_and_a_row_without_an_entry(count: int, device: str, split: Split
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_pages(page_size: int, device: str) -> None:
-    """The first and the last entry of pages; place 0 is an entry like any other."""
+    """The first and the last entry of pages."""
     edges = [0, page_size - 1, page_size, 2 * page_size - 1, 129]
     columns = [edges + [-1] * 3, [-1, 5, *edges[::-1], -1], drawn([1], [130], 8)[0]]
     right([1] * 3, [130] * 3, columns, device, page_size=page_size)
+
+
+def test_place_0_is_an_entry(device: str) -> None:
+    columns = [[-1, 0, 1, -1]]
+    batch = latent_batch([1], [20], heads=4, rank=64, rope=16)
+    arguments = sparse_arguments(batch, columns, out=None, bmm1_scale=0.125)
+    cache, places = arguments["kv_cache"], arguments["block_tables"]
+    first = int(places[0, 0, 1])
+    cache = torch.cat((cache[first // 16 :], cache[: first // 16]))  # the pages in another order
+    assert first % 16 == 0
+    moved = torch.where(places < 0, places, places - first)
+    results = run(MLA, arguments | {"kv_cache": cache, "block_tables": moved}, device)
+    hold(mla_arguments(selected_batch(batch, columns), out=None, bmm1_scale=0.125), results)
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(FP16, FP16), (BF16, E4M3), (FP16, E4M3), (E4M3, E4M3)])
@@ -207,16 +220,17 @@ def dense_arguments(batch: Batch, **changes: Any) -> Arguments:
     return decode_arguments(batch, bmm1_scale=0.125, out_dtype=BF16, ragged=ragged, **changes)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("shares", [None, Shares(1), Shares(3), Shares(32)])
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens"),
     [((1, 1, 1), (1, 70, 400)), ((3, 3), (20, 300)), ((1, 4, 0, 2), (5, 250, 0, 300)), ((20, 20), (130, 300))],
     ids=["decode", "verify", "ragged", "many rows"],
 )
 def test_pages_of_each_head(
-    q_lens: tuple[int, ...], kv_lens: tuple[int, ...], count: int, device: str, split: Split
+    q_lens: tuple[int, ...], kv_lens: tuple[int, ...], shares: Shares | None, device: str, split: Split
 ) -> None:
-    split(count)
+    """A program for each request and K/V head, one for all of them, and some that begin and end within one."""
+    split(shares=shares)
     for seed, changes in enumerate(({}, {"sinks": sinks_of(6)}, {"heads": (3, 3), "page_size": 64})):
         right_pages(q_lens, kv_lens, device, seed, **changes)
 

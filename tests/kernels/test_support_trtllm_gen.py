@@ -77,6 +77,14 @@ TAKEN: list[tuple[Kernel, dict[str, Any]]] = [
     *[(MLA, {"heads": 16, "q_len": 4, "page_size": page}) for page in (32, 64)],
     (MLA, {"gap": "16 elements a token"}),
     *[(MLA, {"heads": heads, "max_kv_len": 0}) for heads in (1, 63)],
+    # selected entries, and pages of each K/V head
+    *[(MLA, {"top_k": 2048, "heads": heads}) for heads in (1, 7, 32, 64, 128, 192)],
+    *[(MLA, {"top_k": 64, "lens": True, "dims": (512, 0), "page_size": page}) for page in (32, 64)],
+    (MLA, {"top_k": 64, "q_len": 4, "rows": "ragged", "sinks": True, "dtypes": "e4m3/e4m3/bf16"}),
+    (MLA, {"top_k": 64, "lse": "given", "scales": "tensors"}),
+    (MLA, {"top_k": 64, "heads": 128, "max_kv_len": 0}),
+    *[(DECODE, {"block_sparse": True, "rows": rows, "q_len": 2, "sinks": True}) for rows in ("uniform", "ragged")],
+    (DECODE, {"block_sparse": True, "lse": "strided", "dtypes": "e4m3/e4m3/bf16"}),
     # ragged
     *[(RAGGED, {"dims": dims}) for dims in ((192, 128), (128, 128), (256, 256))],
     *[(RAGGED, {"dims": dims, "dtypes": "e4m3/e4m3/bf16"}) for dims in ((192, 128), (128, 128), (256, 256))],
@@ -207,7 +215,18 @@ REFUSED: list[tuple[Kernel, dict[str, Any], str]] = [
     (MLA, {"page_size": 16}, "is built for page sizes 32 and 64, not 16"),
     (MLA, {"dtypes": "fp16/fp16/bf16"}, "takes bf16 or e4m3 for both the query and the cache"),
     (MLA, {"dtypes": "bf16/bf16/fp16"}, "writes bfloat16, not torch.float16"),
-    *[(MLA, {"dims": dims}, f"(512, 64) or (256, 64), not {dims}") for dims in ((512, 0), (128, 64))],
+    (MLA, {"dims": (128, 64)}, "(512, 64) or (256, 64) or (512, 0), not (128, 64)"),
+    (MLA, {"dims": (512, 0)}, "qk_rope_head_dim 0 has kernels of selected entries alone: pass sparse_mla_top_k"),
+    (MLA, {"dims": (512, 0), "top_k": 64}, "needs sparse_mla_top_k_lens with qk_rope_head_dim 0"),
+    (MLA, {"top_k": 64, "lens": True}, "takes no sparse_mla_top_k_lens with qk_rope_head_dim 64"),
+    (MLA, {"dims": (256, 64), "heads": 32, "top_k": 64}, f"has no kernel {IN_TABLE} of selected entries for"),
+    (MLA, {"top_k": 6}, "sparse_mla_top_k must be a multiple of them, not 6"),
+    (MLA, {"top_k": 64, "page_size": 16}, "is built for page sizes 32 and 64, not 16"),
+    (MLA, {"top_k": 64, "heads": 65}, "at most 64 query heads, or a multiple of 64 from 128, not 65"),
+    *[
+        (MLA, {"top_k": 64, "gap": gap}, "at multiples of 576 elements: the cache must be contiguous")
+        for gap in ("16 bytes a page", "16 elements a token")
+    ],
     (MLA, {"gap": "4 elements a token"}, f"the strides of K {STRIDES} 1160 bytes"),
     (MLA, {"query": "8 bytes on"}, "query must begin at a multiple of them"),
     *[

@@ -28,9 +28,9 @@ def case(mode: ForwardMode, prefix_lens: tuple[int, ...], q_lens: tuple[int, ...
         # A draft step of SGLang's sees the prefix alone, with an offset the drafted tokens too.
         (case(DECODE, (4, 0), (1, 1), draft_step=2), 4, 4, 2),
         (case(DECODE, (4, 0), (1, 1), draft_step=2, attention=DraftAttention.MLA_WITH_OFFSET), 7 + 3, 7 + 3, 2),
-        # Each row gathers the entries that are selected for it.
-        (case(ForwardMode.TARGET_VERIFY, (4, 0), (3, 3), index_topk=6), 5 + 6 + 6 + 6, 5 + 6 + 6 + 6, 6),
-        (case(ForwardMode.EXTEND, (4, 0), (1, 3), index_topk=2), 2 + 1 + 2 + 2, 2 + 1 + 2 + 2, 4),
+        # Rows of a request may select the same entries: those of its last row are sure to be read.
+        (case(ForwardMode.TARGET_VERIFY, (4, 0), (3, 3), index_topk=6), 6 + 3, 5 + 6 + 6 + 6, 6),
+        (case(ForwardMode.EXTEND, (4, 0), (1, 3), index_topk=2), 2 + 2, 2 + 1 + 2 + 2, 4),
     ],
     ids=repr,
 )

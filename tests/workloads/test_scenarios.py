@@ -48,6 +48,10 @@ def test_a_name_makes_the_pass_that_it_says(name: str, case: ForwardCase) -> Non
     ("name", "case"),
     [
         ("decode/deepseek-v3/2q1s4k", MLACase(ForwardMode.DECODE, (4095, 4095), (1, 1), num_qo_heads=128)),
+        (
+            "target_verify/deepseek-v3/2q4s1k/topk256",
+            MLACase(ForwardMode.TARGET_VERIFY, (1020, 1020), (4, 4), num_qo_heads=128, index_topk=256),
+        ),
         ("decode/kimi-k2/trace2/tp8", MLACase(ForwardMode.DECODE, (120, 218), (1, 1), num_qo_heads=8)),
         (
             "target_verify/deepseek-v3/2q4s1k/e4m3/e4m3_query/page32/tp8",
@@ -78,7 +82,7 @@ def test_a_timed_pass_may_be_of_latent_attention(name: str, case: Any) -> None:
         ),
         (
             "decode/deepseek-v3/2q1s9/window",
-            "no option of deepseek-v3 is called 'window'; there are e4m3, e4m3_query, page<N>",
+            "no option of deepseek-v3 is called 'window'; there are e4m3, e4m3_query, topk<N>, page<N>",
         ),
         ("extend/kimi-k2/q9", "computes no attention on the MLA decode kernel"),
         ("decode/kimi-k2", "this one has 2 of the first three parts"),

@@ -107,7 +107,11 @@ CONVERTED = {(FP16, E4M3), (E4M3, NVFP4)}
 MLA_HEADS_OF_A_CTA = 64
 # (kv_lora_rank, qk_rope_head_dim): the most query heads of one CTA. FlashInfer's list of dimensions names 32 for the second,
 # and the table has no more; the launcher finds others for short requests alone.
-MLA_HEADS = {(512, 64): MLA_HEADS_OF_A_CTA, (256, 64): 32}
+MLA_HEADS = {(512, 64): MLA_HEADS_OF_A_CTA, (256, 64): 32, (512, 0): MLA_HEADS_OF_A_CTA}
+TOP_K_STEP = 4  # columns that a kernel of selected entries loads at a time (kernelParams.h 916)
+# (kv_lora_rank, qk_rope_head_dim) of the kernels of selected entries, and whether they read `sparse_mla_top_k_lens`: FlashInfer
+# takes the numbers of entries without a rotary part alone, and requires them there (mla/_core.py 4032 and 4285).
+SELECTED_DIMS = {(512, 64): False, (512, 0): True}
 UNPACKED_LOAD_BYTES = 32  # where the descriptor unpacks 4 bits: decode over NVFP4 with a head_dim of 128 or more
 
 
@@ -239,9 +243,35 @@ def _mla_heads(problem: PagedAttention) -> str | None:
     return None
 
 
+def _selected(problem: PagedAttention) -> str | None:
+    """Return a refusal (a sentence) if trtllm-gen has no kernel for the selected entries of an MLA call, else None.
+
+    A kernel of selected entries reads the cache as rows of one entry, one after the other: its descriptor has no stride of
+    pages or tokens (kernelParams.h 756).
+    """
+    dims, width = mla_dims(problem), problem.head_dim
+    if problem.selected is None:
+        needs = f"with kv_lora_rank {dims[0]} and qk_rope_head_dim {dims[1]} has kernels of selected entries alone"
+        return f"{needs}: pass sparse_mla_top_k and its lens" if dims[1] == 0 else None
+    if dims not in SELECTED_DIMS:
+        return f"has no kernel {TABLE} of selected entries for (kv_lora_rank, qk_rope_head_dim) {dims}"
+    if SELECTED_DIMS[dims] != (problem.selected_lens is not None):
+        needs = "needs sparse_mla_top_k_lens" if SELECTED_DIMS[dims] else "takes no sparse_mla_top_k_lens"
+        return f"{needs} with qk_rope_head_dim {dims[1]}"
+    if problem.selected.shape[1] % TOP_K_STEP:
+        return (
+            f"loads {TOP_K_STEP} selected entries at a time: sparse_mla_top_k must be a multiple of them, not "
+            f"{problem.selected.shape[1]}"
+        )
+    if problem.k_cache.stride()[2:] != (width, 1) or problem.k_cache.stride(0) != width * problem.page_size:
+        return f"reads selected entries at multiples of {width} elements: the cache must be contiguous"
+    return None
+
+
 def division(problem: PagedAttention) -> str | None:
     """Return a refusal (a sentence) if the launcher would divide by 0 in an MLA call and end the process, else None."""
-    if problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:  # `useSwapsMmaAbMlaGenKernel`
+    is_dense = problem.selected is None  # else `useSwapsMmaAbMlaGenKernel`, which divides, is not called
+    if is_dense and problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:
         return (
             f"divides by max_seq_len with {MLA_HEADS_OF_A_CTA} query heads or more, and 0 would end the process: pass 1"
         )
@@ -258,7 +288,7 @@ Limit = Callable[[Any], str | None]
 LIMITS: Mapping[AttentionCall, tuple[Limit, ...]] = {
     AttentionCall.DECODE: (partial(_not_built, DECODE_BUILT), _not_skipped, _too_many_heads, _unread_factors, _unread),
     AttentionCall.CONTEXT: (partial(_not_built, CONTEXT_BUILT), _not_skipped, _unread_factors, _unread),
-    AttentionCall.MLA_DECODE: (_ragged_lse, _mla_heads, division, _unread),
+    AttentionCall.MLA_DECODE: (_ragged_lse, _mla_heads, _selected, division, _unread),
     AttentionCall.RAGGED_CONTEXT: (partial(_not_built, RAGGED_BUILT), _unread),
 }
 
@@ -292,7 +322,7 @@ TRTLLM_GEN_DECODE = gen_kernel(
         PAGED_OUT,
     ),
     sizes=(PAGES, head_dims(64, 128, 256, 512, words=HEADS)),
-    honours=PAGED_HONOURS,
+    honours=PAGED_HONOURS | {Feature.BLOCK_SPARSE},
     says=SAYS,
 )
 TRTLLM_GEN_CONTEXT = gen_kernel(
@@ -313,7 +343,8 @@ TRTLLM_GEN_MLA = gen_kernel(
     calls=(AttentionCall.MLA_DECODE,),
     dtypes=MLA_DTYPES,
     sizes=(dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, *MLA_HEADS), page_sizes(32, 64)),
-    honours=HONOURS - {Feature.WINDOW, Feature.STRIDED_LSE} | {Feature.STRIDED_QUERY},
+    honours=HONOURS - {Feature.WINDOW, Feature.STRIDED_LSE}
+    | {Feature.STRIDED_QUERY, Feature.TOP_K, Feature.TOP_K_LENS, Feature.STRIDED_TOP_K},
 )
 TRTLLM_GEN_RAGGED = gen_kernel(
     "trtllm-gen ragged",

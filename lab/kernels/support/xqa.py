@@ -117,6 +117,7 @@ XQA = Kernel(
     | NO_LSE
     | KS_STRIDES
     | {
+        Feature.BLOCK_SPARSE: "has one page table for all K/V heads: FlashInfer has block-sparse attention in trtllm-gen alone",
         Feature.RAGGED_ROWS: "takes no cum_seq_lens_q through the decode call: every request needs q_len_per_req rows",
         Feature.STRIDED_QUERY: STRIDED_QUERY,
     },
@@ -155,6 +156,9 @@ XQA_MLA = Kernel(
     | {
         Feature.SINKS: "takes no sinks",
         Feature.SKIP_SOFTMAX: "leaves out no part of the softmax: skip_softmax_threshold_scale_factor must be None",
+        # mla/_core.py 4219: FlashInfer runs another kernel, whose cache `_check_sm120_sparse_v32_kv_cache` describes.
+        Feature.TOP_K: "selects no entries: FlashInfer's kernel for that on SM120 and SM121 reads a packed cache of 656 or "
+        "528 bytes per token, which the lab does not model",
         # It multiplies the logits by both scales, so that one must be divided by the other first.
         Feature.TENSOR_SCALES: "is called with its scales as numbers, not as tensors",
         Feature.STRIDED_QUERY: "is called with a contiguous query and cache",

@@ -1,0 +1,175 @@
+"""Sparse decode on a B200 that is not there: its launches are held to the calls and the metadata, and computed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.dry_run.host_memory import UnsoundLaunchError
+from lab.dry_run.machine import machine
+from lab.kernels import trtllm
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.workloads.inputs.mla_pass import build_mla_pass
+from lab.workloads.mla_case import MLACase
+from tests.cases import DECODE, MLA, Arguments, block_sparse_arguments, latent_batch, random_batch, sparse_arguments
+from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER, hold_params, launches_of, tensor_map
+from tests.kernels.held import BF16, E4M3, assert_rounded
+from tests.kernels.portable_calls import sinks_of
+
+pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+INT_MAX = 2**31 - 1
+
+# Passes of DeepSeek sparse attention.
+
+PREFIXES = (1, 63, 64, 197, 300)
+PASSES = [
+    MLACase(mode, PREFIXES, q_lens, index_topk=130, num_qo_heads=heads, page_size=page_size, **options)
+    for heads, page_size in ((16, 64), (128, 32))
+    for mode, q_lens, options in (
+        (ForwardMode.DECODE, (1,) * 5, {}),
+        (ForwardMode.DECODE, (1,) * 5, {"draft_step": 1}),
+        (ForwardMode.TARGET_VERIFY, (4,) * 5, {}),
+        (ForwardMode.DRAFT_EXTEND_V2, (4,) * 5, {}),
+        (ForwardMode.EXTEND, (5, 2, 70, 4, 1), {}),
+    )
+]
+
+
+@pytest.mark.parametrize("case", PASSES, ids=repr)
+def test_a_pass(case: MLACase) -> None:
+    """A row is a request of one row, and 130 columns are made 132."""
+    forward = build_mla_pass(case, torch.device("cpu"))
+    out = forward.new_out()
+    (launch,) = launches_of(lambda implementation: forward.run(implementation, out))
+    assert forward.truth().compare(forward.rows_of_requests(out)).passed
+    metadata: Any = forward.metadata
+    rows = len(metadata.seq_lens)
+    hold_params(
+        launch,
+        ptr_o=out.data_ptr(),
+        ptr_seq_lens_kv=metadata.seq_lens.data_ptr(),
+        ptr_cum_seq_lens_q=0,
+        ptr_sparse_mla_top_k_lens=0,
+        batch_size=rows,
+        max_seq_len_q=1,
+        max_seq_len_kv=metadata.max_seq_len,
+        max_num_pages_per_seq_kv=132,
+        sparse_attn_top_k=132,
+        num_heads_q=case.num_qo_heads,
+        sum_of_seq_lens_q=rows,
+    )
+    hold_pool(launch, forward.cache.storage)
+    assert "HQk576HV512" in launch.name
+    assert "PagedKvDenseStaticTokenSparseP1" in launch.name
+
+
+def hold_pool(launch: Any, cache: Tensor) -> None:
+    """The pool is rows of one entry, of which the launcher says that there are 2**31 - 1."""
+    held = tensor_map(launch, "tmaK_")
+    assert (held.address, held.dims) == (cache.data_ptr(), (cache.shape[-1], INT_MAX))
+    assert held.strides_bytes == (cache.shape[-1] * cache.element_size(),)
+
+
+# Calls.
+
+
+def entries(q_lens: list[int], kv_lens: list[int], heads: int = 8, rope: int = 64, **changes: Any) -> Arguments:
+    """An MLA decode of selected entries, every row of which has some."""
+    drawn = {name: changes.pop(name) for name in ("dtype", "kv_dtype") if name in changes}
+    batch = latent_batch(q_lens, kv_lens, heads=heads, rank=512, rope=rope, **drawn)
+    columns = [
+        [3 * column % (position + 1) if column <= position and column % 3 != 1 else -1 for column in range(12)]
+        for q_len, kv_len in zip(q_lens, kv_lens, strict=True)
+        for position in range(kv_len - q_len, kv_len)
+    ]
+    usual = {"out": None, "bmm1_scale": 0.05, "return_lse": False, "return_lse_base": None}
+    return sparse_arguments(batch, columns, 64, **usual | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"heads": 128},
+        {"heads": 20, "width": 20},
+        {"dtype": E4M3, "kv_dtype": E4M3, "bmm2_scale": 0.7},
+        {"sinks": sinks_of(8), "return_lse": True},
+        {"return_lse": True, "return_lse_base": "basee"},
+        {"bmm1_scale": torch.tensor([0.05]), "bmm2_scale": torch.tensor([0.7])},
+    ],
+    ids=str,
+)
+def test_selected_entries(changes: Arguments) -> None:
+    with machine("b200", computes=True):
+        assert_rounded(trtllm, MLA, entries([2, 2], [20, 70], **changes))
+        if "return_lse" not in changes:
+            assert_rounded(trtllm, MLA, entries([2, 1, 4], [20, 5, 70], ragged=True, max_q_len=5, **changes))
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+def test_numbers_of_selected_entries(heads: int) -> None:
+    """Only without a rotary part does the launcher take them; the kernel has a second descriptor of the same pool."""
+    arguments = entries([2, 2], [20, 70], heads, 0, lens=[1, 12, 5, 12], return_lse=True)
+    with machine("b200", computes=True) as gpu:
+        assert_rounded(trtllm, MLA, arguments)
+        (launch,) = (each for each in gpu.launches if each.name.startswith("fmhaSm"))
+    hold_params(launch, ptr_sparse_mla_top_k_lens=arguments["sparse_mla_top_k_lens"].data_ptr(), sparse_attn_top_k=12)
+    hold_pool(launch, arguments["kv_cache"])
+    assert tensor_map(launch, "tmaKSlidingWindowKvPool_").address == arguments["kv_cache"].data_ptr()
+    assert "DynamicTokenSparseP1" in launch.name
+
+
+def test_an_entry_outside_the_pool_is_found() -> None:
+    arguments = entries([1], [20])
+    unchecked = {"block_tables": arguments["block_tables"].clone()}
+    with machine("b200", computes=True):
+        call = trtllm.prepare_trtllm_batch_decode_with_kv_cache_mla(**arguments | unchecked)
+        unchecked["block_tables"][0, 0, 0] = arguments["kv_cache"][..., 0].numel()
+        with pytest.raises(UnsoundLaunchError, match="K's entries"):
+            call()
+
+
+def pages(batch_kv_lens: list[int], page_size: int, num_kv_heads: int) -> list[list[list[int]]]:
+    """Head h selects every (h + 1)-th page, from the last page on."""
+    counts = [-(-kv_len // page_size) for kv_len in batch_kv_lens]
+    return [[sorted(range(count - 1, -1, -(head + 1))) for count in counts] for head in range(num_kv_heads)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"page_size": 64, "kv_layout": "NHD"},
+        {"sinks": sinks_of(6)},
+        {"return_lse": True},
+        {"kv_dtype": E4M3, "dtype": E4M3, "bmm2_scale": 0.7},
+        {"bmm1_scale_log2": torch.tensor([0.1])},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [3, 3, 3], [1, 4, 2]], ids=str)
+def test_pages_of_each_head(q_lens: list[int], changes: Arguments) -> None:
+    changes, kv_lens = dict(changes), [50, 250, 300]
+    page_size = changes.pop("page_size", 16)
+    drawn = {"dtype": BF16} | {name: changes.pop(name) for name in ("dtype", "kv_dtype") if name in changes}
+    batch = random_batch(q_lens, kv_lens, heads=(6, 2), head_dim=64, **drawn)
+    usual: Arguments = {"bmm1_scale": 0.1, "out_dtype": BF16, "return_lse": False, "poison": float("nan")}
+    if drawn["dtype"] == E4M3:
+        usual["poison"] = 0.0
+    usual["ragged"] = len(set(q_lens)) > 1
+    arguments = block_sparse_arguments(batch, pages(kv_lens, page_size, 2), page_size, **usual | changes)
+    with machine("b200", computes=True) as gpu:
+        assert_rounded(trtllm, DECODE, arguments)
+        launch = next(each for each in gpu.launches if each.name.startswith("fmhaSm"))
+    hold_params(
+        launch,
+        use_block_sparse_attention=True,
+        ptr_page_idx_kv=arguments["block_tables"].data_ptr(),
+        ptr_seq_lens_kv=arguments["seq_lens"].data_ptr(),
+        max_num_pages_per_seq_kv=arguments["block_tables"].shape[2],
+        batch_size=3,
+        num_heads_kv=2,
+        sum_of_seq_lens_q=sum(q_lens),
+        attention_window_size=INT_MAX,
+    )
