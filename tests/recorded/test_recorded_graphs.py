@@ -110,6 +110,15 @@ def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(module: ModuleType
 
 
 @pytest.mark.usefixtures("graphs")
+def test_a_captured_call_is_written_after_a_replay_alone(module: ModuleType, tmp_path: Path) -> None:
+    with record_calls(tmp_path, functions=[module], before=True):
+        graph = _captured(module, decode_arguments())
+        assert list(tmp_path.iterdir()) == []
+        graph.replay()
+    assert outcomes(tmp_path) == [Outcome.RIGHT]
+
+
+@pytest.mark.usefixtures("graphs")
 def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: ModuleType, tmp_path: Path) -> None:
     arguments = decode_arguments()
     arguments["out"] = arguments["query"]
