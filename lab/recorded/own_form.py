@@ -217,6 +217,8 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
     whole = given["block_tables"]
+    if given.get("sparse_mla_top_k"):
+        return _renumbered_entries(whole, pool)
     tables, seq_lens = whole.cpu().long(), given["seq_lens"].cpu().long()
     if tables.dim() != (2 if given.get("uses_shared_paged_kv_idx", True) else 3):
         raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
@@ -235,6 +237,19 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         whole.stride() if all(whole.stride()) else renumbered.stride()
     )  # rows of an expanded table become different
     return pages, placed(whole.shape, stride, whole.dtype, whole.data_ptr()).copy_(renumbered)
+
+
+def _renumbered_entries(whole: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return as `_renumbered` the pages of selected entries, and the entries with new page ids. Entries that no row uses are
+    kept too.
+    """
+    size, places = pool.shape[-2], whole.cpu().long()
+    in_pool = (places >= 0) & (places < pool.shape[0] * size)
+    pages = (places[in_pool] // size).unique()
+    new = torch.searchsorted(pages, (places // size).contiguous()) * size + places % size
+    moved = torch.where(in_pool, new, places)
+    stride = whole.stride() if all(whole.stride()) else moved.stride()
+    return pages, placed(whole.shape, stride, whole.dtype, whole.data_ptr()).copy_(moved)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from lab.calls import PagedAttention, Problem
 from lab.calls.problem import shown_draft_tokens
 from lab.references.assertion import History
+from lab.references.selected_truth import selections_of
 from lab.references.softmax_attention import visible_to
 
 MOST_SHOWN = 6
@@ -52,7 +53,7 @@ class RecordedInputs:
         ]
         if end < problem.num_rows:
             found.append(f"rows {end} to {problem.num_rows - 1} of the query belong to no request")
-        if isinstance(problem, PagedAttention):
+        if isinstance(problem, PagedAttention) and problem.selected is None:
             found += self._shared_tails(problem)
         for request in range(problem.batch_size):
             if places := self._non_finite(request):
@@ -107,7 +108,9 @@ class RecordedInputs:
         problem = self.problem
         if hidden:
             return f"it must not see {self._words(hidden[0])}"
-        if isinstance(problem, PagedAttention) and kv_len % problem.page_size and not problem.is_nvfp4:
+        if not isinstance(problem, PagedAttention) or problem.selected is not None:
+            return "all that it sees is finite"
+        if kv_len % problem.page_size and not problem.is_nvfp4:
             column, first = divmod(kv_len, problem.page_size)
             for side, (cache, table) in enumerate(_sides(problem)):
                 if not bool(cache[int(table[request, column]), :, first:].to(torch.float32).isfinite().all()):
@@ -123,22 +126,36 @@ class RecordedInputs:
         vector, where = self.histories[request][side][token, head].to(torch.float32), ""
         if isinstance(self.problem, PagedAttention):
             page = self._page(self.problem, side, request, token)
-            where = f" (page {page}, slot {token % self.problem.page_size})"
+            where = f" (page {page}, slot {_place(self.problem, request, token) % self.problem.page_size})"
         value = float(vector[~vector.isfinite()][0])
         return f"{'KV'[side]} of request {request}, key {token}{where}, K/V head {head} holds {value}"
 
     def _page(self, problem: PagedAttention, side: int, request: int, token: int) -> int:
         """Return the engine's id of the page of a key."""
-        page = int(_sides(problem)[side][1][request, token // problem.page_size])
+        column = _place(problem, request, token) // problem.page_size
+        page = column if problem.selected is not None else int(_sides(problem)[side][1][request, column])
         return page if self.pages is None else self.pages[page]
 
 
 def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return bool [q_len, kv_len]: True where a row of the request sees a key."""
+    """Return bool [q_len, kv_len]: True where a row of the request sees a key. If rows select entries, the request's keys are
+    the entries that `selections_of` returns.
+    """
+    if isinstance(problem, PagedAttention) and problem.selected is not None:
+        ((places, indices),) = selections_of(problem, [request])
+        return (indices.unsqueeze(2) == torch.arange(len(places), device=indices.device)).any(dim=1)
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     shown = None if mask is None else shown_draft_tokens(mask[request : request + 1].to(torch.int32))
     (visible,) = visible_to(range(q_len), q_len, kv_len, problem, shown, problem.query.device)
     return visible
+
+
+def _place(problem: PagedAttention, request: int, token: int) -> int:
+    """Return the place of a request's key: in the pool if rows select entries, else in the request's pages."""
+    if problem.selected is None:
+        return token
+    ((places, _),) = selections_of(problem, [request])
+    return int(places[token])
 
 
 def _sides(problem: PagedAttention) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

@@ -18,6 +18,7 @@ from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
 from lab.references.quantization import dequantize_nvfp4, indexed
+from lab.references.selected_truth import selections_of, truth_of_selected
 from lab.references.softmax_attention import Rules, truth_of_requests
 
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
@@ -178,6 +179,10 @@ def truth_of_problem(
     offsets = problem.row_offsets()
     q_lens = [offsets[request + 1] - offsets[request] for request in chosen]
     histories = histories_of(problem, chosen) if histories is None else list(histories)
+    query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
+    if isinstance(problem, PagedAttention) and problem.selected is not None:
+        selected = [indices for _, indices in selections_of(problem, chosen)]
+        return truth_of_selected(query, histories, selected, Rules.of(problem, arithmetic))
     if problem.window_left >= 0:
         histories = [
             _without_unseen(history, q_len, problem.window_left)
@@ -185,13 +190,13 @@ def truth_of_problem(
         ]
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     shown = None if mask is None else shown_draft_tokens(mask.to(torch.int32)[list(chosen)])
-    query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
     return truth_of_requests(query, histories, q_lens, Rules.of(problem, arithmetic, shown))
 
 
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
     """Return K and V of requests of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables or
-    offsets. None: all requests.
+    offsets. None: all requests. If rows select entries, a request's K and V are the entries that its rows select
+    (`lab.references.selected_truth.selections_of`).
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if isinstance(problem, PagedAttention):
@@ -214,6 +219,10 @@ def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[H
         (problem.k_cache, problem.k_scale_factors, problem.k_block_tables),
         (problem.v_cache, plain_v_scales(problem), problem.v_block_tables),
     )
+    if problem.selected is not None:
+        size, selections = problem.page_size, selections_of(problem, requests)
+        slots = [(places // size, slice(None), places % size) for places, _ in selections]
+        return [(indexed(problem.k_cache, each), indexed(problem.v_cache, each)) for each in slots]
     histories, kv_lens = [], problem.seq_lens.tolist()
     for request in requests:
         kv_len = kv_lens[request]

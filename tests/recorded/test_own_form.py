@@ -23,7 +23,8 @@ from lab.recorded import own_form
 from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.own_form import MadeCall
-from tests.cases import BATCHES, DECODE, arguments_of, mirrors, random_batch
+from lab.recorded.shrink import shrunk
+from tests.cases import BATCHES, DECODE, MLA, arguments_of, latent_batch, mirrors, random_batch, sparse_arguments
 from tests.damage import damaged_values
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import changed_bytes
@@ -58,6 +59,37 @@ def test_a_call_of_each_function_is_right_by_its_output_and_by_a_call_of_its_inp
     _write(tmp_path, arguments, function)
     assert _outcome(tmp_path) is Outcome.RIGHT
     assert _outcome(tmp_path, implementation=references) is Outcome.RIGHT
+
+
+@pytest.mark.parametrize("options", [{}, {"width": 9}, {"lens": [2, 1, 3, 4]}])
+def test_of_selected_entries_the_pages_are_kept_and_judged_from_the_calls_own_entries(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    batch = latent_batch([2, 2], [40, 100])
+    columns = [[0, 3, 17, 1], [2, 38, 4, 0], [1, 80, 33, 2], [99, 0, 98, 50]]
+    arguments = sparse_arguments(batch, columns, 16, out=None, **options)
+    path = _write(tmp_path, arguments, MLA)
+    call = own_form.read(path)
+    used = options.get("lens", [4] * 4)
+    places = arguments["block_tables"].flatten(0, 1)
+    live = {int(place) // 16 for row, count in zip(places, used, strict=True) for place in row[:count]}
+    assert call.pages is not None
+    assert set(call.pages) >= live
+    assert len(call.pages) < len(arguments["kv_cache"])
+    new = call.given["block_tables"]
+    assert (new.stride(), new.dtype) == (arguments["block_tables"].stride(), torch.int32)
+    for row, count in enumerate(used):
+        for old, place in zip(places[row][:count].tolist(), new.flatten(0, 1)[row][:count].tolist(), strict=True):
+            assert (call.pages[place // 16], place % 16) == divmod(old, 16)
+    assert _outcome(tmp_path) is Outcome.RIGHT
+    assert _outcome(tmp_path, implementation=references) is Outcome.RIGHT
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    returned = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)[0] * 1.1
+    _write_inputs(wrong, arguments, MLA, out=returned)
+    assert _outcome(wrong) is Outcome.WRONG
+    with pytest.raises(RecordingError, match="cannot be shrunk yet"):
+        shrunk(call, None)
 
 
 @pytest.mark.parametrize("function", BATCHES)

@@ -14,7 +14,7 @@ from lab.calls.problem import E4M3, NVFP4
 from lab.checks import AttentionCase, HeadPages, Storage
 from lab.references import assert_close_to_reference
 from lab.references.assertion import truth_of_problem
-from lab.workloads.attention_case import Dead, TableTail
+from lab.workloads.attention_case import Dead, Entries, TableTail
 from lab.workloads.inputs.attention import build_attention
 from tests import cases
 from tests.cases import decode_arguments, pack_mask, ragged_batch, random_batch
@@ -41,6 +41,15 @@ CASES = {
     "context, NVFP4": replace(CONTEXT, kv_dtype=NVFP4),
     "MLA": MLA,
     "MLA, e4m3": replace(MLA, kv_dtype=E4M3, sinks=True),
+    "MLA, selected entries": replace(MLA, top_k=8, entries=Entries.MIXED, sinks=True, storage=Storage(dead=Dead.NAN)),
+    "MLA, selected entries of e4m3 with lengths": replace(
+        MLA,
+        kv_dtype=E4M3,
+        top_k=8,
+        entries=Entries.SHUFFLED,
+        top_k_lens=True,
+        storage=Storage(table_tail=TableTail.FAR),
+    ),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
