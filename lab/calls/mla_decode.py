@@ -213,9 +213,10 @@ class MLADecodeCall:
         cache = arguments.check_tensor("kv_cache", self.kv_cache)
         allowed = tuple(dict.fromkeys((self.query.dtype, E4M3)))
         if cache.dtype == torch.uint8:
-            raise NotImplementedError(
-                f"kv_cache is uint8 (packed): FlashInfer has no dense MLA kernel for it; use {arguments.dtype_names(allowed)}"
-            )
+            why = "FlashInfer has no dense MLA kernel for it"
+            if self.sparse_mla_top_k:
+                why = "the lab does not model the packed entries of FlashInfer's sparse kernel for SM120"
+            raise NotImplementedError(f"kv_cache is uint8 (packed): {why}; use {arguments.dtype_names(allowed)}")
         if cache.dtype not in allowed:
             raise TypeError(
                 f"kv_cache must be {arguments.dtype_names(allowed)} for a {self.query.dtype} query, got {cache.dtype}"

@@ -100,6 +100,12 @@ BAD: list[Bad] = [
     ("cache dtype", tensor("kv_cache", to(torch.float16)), TypeError, ("kv_cache", "bfloat16, float8", "float16")),
     ("packed cache", tensor("kv_cache", to(torch.uint8)), NotImplementedError, ("kv_cache is uint8", "use bfloat16")),
     (
+        "packed cache of selected entries",
+        sparse(kv_cache=torch.zeros(4, 16, 656, dtype=torch.uint8)),
+        NotImplementedError,
+        ("kv_cache is uint8", "packed entries of FlashInfer's sparse kernel for SM120"),
+    ),
+    (
         "NHD cache",
         tensor("kv_cache", lambda c: c.transpose(1, 2)),
         ValueError,

@@ -116,6 +116,11 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (XQA_MLA, SM120, lambda: wide_mla(**TENSOR_SCALE), "as numbers"),
     (XQA_MLA, SM120, lambda: wide_mla(bmm2_scale=0.0), "must not be 0"),
     (XQA_MLA, SM120, lambda: with_gaps(wide_mla()), "contiguous"),
+    (
+        *(XQA_MLA, SM120),
+        lambda: mla(heads=128, sparse_mla_top_k=4, block_tables=torch.zeros(3, 1, 4, dtype=torch.int32)),
+        "a packed cache of 656 or 528 bytes per token, which the lab does not model",
+    ),
     (XQA_MLA, SM120, lambda: misplaced(wide_mla()), "K must begin at a multiple of them, not 2 bytes after one"),
     (FA2_MLA, CPU, mla, "a CPU"),
     (FA3_MLA, SM100, mla, "SM90"),

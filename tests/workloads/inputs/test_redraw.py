@@ -42,6 +42,7 @@ MLA = [
     MLACase(ForwardMode.DECODE, (30, 100), (1, 1), page_size=32, dcp_size=2),
     MLACase(ForwardMode.TARGET_VERIFY, (30, 100), (4, 4), page_size=32),
     MLACase(ForwardMode.DRAFT_EXTEND, (30, 100), (2, 4), page_size=32),
+    MLACase(ForwardMode.TARGET_VERIFY, (30, 100), (4, 4), page_size=32, index_topk=20),
 ]
 NVFP4 = ForwardCase(ForwardMode.DECODE, "tiny", (30, 100), (1, 1), page_size=32, kv_dtype=torch.uint8)
 BRANCHES = ForwardCase(ForwardMode.DECODE, "tiny", (30, 30, 70, 70), (1,) * 4, -1, topk=2, page_size=16)
