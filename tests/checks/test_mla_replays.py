@@ -43,6 +43,12 @@ def test_sparse_attention_passes_with_the_references(mode: str) -> None:
 
 
 @IN_INTERPRETER
+def test_the_portable_kernel_passes_with_sparse_attention() -> None:
+    case = MLAGraphCase(MODES["target_verify"], ReplaySequence.POISONED, num_pages=4, index_topk=48)
+    assert reason(case, portable) == ""
+
+
+@IN_INTERPRETER
 def test_a_draft_step_that_counts_its_own_token_passes_on_both_page_sizes() -> None:
     case = MLAGraphCase(MODES["draft_decode"], ReplaySequence.A_B_A, attention=DraftAttention.MLA_WITH_OFFSET)
     cases = (
@@ -69,6 +75,15 @@ def test_the_portable_kernel_passes() -> None:
 def test_the_portable_kernel_passes_in_real_graphs(mode: str, place: MetadataPlace, device: str) -> None:
     for sequence in ReplaySequence:
         verdict = judge_case("lab.kernels.portable", "S2", MLAGraphCase(MODES[mode], sequence, place), device)
+        assert verdict.outcome is Outcome.RIGHT, verdict
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("mode", DSA_MODES)
+def test_the_portable_kernel_passes_with_sparse_attention_in_real_graphs(mode: str, device: str) -> None:
+    for sequence in ReplaySequence:
+        case = MLAGraphCase(MODES[mode], sequence, index_topk=48)
+        verdict = judge_case("lab.kernels.portable", "S2", case, device)
         assert verdict.outcome is Outcome.RIGHT, verdict
 
 

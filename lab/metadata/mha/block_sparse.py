@@ -49,7 +49,7 @@ class BlockSparseMetadata:
 
 
 def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads: int) -> BlockSparseMetadata:
-    """Build the metadata of one eager pass, without reading the device (SGLang 0.5.23).
+    """Build the metadata of one eager pass in new tensors, without reading the device (SGLang 0.5.23).
 
     Row j of d of a verification sees ``seq_lens + j + 1`` tokens. A row that sees tokens on p pages selects min(p, 16) of them:
     its own page, and earlier pages, which are full.
@@ -58,9 +58,6 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
         batch: a decode without speculation, or a TARGET_VERIFY.
         pool: a pool with pages of 128 tokens, on the same device.
         num_kv_heads: K/V heads of the layer.
-
-    Returns:
-        New tensors.
 
     Raises:
         ValueError: another mode, a pool with other pages, or batch and pool on different devices.
@@ -132,9 +129,7 @@ def prepare_block_sparse_attention(
     Args:
         implementation: any object with FlashInfer's decode function, such as `lab.references`.
         metadata, cache, topk_pages: as in `copy_selected_pages`. Each call reads `topk_pages` anew.
-        softmax_scale: factor of Q·K^T.
-        query: ``[num_tokens, num_qo_heads, head_dim]``.
-        out: the same shape. Rows after the metadata's become 0.
+        query, out: ``[num_tokens, num_qo_heads, head_dim]``. Rows of `out` after the metadata's rows become 0.
     """
     rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
     compact = cache.storage.new_empty(2, rows, heads, count, PAGE_SIZE, query.shape[-1])

@@ -1,6 +1,6 @@
 """SGLang's TRT-LLM MLA backend as a `lab.metadata.engine.backend.Backend`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import buffer_in
+from lab.metadata.engine.backend import MetadataBuffers, RebuiltMetadata, buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache
@@ -53,12 +53,12 @@ class TRTLLMMLABackend:
 
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
-    ) -> dict[GraphMode, MLAGraphMetadata]:
-        """Allocate the buffers of each mode; all modes share one block table."""
-        table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend, self.dcp)
-        return {
-            mode: MLAGraphMetadata(mode, pool, table, self.attention, self.draft_extend, self.dcp) for mode in modes
-        }
+    ) -> Mapping[GraphMode, MetadataBuffers[TRTLLMMLADecodeMetadata]]:
+        """Make the buffers of each mode. All modes share one block table, without DCP."""
+        if self.dcp is not None:
+            return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
+        table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend)
+        return {mode: MLAGraphMetadata(mode, pool, table, self.attention, self.draft_extend) for mode in modes}
 
     def prepare_attention(
         self,

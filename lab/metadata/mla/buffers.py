@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lab.metadata.engine.backend import prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, num_pages, uniform_boundaries
-from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import (
     DEAD_PAGE,
     SINK_PAGE,
@@ -33,7 +32,6 @@ def new_block_table(
     max_batch_size: int,
     attention: DraftAttention,
     draft_extend: QueryLayout,
-    dcp: DecodeContextParallel | None = None,
 ) -> Tensor:
     """Allocate the block table that a backend's captured modes and sizes share, as SGLang's `init_cuda_graph_state` does.
 
@@ -44,7 +42,7 @@ def new_block_table(
         modes: the modes to be captured.
         pool: the pool whose tables are read, with pages of 32 or 64 tokens.
         max_batch_size: the largest captured size.
-        attention, draft_extend, dcp: as in `MLAGraphMetadata`.
+        attention, draft_extend: as in `MLAGraphMetadata`.
 
     Returns:
         ``[max_batch_size, width]`` int32, wide enough for the longest context and, in a mode that pads query rows, for its
@@ -53,12 +51,11 @@ def new_block_table(
     Raises:
         ValueError: the backend does not support the pool, the attention or the size.
     """
-    page_size = pool.page_size if dcp is None else dcp.page_size(pool)
-    check_mla(pool, attention, page_size)
+    check_mla(pool, attention)
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
     padded_rows = max((mode.num_tokens_per_req for mode in modes if _pads(mode, draft_extend)), default=0)
-    width = mla_block_table_width(pool.max_context_len + padded_rows, page_size)
+    width = mla_block_table_width(pool.max_context_len + padded_rows, pool.page_size)
     return torch.full((max_batch_size, width), DEAD_PAGE, dtype=torch.int32, device=pool.device)
 
 
@@ -78,7 +75,6 @@ class MLAGraphMetadata:
         draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW is
             SGLang 0.5.12's layout: all rows without gaps, viewed as ``num_tokens_per_req`` rows per request. It is right only
             if every request accepts ``num_tokens_per_req`` tokens.
-        dcp: the rank of decode context parallelism whose metadata this is; None without it.
 
     Attributes:
         metadata: the metadata of each captured size, made at the first access.
@@ -91,10 +87,8 @@ class MLAGraphMetadata:
         block_kv_indices: Tensor,
         attention: DraftAttention = DraftAttention.MLA,
         draft_extend: QueryLayout = QueryLayout.PADDED,
-        dcp: DecodeContextParallel | None = None,
     ) -> None:
         self.mode, self.pool, self.block_kv_indices, self.attention = mode, pool, block_kv_indices, attention
-        self.dcp = dcp
         self.layout = QueryLayout.PADDED if _pads(mode, draft_extend) else QueryLayout.VIEW
         self.metadata: dict[int, TRTLLMMLADecodeMetadata] = {}
 
@@ -109,15 +103,10 @@ class MLAGraphMetadata:
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={len(self.block_kv_indices)}")
         extends, width = self.mode.in_extend_seq_lens, self.mode.num_tokens_per_req
         table = self.block_kv_indices[:batch_size]
-        most, global_lens = self.pool.max_context_len, None
-        if self.dcp is not None:
-            verifies = self.mode.forward_mode.uncounted is UncountedTokens.QUERY_ROWS
-            most, global_lens = self.dcp.local_bound(most + verifies * width), table.new_zeros(batch_size)
         return TRTLLMMLADecodeMetadata(
-            global_seq_lens_k=global_lens,
             block_kv_indices=table,
             seq_lens_k=table.new_zeros(batch_size),
-            max_seq_len_k=most,
+            max_seq_len_k=self.pool.max_context_len,
             max_seq_len_q=width,
             query_layout=self.layout,
             sum_seq_lens_q=batch_size * width if extends else None,
@@ -135,33 +124,10 @@ class MLAGraphMetadata:
             view: the batch of that size, whose tensors are the runner's input buffers.
         """
         metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
-        if self.dcp is not None:
-            return partial(_copy_own, metadata, view, self.pool, self.dcp, self.attention)
         rows = view.extend_seq_lens if pads else None
         written = metadata.pass_buffers(seq_len_offset(view, self.attention), rows)
         write = prepare_passes([written], view, self.pool)
         return write if rows is None else partial(_write_padded, write, metadata, rows, self.pool.page_size)
-
-
-def _copy_own(
-    metadata: TRTLLMMLADecodeMetadata,
-    view: ForwardBatch,
-    pool: KVPool,
-    dcp: DecodeContextParallel,
-    attention: DraftAttention,
-) -> None:
-    """Build the metadata of one rank of decode context parallelism, and copy its lengths and live pages into the buffers."""
-    built = build_mla_dcp_metadata(view, pool, dcp, attention)
-    assert metadata.global_seq_lens_k is not None
-    assert built.global_seq_lens_k is not None
-    metadata.seq_lens_k.copy_(built.seq_lens_k)
-    metadata.global_seq_lens_k.copy_(built.global_seq_lens_k)
-    # A new table has room for draft tokens after a full context, which the captured one has not: no live page is there.
-    width = min(metadata.block_kv_indices.shape[1], built.block_kv_indices.shape[1])
-    table, fresh = metadata.block_kv_indices[:, :width], built.block_kv_indices[:, :width]
-    columns = torch.arange(width, device=fresh.device)
-    live = columns < num_pages(built.seq_lens_k, dcp.page_size(pool))[:, None]
-    table.copy_(torch.where(live, fresh, table))
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:

@@ -93,14 +93,14 @@ class DSAMetadata:
 
 
 def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> DSAMetadata:
-    """Build the metadata of one eager pass (SGLang 0.5.23).
+    """Build the metadata of one eager pass in new tensors (SGLang 0.5.23). The pool has pages of 32 or 64 tokens.
 
     ================================  ======================================================================
     mode                              seq_lens of row j of a request with q rows
     ================================  ======================================================================
     DECODE, IDLE, every draft step    seq_lens
-    TARGET_VERIFY                     so many as are selected of seq_lens + j + 1
-    DRAFT_EXTEND_V2, the prefills     so many as are selected of seq_lens - q + j + 1, or 0 if that is negative
+    TARGET_VERIFY                     selected_lens(seq_lens + j + 1)
+    DRAFT_EXTEND_V2, the prefills     selected_lens(max(seq_lens - q + j + 1, 0))
     ================================  ======================================================================
 
     ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without that list it is the pool's
@@ -108,14 +108,6 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 
     A padding request of a graph has length 1. So ``seq_lens`` of its row j of d is 1 in a decode, at most j + 2 in a
     verification, and in a draft extend 0, but 1 in the last row. Its places are in the sink.
-
-    Args:
-        batch: the forward pass.
-        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
-        indexer: the sizes of the model's indexer.
-
-    Returns:
-        New tensors.
 
     Raises:
         ValueError: the mode is DRAFT_EXTEND, RAGGED_VERIFY or PREBUILT, batch and pool are on different devices, the pool has
@@ -155,10 +147,8 @@ class DSABackend:
     """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does. Prefills make this call too.
 
     Attributes:
-        implementation: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is
-            built.
+        implementation, query_dtype: as in `lab.metadata.mla.backend.TRTLLMMLABackend`.
         indexer: the sizes of the model's indexer.
-        query_dtype: the dtype to which each query is cast; None: the engine's choice.
     """
 
     implementation: Any = None
@@ -185,13 +175,10 @@ class DSABackend:
         out: Tensor,
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`).
+        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` after the metadata's
+        rows, which padding adds later, become 0.
 
         Args:
-            batch, metadata, layer, cache: as in `Backend.prepare_attention`.
-            query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-            max_context_len: not used, because the metadata bounds the lengths.
-            out: ``[num_tokens, heads, kv_lora_rank]``. Rows after the metadata's, which padding added later, become 0.
             topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it anew.
 
         Raises:
