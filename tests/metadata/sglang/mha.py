@@ -100,7 +100,8 @@ def server_batch(load: Load, batch: ForwardBatch, **fields: object) -> Any:
     mode = ForwardMode.TARGET_VERIFY if is_ragged else batch.forward_mode
     lens_cpu = None if batch.seq_lens_cpu is None else torch.tensor(batch.seq_lens_cpu)
     if is_ragged and lens_cpu is not None:
-        lens_cpu += torch.tensor(batch.extend_seq_lens_cpu, dtype=torch.int64)  # as `dspark_verify.py` does
+        rows = batch.extend_seq_lens.tolist() if batch.extend_seq_lens_cpu is None else batch.extend_seq_lens_cpu
+        lens_cpu += torch.tensor(rows, dtype=torch.int64)  # as `dspark_verify.py` does
     spec_info = None
     if batch.spec_info is not None:
         spec_info = SimpleNamespace(draft_token_num=batch.spec_info.num_draft_tokens, ragged_verify_layout=None)
