@@ -175,6 +175,8 @@ class Attention(Model):
         self.store(run, r, start, stop, out, lse)
 
     def positions(self, run, r, row):
+        if not run.is_ragged and run.p.num_visible is not None:
+            return run.p.num_visible[run.offsets[r] + row].long() - 1
         return run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) + row
 
     def span(self, run, r, position):

@@ -236,7 +236,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
         """Return the first position and the end of the positions that rows from `first_position` on may see."""
-        sees_ahead = problem.mask is not None or not problem.causal
+        sees_ahead = problem.mask is not None or not problem.causal or problem.num_visible is not None
         end = max(0, kv_len if sees_ahead else min(first_position + num_rows, kv_len))
         start = max(0, first_position - problem.window_left) if problem.window_left >= 0 else 0
         return min(start, end), end
@@ -254,7 +254,9 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return visible
 
     def row_positions(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        """Return the position of each row of a tile, int64 [num_rows]."""
+        """Return the position of each row of a tile, int64 [num_rows]; with `num_visible` that of the last key that it sees."""
+        if problem.num_visible is not None:
+            return problem.num_visible[tile.rows].to(torch.int64) - 1
         return torch.arange(tile.num_rows, device=problem.query.device) + tile.first_position
 
     def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:

@@ -22,6 +22,13 @@ def _without_small_splits(
     return partials._replace(largest=partials.largest.masked_fill(left_out, -math.inf))
 
 
+def _one_more(problem: PagedAttention) -> torch.Tensor | None:
+    if problem.num_visible is None:
+        return None
+    stored = problem.seq_lens.to(torch.int64).repeat_interleave(torch.tensor(problem.row_offsets()).diff())
+    return torch.minimum(problem.num_visible[: len(stored)] + 1, stored)
+
+
 class SkipSoftmax(Forgiving):
     """Kernels that leave out splits of keys."""
 
@@ -36,6 +43,20 @@ class SkipSoftmax(Forgiving):
         """The difference of two logits is compared with the threshold of skip-softmax, not its exponential."""
         threshold = problem.skip_softmax / max(tile.kv_len, 1)
         return super().merged(problem, tile, _without_small_splits(partials, lambda each: each < threshold, problem))
+
+
+class RankKeys(Forgiving):
+    """Kernels of one rank's keys."""
+
+    rank_keys_to_the_last_rows = wrong(DECODE, mla=True, instead={"num_visible": None})(
+        "The rows of a request see the rank's keys as if its last keys were those of the rows."
+    )
+    rank_bound_inclusive = wrong(
+        DECODE,
+        mla=True,
+        instead={"num_visible": lambda problem: _one_more(problem)},
+        only_with="num_visible",
+    )("A row sees the rank's first key after its own position too.")
 
 
 class Hints(Conditional):

@@ -25,10 +25,6 @@ REFUSED: Reasons = {
         "SageAttention's scales of blocks of queries, keys and values are not part of a problem",
     ),
     "num_elts_per_sage_attn_blk": (((0, 0, 0, 0),), "it goes with sage_attn_sfs"),
-    "cp_world": ((1,), "a rank's part of the keys is not part of a problem"),
-    "cp_rank": ((0,), "a rank's part of the keys is not part of a problem"),
-    "enable_dcp": ((False,), "a rank's part of the keys is not part of a problem"),
-    "causal_seqlens_kv_global": ((None,), "a rank's part of the keys is not part of a problem"),
     "request_order": ((None,), "only the backend cake orders requests (decode.py 3986), which the lab does not model"),
     "request_order_plan": ((None,), "it goes with request_order, which only the backend cake takes (decode.py 3988)"),
 }

@@ -1,11 +1,11 @@
 """FlashInfer's MLA decode call as data: its parameters, and the paged attention problem that it defines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from lab.calls import allowed, arguments
+from lab.calls import allowed, arguments, context_parallel
 from lab.calls.nan import refuse_nan
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
 
@@ -58,13 +58,18 @@ class MLADecodeCall:
             write the LSE.
         return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
         return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink included.
-            None is "base2", as in trtllm-gen. With `cum_seq_lens_q` the base must be given: FlashInfer then has only CuTe DSL,
-            whose default is "basee".
+            None is "base2", as in trtllm-gen. With `cum_seq_lens_q` or `enable_dcp` the base must be given: FlashInfer then has
+            only CuTe DSL, whose default is "basee".
         sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of its first columns, and later columns may hold
             anything. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
             entry, and refuses it otherwise.
 
         skip_softmax_threshold_scale_factor: as in `DecodeCall`. FlashInfer excludes it with `sparse_mla_top_k`.
+        enable_dcp: True makes the call one rank's part of context parallelism, as in `DecodeCall`. FlashInfer requires
+            `return_lse` and excludes sinks.
+        causal_seqlens_kv_global: int32 [batch_size], the keys of each request, on all ranks, that its newest row sees; None
+            without `enable_dcp`.
+        cp_world, cp_rank: number of ranks, and this rank; 1 and 0 without `enable_dcp`.
         is_var_seq: False promises FlashInfer that all requests have equally many keys. The lab does not rely on it.
         cute_dsl_impl: "auto", "modular" or "monolithic": which kernels of CuTe DSL run. It changes no result.
         kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32": the scales of a packed (uint8) cache, which the lab refuses.
@@ -155,6 +160,12 @@ class MLADecodeCall:
             lse=self._lse_rows(rows),
             return_lse=self.return_lse,
         )
+        if self._has_rank(batch_size) and self.causal_seqlens_kv_global is not None:
+            first_rows = self.cum_seq_lens_q
+            if first_rows is None:
+                first_rows = torch.arange(batch_size + 1, device=rows.device) * problem.max_q_len
+            num_visible = context_parallel.keys_of_rank(self, self.causal_seqlens_kv_global, first_rows)
+            problem = replace(problem, num_visible=num_visible)
         if rows.device.type == "cpu":
             problem.check_values()
             refuse_nan(problem, in_query=False)
@@ -180,6 +191,12 @@ class MLADecodeCall:
                 False,
                 "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
             )
+
+    def _has_rank(self, batch_size: int) -> bool:
+        arguments.check_bool("enable_dcp", self.enable_dcp)
+        return context_parallel.check_rank(
+            self, "enable_dcp=True" * self.enable_dcp, batch_size, context_parallel.BESIDE_MLA
+        )
 
     def _query_rows(self) -> torch.Tensor:
         """Return the query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""
@@ -308,11 +325,12 @@ class MLADecodeCall:
         arguments.check_bool("return_lse", self.return_lse)
         if self.return_lse_base not in LSE_BASES:
             raise ValueError(f"return_lse_base must be 'base2', 'basee' or None, got {self.return_lse_base!r}")
-        if self.return_lse and self.cum_seq_lens_q is not None and self.return_lse_base is None:
-            raise ValueError(
-                "return_lse with cum_seq_lens_q needs return_lse_base='base2' or 'basee': FlashInfer's None is base 2 in "
-                "one backend and e in the one that takes this call"
-            )
+        for name, is_given in (("cum_seq_lens_q", self.cum_seq_lens_q is not None), ("enable_dcp", self.enable_dcp)):
+            if self.return_lse and is_given and self.return_lse_base is None:
+                raise ValueError(
+                    f"return_lse with {name} needs return_lse_base='base2' or 'basee': FlashInfer's None is base 2 in one "
+                    "backend and e in the one that takes this call"
+                )
         if self.lse is None:
             return None
         if not self.return_lse:

@@ -1,11 +1,11 @@
 """FlashInfer's TRT-LLM decode and context calls as data: their parameters, and the paged attention problem that they define."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from lab.calls import allowed, arguments
+from lab.calls import allowed, arguments, context_parallel
 from lab.calls.nan import refuse_nan
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
 
@@ -78,6 +78,11 @@ class DecodeCall:
             `AttentionProblem.skip_softmax`. A result is right with any of them left out.
         o_scale: number other than 0, or None for 1: XQA multiplies V by it and divides an e4m3 output by it (FlashInfer 0.7.2,
             decode.py 4741 and 4788, mha.cu 2629), so that it changes no result. With another output it is 1.
+        causal_seqlens_kv_global: int32 [batch_size], or None: the keys of each request, on all ranks, before its first row. It
+            makes the call one rank's part of context parallelism (`lab.calls.context_parallel`): `kv_cache`, `block_tables`,
+            `seq_lens` and `max_seq_len` have the rank's keys only, and row j sees the first
+            max(0, floor((causal_seqlens_kv_global + j - cp_rank) / cp_world) + 1) of them, at most `seq_lens`.
+        cp_world, cp_rank: number of ranks, and this rank; 1 and 0 without `causal_seqlens_kv_global`.
         bf16q_fp8kv_transform_mode: None, "k_only" or "separate_kv": which of trtllm-gen's kernels convert e4m3 K/V for bf16
             queries. It changes no result.
 
@@ -163,7 +168,13 @@ class DecodeCall:
             by_kv_head=self.enable_block_sparse_attention,
         )
         self._check_o_scale(problem.out_dtype)
-        return problem
+        argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
+        has_rank = context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)
+        if not has_rank or self.causal_seqlens_kv_global is None:
+            return problem
+        first_rows = torch.arange(batch_size + 1, device=self.query.device) * max_q_len
+        ends = self.causal_seqlens_kv_global + max_q_len
+        return replace(problem, num_visible=context_parallel.keys_of_rank(self, ends, first_rows))
 
     def _check_o_scale(self, out_dtype: torch.dtype) -> None:
         if self.o_scale is None:

@@ -59,6 +59,7 @@ class Feature(enum.Enum):
     TOP_K = "entries chosen for each row (sparse_mla_top_k)"
     TOP_K_LENS = "numbers of chosen entries (sparse_mla_top_k_lens)"
     STRIDED_TOP_K = "rows of chosen entries that do not lie next to each other"
+    RANK_KEYS = "one rank's keys (causal_seqlens_kv_global)"
     SKIP_SOFTMAX = "parts of the softmax that may be left out (skip_softmax_threshold_scale_factor)"
     TENSOR_SCALES = "scales as tensors"
     V_SCALE = "a bmm2_scale other than the number 1"
@@ -239,6 +240,8 @@ class PagedAttention(AttentionProblem):
             (page * page_size + offset in the page), or None. `lab.calls.selection` says which cells are entries. They replace
             the rule by which rows see keys: `causal` and `window_left` have no effect.
         selected_lens: int32 [num_rows], how many of the first columns of `selected` each row uses; or None.
+        num_visible: int32 [num_rows], how many of its request's first keys each row sees, instead of those up to its position;
+            or None. `lab.calls.context_parallel` has the rule.
     """
 
     k_cache: torch.Tensor
@@ -251,6 +254,7 @@ class PagedAttention(AttentionProblem):
     mask: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     selected_lens: torch.Tensor | None = None
+    num_visible: torch.Tensor | None = None
 
     @property
     def v_head_dim(self) -> int:
@@ -295,6 +299,26 @@ class PagedAttention(AttentionProblem):
             views = {name: side[part] for name, part in parts.items() if (side := getattr(self, name)) is not None}
             found.append(replace(self, k_block_tables=table, v_block_tables=table, **views))
         return found
+
+    def of_rows(self) -> "PagedAttention":
+        """Return the same problem without `num_visible`, which must be given: each row is a request of its own, whose keys are
+        those that it sees.
+        """
+        assert self.num_visible is not None
+        offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
+        end = int(offsets[-1])
+        k_tables, v_tables = (
+            table.repeat_interleave(offsets.diff(), dim=0) for table in (self.k_block_tables, self.v_block_tables)
+        )
+        return replace(
+            self,
+            num_visible=None,
+            seq_lens=self.num_visible[:end],
+            k_block_tables=k_tables,
+            v_block_tables=v_tables,
+            cu_seqlens_q=torch.arange(end + 1, dtype=torch.int32, device=offsets.device),
+            max_q_len=1,
+        )
 
     def columns_in_use(self) -> torch.Tensor:
         """Return the columns of `selected`, which must be given, that each row uses: bool [num_rows, num_columns]. Those of
@@ -375,6 +399,7 @@ FIELDS: dict[str, Asks] = {
         Feature.TOP_K: lambda problem: problem.selected is not None,
         Feature.STRIDED_TOP_K: lambda problem: problem.selected is not None and not problem.selected.is_contiguous(),
     },
+    "num_visible": {Feature.RANK_KEYS: lambda problem: problem.num_visible is not None},
     "selected_lens": {Feature.TOP_K_LENS: lambda problem: problem.selected_lens is not None},
     "skip_softmax": {Feature.SKIP_SOFTMAX: lambda problem: problem.skip_softmax > 0},
     "bmm1_scale": {Feature.TENSOR_SCALES: lambda problem: _is_tensor(problem.bmm1_scale)},

@@ -65,7 +65,8 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
     Raises:
         NotImplementedError: there is no GPU, or the kernel does not support the call.
     """
-    kernel = kernel_for(problem.call, capability_for(problem.query.device), backend)
+    of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
+    kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
     refuse_unsupported(kernel, problem)
     return kernel
 

@@ -65,7 +65,9 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
         return packed_mask(shown_draft_tokens(mask[requests].to(torch.int32))[:, chosen, chosen])
 
     changes: dict[str, Change] = dict.fromkeys(("query", "out", "lse"), by_row)
-    changes |= {"mask": of_draft, "block_tables": lambda tables: tables[requests]}
+    changes |= {"mask": of_draft} | dict.fromkeys(
+        ("block_tables", "causal_seqlens_kv_global"), lambda each: each[requests]
+    )
     if isinstance(problem, RaggedAttention):
         starts = problem.cu_seqlens_kv.tolist()
         tokens = [starts[part.request] + token for part in parts for token in range(part.kv_len)]

@@ -1,6 +1,7 @@
 """An assertion for tests of other projects: compare a kernel's output with float64, by the judge's bound."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -175,6 +176,10 @@ def truth_of_problem(
         return Truth.of_heads(
             [truth_of_problem(of_head, arithmetic, requests=requests) for of_head in problem.of_kv_heads()]
         )
+    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
+        offsets = problem.row_offsets()
+        rows_of = [range(*offsets[each : each + 2]) for each in requests or range(problem.batch_size)]
+        return truth_of_problem(problem.of_rows(), arithmetic, requests=list(itertools.chain(*rows_of)))
     chosen = range(problem.batch_size) if requests is None else requests
     offsets = problem.row_offsets()
     q_lens = [offsets[request + 1] - offsets[request] for request in chosen]

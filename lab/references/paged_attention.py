@@ -93,6 +93,8 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         problem.check_values()
     if problem.selected is not None:
         problem = _of_selected_entries(problem, problem.selected)
+    if problem.num_visible is not None:
+        problem = problem.of_rows()
     out, lse_log2 = problem.results()
     if problem.cu_seqlens_q is not None:
         end = int(problem.cu_seqlens_q[-1])
@@ -114,7 +116,10 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
     """
     k_tables = problem.k_block_tables.cpu()
     shared = problem.v_block_tables is problem.k_block_tables
-    given = {name: getattr(problem, name) for name in ("seq_lens", "cu_seqlens_q", "selected", "selected_lens")}
+    given = {
+        name: getattr(problem, name)
+        for name in ("seq_lens", "cu_seqlens_q", "selected", "selected_lens", "num_visible")
+    }
     on_host: dict[str, Any] = {name: each.cpu() for name, each in given.items() if each is not None}
     v_tables = k_tables if shared else problem.v_block_tables.cpu()
     return replace(problem, k_block_tables=k_tables, v_block_tables=v_tables, **on_host)

@@ -135,6 +135,7 @@ class AttentionCase:
         top_k_lens: True if the call has `sparse_mla_top_k_lens`. Each row's entries then stand in its first columns, and each
             row has one, as FlashInfer 0.7.2 requires.
         head_pages: the pages that each K/V head selects in a block-sparse DECODE; None: every head sees all pages.
+        rank: (rank, number of ranks) of a decode with context parallelism, or None. `kv_lens` are then the rank's keys.
         contents, seed: the kind of numbers in the tensors, and the seed with which they are drawn.
         storage: how K and V are stored.
 
@@ -159,6 +160,7 @@ class AttentionCase:
     entries: Entries | None = None
     top_k_lens: bool = False
     head_pages: HeadPages | None = None
+    rank: tuple[int, int] | None = None
     contents: Contents = Contents.RANDOM
     seed: int = 0
     storage: Storage = field(default_factory=Storage)
@@ -205,6 +207,17 @@ class AttentionCase:
     @cached_property
     def has_offsets(self) -> bool:
         return self.offsets or self.interface is AttentionCall.CONTEXT
+
+    @cached_property
+    def all_kv_lens(self) -> tuple[int, ...]:
+        """Return the keys of each request on all ranks, so that this rank has `kv_lens` of them. They differ by request and
+        seed, and are as many as its rows or more.
+        """
+        rank, world = self.rank or (0, 1)
+        return tuple(
+            max(world * (kv_len - 1) + rank + 1 + (request + self.seed) % world if kv_len else min(rank, q_len), q_len)
+            for request, (kv_len, q_len) in enumerate(zip(self.kv_lens, self.q_lens, strict=True))
+        )
 
     @cached_property
     def num_qo_heads(self) -> int:

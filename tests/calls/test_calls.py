@@ -331,7 +331,6 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
             ("mask is on meta",),
         ),
         # backends, and what the lab does not model
-        *not_modelled(cp_world=2, cp_rank=1, causal_seqlens_kv_global=int32(1, 1)),
         *not_modelled(request_order=int32(0, 1), request_order_plan=object()),
         ("transform mode", value(bf16q_fp8kv_transform_mode="v_only"), ValueError, ("'k_only'", "'v_only'")),
         ("transform mode is a number", value(bf16q_fp8kv_transform_mode=1), TypeError, ("bf16q_fp8kv", "1")),

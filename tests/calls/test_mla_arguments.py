@@ -260,17 +260,17 @@ BAD: list[Bad] = [
         for name in ("cake", "cute-dsl", "sparse")
     ),
     *BAD_SKIP_SOFTMAX,
+    (
+        "skip with entries",
+        value(sparse_mla_top_k=4, skip_softmax_threshold_scale_factor=1.0),
+        ValueError,
+        ("skip_softmax_threshold_scale_factor is 1.0 with sparse_mla_top_k=4", "not skipped"),
+    ),
     ("is_var_seq", value(is_var_seq=None), TypeError, ("is_var_seq", "True or False", "None")),
     ("cute_dsl_impl", value(cute_dsl_impl="fast"), ValueError, ("cute_dsl_impl", "'modular'", "'fast'")),
     ("kv_scale_format", value(kv_scale_format="fp8"), ValueError, ("kv_scale_format", "'pow2_fp32'", "'fp8'")),
     ("kv_scale_format is None", value(kv_scale_format=None), TypeError, ("kv_scale_format", "None")),
-    *not_modelled(
-        enable_dcp=True,
-        cp_world=2,
-        cp_rank=1,
-        causal_seqlens_kv_global=int32(1, 1),
-        use_fp16_softmax=True,
-    ),
+    *not_modelled(use_fp16_softmax=True),
     (
         "separate tables",
         value(uses_shared_paged_kv_idx=False),

@@ -28,7 +28,10 @@ def test_every_kernel_of_the_support_rows_is_listed() -> None:
     ("capability", "kernels"),
     [
         ((9, 0), {"DECODE": ("XQA",), "CONTEXT": ("trtllm_fmha_v2_prefill",)}),
-        ((10, 0), {"DECODE": ("trtllm-gen decode", "XQA"), "MLA_DECODE": ("trtllm-gen MLA",)}),
+        (
+            (10, 0),
+            {"DECODE": ("Cake decode of one rank", "trtllm-gen decode", "XQA"), "MLA_DECODE": ("trtllm-gen MLA",)},
+        ),
         ((12, 0), {"DECODE": ("XQA",), "MLA_DECODE": ("XQA MLA",)}),
     ],
 )

@@ -13,6 +13,7 @@ from lab.gpus import Capability, family_of
 from lab.kernels import support
 from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
 from lab.kernels.support import kernel as support_kernel
+from lab.kernels.support.cake import CAKE
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.packages import FLEX_ATTENTION, SGLANG_TRITON
 from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA
@@ -48,6 +49,8 @@ def problem(kernel: Kernel, **changes: Any) -> Any:
     if is_nvfp4:
         del shapes["kv_dtype"]
     q_len = changes.pop("q_len", 2)
+    if kernel is CAKE:
+        shapes = {"head_dim": 128} | shapes
     if kernel is PORTABLE_MLA:
         own = (into(shapes.pop("out_dtype")),) if "out_dtype" in shapes else ()
         usual = {"heads": 4, "rank": 64, "rope": 16, "page_size": 16}
@@ -243,6 +246,8 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM120, {"kv_dtype": U8, "k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 32"),
         (SM90, {"query_like": other_order}, "contiguous query"),
         (SM90, {"sinks": SINK, "window_left": 3, "bmm1_scale": ONE}, None),
+        (SM90, {"skip_softmax": 1.0}, None),
+        (SM90, {"num_visible": torch.ones(4, dtype=torch.int32)}, "does not honour one rank's keys"),
         (
             SM90,
             {"query_like": shifted},
@@ -304,6 +309,37 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM90, {"query_like": other_order}, "contiguous query"),
         (SM90, {"sinks": SINK, "window_left": 3}, None),
         (SM90, {"causal": False}, None),
+        (SM90, {"skip_softmax": 1.0}, None),
+        (SM120, {"skip_softmax": 1.0}, "leaves out parts of the softmax on SM90 only, not on SM120"),
+    ],
+    CAKE: [
+        *[(gpu, {}, None) for gpu in (SM100, SM103)],
+        *[(gpu, {}, "Cake decode of one rank needs a GPU of SM100 and SM103") for gpu in (CPU, SM90, SM120)],
+        (SM100, {"num_visible": torch.ones(4, dtype=torch.int32), "return_lse": True}, None),
+        (SM100, {"dtype": FP16}, "takes bf16 queries, not torch.float16"),
+        (SM100, {"kv_dtype": U8}, "takes bf16 or e4m3 K/V"),
+        (SM100, {"out_dtype": FP16}, "writes bf16, not torch.float16"),
+        *[(SM100, {"page_size": size}, f"pages of 16 tokens with torch.bfloat16 K/V, not {size}") for size in (8, 64)],
+        (SM100, {"page_size": 64, "kv_dtype": E4M3}, None),
+        (SM100, {"kv_dtype": E4M3}, "pages of 64 tokens with torch.float8_e4m3fn K/V, not 16"),
+        (SM100, {"head_dim": 64}, "head_dim 128 and 256, not 64"),
+        (SM100, {"head_dim": 256}, "over bf16 K/V takes head_dim 128 and bmm2_scale 1, not 256 and 1"),
+        (SM100, {"bmm2_scale": 0.5}, "over bf16 K/V takes head_dim 128 and bmm2_scale 1, not 128 and 0.5"),
+        (SM100, {"bmm2_scale": 0.5, "page_size": 64, "kv_dtype": E4M3}, None),
+        (SM100, {"heads": (8, 1)}, None),
+        (SM100, {"heads": (9, 1)}, "at most 8 query heads of a K/V head with head_dim 128, not 9"),
+        (SM100, {"head_dim": 256, "page_size": 64, "kv_dtype": E4M3, "heads": (16, 1)}, None),
+        (
+            SM100,
+            {"head_dim": 256, "page_size": 64, "kv_dtype": E4M3},
+            "16 query heads over 1 K/V head with head_dim 256",
+        ),
+        *[(SM100, {"q_len": q_len}, None) for q_len in (1, 6, 8)],
+        (SM100, {"q_len": 7}, "is not built for 7 rows with head_dim 128"),
+        (SM100, {"q_len": 9}, "7 and 8, not 9"),
+        (SM100, {"q_len": 7, "head_dim": 256, "page_size": 64, "kv_dtype": E4M3, "heads": (16, 1)}, None),
+        (SM100, {"sinks": SINK}, "does not honour sinks"),
+        (SM100, {"query_like": other_order}, "contiguous query"),
     ],
 }
 TABLE = [(kernel, *row) for kernel, rows in ROWS.items() for row in rows]
@@ -357,6 +393,7 @@ def test_flex_attention_counts_elements_in_32_bits(
 )
 def test_which_kernel_an_engine_runs(capability: Capability, decode: Kernel, context: Kernel) -> None:
     assert kernel_for(AttentionCall.DECODE, capability) is decode
+    assert kernel_for(AttentionCall.DECODE, capability, of_one_rank=True) is CAKE
     assert kernel_for(AttentionCall.CONTEXT, capability) is context
     assert why_not(decode, capability, problem(decode)) is None
     assert why_not(context, capability, problem(context)) is None

@@ -1,5 +1,6 @@
 """trtllm-gen's rows, limit by limit. `tests/dry_run/test_sweep.py` holds them to FlashInfer's launcher where nvcc builds it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,18 @@ def test_taken(kernel: Kernel, values: dict[str, Any]) -> None:
 
 NVFP4 = "e4m3/nvfp4/e4m3"
 STRIDES = "must be multiples of them, not"
+
+
+def test_no_kernel_that_converts_leaves_out_parts_of_the_softmax() -> None:
+    for dtypes, taken in (("bf16/bf16/bf16", True), ("e4m3/e4m3/bf16", True), ("bf16/e4m3/bf16", False)):
+        swept = SWEPT[DECODE.calls[0]]
+        point = swept.model.completed({"dtypes": dtypes})
+        assert point is not None
+        reason = why_not(DECODE, B200, replace(swept.make(point).problem(), skip_softmax=1.0))
+        assert (reason is None) is taken
+        assert taken or "leaves out parts of the softmax for torch.bfloat16 over torch.float8_e4m3fn" in str(reason)
+
+
 REFUSED: list[tuple[Kernel, dict[str, Any], str]] = [
     (DECODE, {"head_dim": 96}, f"trtllm-gen decode has kernels {IN_TABLE} for head_dim 64, 128, 256 and 512, not 96"),
     (DECODE, {"head_dim": 80}, "head_dim 64, 128, 256 and 512, not 80"),

@@ -539,6 +539,34 @@ def test_everything_else_is_passed(simulate: Simulate, capability: Capability, f
         assert simulated.calls[0][1][name] is arguments[name], name
 
 
+def test_a_transform_mode_goes_to_the_kernels_that_convert(simulate: Simulate) -> None:
+    """FlashInfer refuses it elsewhere (trtllm_fmha_kernel_launcher.cu 200)."""
+    for capability, kv_dtype, expected in ((SM100, E4M3, "k_only"), (SM100, BF16, None), (SM90, E4M3, None)):
+        simulate(capability)
+        made = trtllm.prepare_trtllm_batch_decode_with_kv_cache(
+            **decode(kv_dtype=kv_dtype, out_dtype=BF16, bf16q_fp8kv_transform_mode="k_only")
+        )
+        assert made.arguments.get("bf16q_fp8kv_transform_mode") == expected
+
+
+def test_fmha_v2_gets_the_factor_of_skipped_softmax(simulate: Simulate) -> None:
+    simulate(SM90)
+    for factor, expected in ((2.0, 2.0), (0.0, None), (None, None)):
+        made = trtllm.prepare_trtllm_batch_context_with_kv_cache(**context(skip_softmax_threshold_scale_factor=factor))
+        assert made.arguments.get("skip_softmax_threshold_scale_factor") == expected
+
+
+def test_one_rank_of_context_parallelism_is_the_cake_kernels(simulate: Simulate) -> None:
+    rank: Arguments = {"cp_world": 2, "cp_rank": 1, "causal_seqlens_kv_global": torch.zeros(3, dtype=torch.int32)}
+    given = decode(head_dim=128, return_lse=True, **rank)
+    simulate(SM100)
+    made = trtllm.prepare_trtllm_batch_decode_with_kv_cache(**given)
+    assert {name: made.arguments[name] for name in rank} == rank
+    simulate(SM90)
+    with pytest.raises(NotImplementedError, match="Cake decode of one rank needs a GPU of SM100 and SM103"):
+        trtllm.prepare_trtllm_batch_decode_with_kv_cache(**given)
+
+
 def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = simulate(SM120)
     packed = torch.zeros(2, 5, 16, 2, 32, dtype=torch.uint8)  # NHD: [pages, tokens, heads, packed head_dim]

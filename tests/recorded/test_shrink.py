@@ -244,6 +244,18 @@ def _pairs(calls: Iterator[RecordedCall]) -> Iterator[tuple[RecordedCall, Record
     return zip(calls, calls, strict=True)
 
 
+def test_one_request_of_a_rank_keeps_its_number_of_keys_on_all_ranks() -> None:
+    rank = {
+        "cp_world": 2,
+        "cp_rank": 1,
+        "causal_seqlens_kv_global": torch.tensor([5, 12, 30]).int(),
+        "return_lse": True,
+    }
+    whole = _decode(**rank)
+    alone = cut(whole, [Part(1, range(1), int(whole.problem().seq_lens[1]))])
+    assert torch.equal(_rows(alone), _rows(whole)[1:2])
+
+
 def test_pages_are_numbered_by_the_table_or_in_their_old_order() -> None:
     table = torch.tensor([[4, 0, 0], [8, 2, 0], [4, 1, 7]]).int()  # of 1, 2 and 3 pages
     by_table, by_id = fewer_pages(_decode(block_tables=table))

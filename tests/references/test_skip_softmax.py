@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.references import trtllm_batch_decode_with_kv_cache
+from lab.references import assert_close_to_reference, trtllm_batch_decode_with_kv_cache
 from lab.references.eager_attention import SKIP_ROUNDING
 from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules, truth_of_requests
@@ -72,11 +72,12 @@ def test_what_may_be_left_out_is_allowed_and_more_is_not(sinks: Tensor | None) -
     assert "LSEs are wrong" in allowed.wrong_lse(allowed.lse_log2 + 0.01)  # a larger denominator is none of a part
 
 
-def test_the_threshold_is_divided_by_the_keys_of_the_request() -> None:
-    allowed = truth(4.0)
+@pytest.mark.parametrize("sinks", [None, torch.tensor([9.0, -1.0, 3.0, 0.0])], ids=["no sinks", "sinks"])
+def test_the_threshold_is_of_the_largest_weight_and_divided_by_the_keys_of_the_request(sinks: Tensor | None) -> None:
+    allowed = truth(4.0, sinks)
     assert allowed.skipped is not None
     share = allowed.skipped[..., 0]
-    _, lse = left_out(4.0 * SKIP_ROUNDING)
+    _, lse = left_out(4.0 * SKIP_ROUNDING, sinks)
     torch.testing.assert_close(torch.log2(1 - share), lse - allowed.lse_log2, atol=1e-5, rtol=1e-5)
     assert not allowed.compare(left_out(4.0 * KV_LENS[0] / KV_LENS[1])[0]).passed
 
@@ -88,6 +89,39 @@ def test_all_may_be_left_out_above_a_threshold_of_1_but_nothing_infinite() -> No
     assert not allowed.compare(zeros * math.nan).passed
     assert allowed.wrong_lse(allowed.lse_log2 - 20) == ""
     assert "LSEs are wrong" in allowed.wrong_lse(allowed.lse_log2 - math.inf)
+
+
+def test_the_error_is_that_of_a_value_opposite_to_the_output() -> None:
+    query, keys = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 0.0]], [[-3.0, 0.0]]])
+    values = torch.tensor([[[1.0, 0.0]], [[-4.0, 0.0]]])
+    rules = Rules(bmm2_scale=-0.5, arithmetic=torch.float32, out_dtype=torch.float32, skip_softmax=2 * 0.06)
+    allowed = truth_of_requests(query, [(keys, values)], [1], rules)
+    assert allowed.skipped is not None
+    share = math.exp(-3) / (1 + math.exp(-3))
+    expected = float(allowed.expected[0, 0, 0])
+    assert allowed.skipped[0, 0].tolist() == pytest.approx([share, abs(-0.5 - expected) / abs(expected)])
+
+
+def test_a_call_is_compared_with_what_it_may_leave_out() -> None:
+    query, histories = drawn()
+    cache = [torch.zeros(4, 2, 64, HEAD_DIM) for _ in range(2)]
+    for side, pages in zip(histories[0], cache, strict=True):
+        pages.copy_(torch.nn.functional.pad(side, (0, 0, 0, 0, 0, 56)).unflatten(0, (4, 64)).transpose(1, 2))
+    given = {
+        "query": query[:2],
+        "kv_cache": tuple(cache),
+        "workspace_buffer": None,
+        "block_tables": torch.tensor([[0, 1, 2, 3]], dtype=torch.int32),
+        "seq_lens": torch.tensor([200], dtype=torch.int32),
+        "max_seq_len": 200,
+        "bmm1_scale": SCALE,
+        "bmm2_scale": 0.5,
+        "q_len_per_req": 2,
+    }
+    out = left_out(4.0)[0][:2]
+    assert_close_to_reference(out, **given, skip_softmax_threshold_scale_factor=4.0, check_dtype=False)
+    with pytest.raises(AssertionError, match="vectors are wrong"):
+        assert_close_to_reference(out, **given, check_dtype=False)
 
 
 def test_rows_keep_what_they_may_leave_out() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.attention import edge_lengths
-from lab.checks.parameters.paged_axes import EQUAL, HEAD_PAGES, NO_SELECTION, REQUESTS, SHORT
+from lab.checks.parameters.paged_axes import EQUAL, HEAD_PAGES, NO_SELECTION, RANKS, REQUESTS, SHORT
 from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Entries, Storage, TableTail
@@ -69,6 +69,7 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
         window_left=of.get("window_left", -1),
         sinks=of["sinks"] != Sinks.NONE,
         head_pages=HEAD_PAGES[of.get("head_pages", NO_SELECTION)],
+        rank=RANKS[of.get("rank", "none")],
         offsets=interface is not AttentionCall.CONTEXT and of["offsets"] != Offsets.NONE,
         top_k=of.get("top_k", 0),
         entries=Entries[of["entries"].upper()] if of.get("top_k") else None,

@@ -192,7 +192,8 @@ def _lse(call: BuiltCall) -> None:
         return
     if form != Lse.ALONE:
         call.given["return_lse"] = True
-    if call.interface is AttentionCall.MLA_DECODE and (form == Lse.BASE_E or call.inputs.case.offsets):
+    needs_base = call.interface is AttentionCall.MLA_DECODE and (call.inputs.case.offsets or call.inputs.case.rank)
+    if form == Lse.BASE_E or needs_base:
         call.given["return_lse_base"] = "basee" if form == Lse.BASE_E else "base2"
     if form.is_given:
         heads = query.shape[-2]

@@ -53,6 +53,8 @@ WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 # Factors of skip-softmax: one that leaves out nothing, with which FlashInfer 0.7.2 probes (decode.py 4456), and one that lets
 # the longest request of most cases leave out keys of less than 2 % of the largest weight.
 INERT, SOME_SKIPPED = 1e-30, 3.0
+# (rank, number of ranks) by its text; "none" is a call without context parallelism.
+RANKS: dict[str, Any] = {"none": None, "0 of 2": (0, 2), "3 of 4": (3, 4), "0 of 1": (0, 1)}
 SPLIT_SCALE = 0.5  # an o_scale that changes no result
 EQUAL = 128  # keys of each request where lengths are equal
 VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
@@ -74,7 +76,7 @@ ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
         ("head_dims", "heads", "qk_nope_head_dim", "top_k", "entries", "top_k_lens"), (AttentionCall.MLA_DECODE,)
     ),
     **dict.fromkeys(("rows", "causal"), (AttentionCall.CONTEXT,)),
-    **dict.fromkeys(("q_len", "backend", "hints"), DECODES),
+    **dict.fromkeys(("q_len", "backend", "hints", "rank"), DECODES),
     **dict.fromkeys(("mask", "o_scale", "head_pages"), (AttentionCall.DECODE,)),
 }
 # Values that MLA alone does not have, and those that it alone has.
@@ -119,6 +121,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES),
         "backend": ("auto", "trtllm-gen", "xqa"),
         "hints": (False, True),
+        "rank": tuple(RANKS),
         "o_scale": (1.0, None, SPLIT_SCALE),
         "qk_nope_head_dim": ("a quarter", "a half"),
         "query": (*QUERY[:4], Layout.HEADS_FIRST, *((Layout.REQUESTS_APART,) if is_mla else ())),
@@ -212,10 +215,37 @@ RULES = constraints(
             lambda top_k, skip_softmax: not top_k or skip_softmax is None,
             lambda head_pages, skip_softmax: head_pages == "none" or skip_softmax is None,
         ),
+        "of one row, a rank's keys are all that it has": lambda rank, q_len: rank == "none" or q_len > 1,
+        "FlashInfer excludes context parallelism with most other arguments": (
+            lambda rank, window_left: rank == "none" or window_left < 0,
+            lambda rank, mask: rank == "none" or mask == Mask.NONE,
+            lambda rank, sinks: rank == "none" or sinks == Sinks.NONE,
+            lambda rank, skip_softmax: rank == "none" or skip_softmax is None,
+            lambda rank, top_k: rank == "none" or not top_k,
+            lambda rank, head_pages: rank == "none" or head_pages == "none",
+            lambda rank, o_scale: rank == "none" or o_scale != SPLIT_SCALE,
+            lambda rank, kv_layout: rank == "none" or kv_layout == "HND",
+            lambda rank, block_tables: rank == "none" or not block_tables.is_separate,
+            lambda rank, dtypes: rank == "none" or dtypes.cache != NVFP4,
+            lambda rank, hints: rank == "none" or not hints,
+            lambda rank, backend, num_kv_heads: rank == "none" or backend != "xqa",
+            lambda rank, backend, heads: rank == "none" or backend == "auto",
+            lambda rank, offsets, num_kv_heads: rank == "none" or offsets == Offsets.NONE,
+            lambda rank, bmm1_scale, num_kv_heads: rank == "none" or bmm1_scale.shape is None,
+            lambda rank, bmm2_scale, num_kv_heads: rank == "none" or bmm2_scale.shape is None,
+        ),
+        "the results of ranks are merged by their LSEs": lambda rank, lse: rank == "none" or lse != Lse.NONE,
+        "a request has as many keys on all ranks as rows": (
+            lambda rank, lengths: rank == "none" or lengths != Lengths.FEWER,
+            lambda rank, lengths, q_len: rank == "none" or lengths not in (*Without,) or q_len <= RANKS[rank][0],
+        ),
         "only an e4m3 output is divided by o_scale": lambda dtypes, out, o_scale: (
             o_scale != SPLIT_SCALE or out.is_e4m3(dtypes)
         ),
-        "only trtllm-gen has several kernels with equal results": lambda backend, hints: not hints or backend != "xqa",
+        "only trtllm-gen has several kernels with equal results, and NVFP4 is XQA's where no backend is named": (
+            lambda backend, hints: not hints or backend != "xqa",
+            lambda dtypes, backend, hints: not hints or dtypes.cache != NVFP4 or backend == "trtllm-gen",
+        ),
         "a mask goes without offsets": lambda offsets, mask: offsets == Offsets.NONE or mask == Mask.NONE,
         "of one row each, rows are requests": lambda q_len, query: query != Layout.REQUESTS_APART or q_len > 1,
         "a query with offsets has no axis of requests": lambda offsets, query: (

@@ -19,7 +19,7 @@ from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, raw, read_kv, stored_kv
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
-from lab.workloads.inputs.selection import selected_positions
+from lab.workloads.inputs.selection import positions_of_rank, selected_positions
 from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import with_strides_of
 
@@ -152,7 +152,7 @@ class AttentionInputs:
             arguments |= self._offset_arguments()
         elif case.interface is AttentionCall.DECODE and case.q_lens[0] > 1:
             arguments["q_len_per_req"] = case.q_lens[0]
-        return arguments | self._selection_arguments()
+        return arguments | self._selection_arguments() | self._rank_arguments()
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return an output filled with NaN. Its dtype is by default the call's output dtype."""
@@ -176,9 +176,20 @@ class AttentionInputs:
         }
         return Rules(**(given | changes))
 
+    def _rank_arguments(self) -> dict[str, Any]:
+        """Return the arguments of context parallelism, if the case has a rank."""
+        if self.case.rank is None:
+            return {}
+        rank, world = self.case.rank
+        ends = torch.tensor(self.case.all_kv_lens, dtype=torch.int32, device=self.query.device)
+        if self.case.is_mla:
+            return {"enable_dcp": True, "cp_rank": rank, "cp_world": world, "causal_seqlens_kv_global": ends}
+        return {"cp_rank": rank, "cp_world": world, "causal_seqlens_kv_global": ends - self.case.q_lens[0]}
+
     def truth(self, **changes: Any) -> Truth:
         requests = self.query, list(self.histories), list(self.q_lens), self.rules(**changes)
-        return truth_of_requests(*requests, selected=self.selected, seen=self.seen)
+        selected = self.selected if self.case.rank is None else positions_of_rank(self.case, self.query.device)
+        return truth_of_requests(*requests, selected=selected, seen=self.seen)
 
     def with_separate_tables(self) -> "AttentionInputs":
         """Return the same requests with V's pages in another order than K's, so that K and V need separate page tables."""

@@ -1,4 +1,4 @@
-"""Draw the keys that each row of a sparse call selects, and the columns in which they stand."""
+"""Draw the keys that each row of a sparse call selects, and the columns in which they stand; and the keys of one rank."""
 
 import random
 
@@ -22,6 +22,19 @@ def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tenso
         rows = [_row(case, rng, row, max(kv_len - q_len + row + 1, 0)) for row in range(q_len)]
         selected.append(torch.tensor(rows, dtype=torch.int64, device=device).view(q_len, case.top_k))
     return tuple(selected)
+
+
+def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
+    """Return for each request the positions of the rank's keys that its rows see, int64 [q_len, kv_len], -1 for none. The case
+    has a rank, which counts its own keys only.
+    """
+    rank, world = case.rank or (0, 1)
+    seen = []
+    for end, kv_len, q_len in zip(case.all_kv_lens, case.kv_lens, case.q_lens, strict=True):
+        counts = torch.tensor([len(range(rank, end - q_len + 1 + row, world)) for row in range(q_len)]).unsqueeze(1)
+        keys = torch.arange(kv_len)
+        seen.append(torch.where(keys < counts, keys, -1).to(device))
+    return tuple(seen)
 
 
 def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> list[int]:

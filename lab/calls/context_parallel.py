@@ -1,0 +1,90 @@
+"""Decode context parallelism: each rank of a group attends to its own keys of a request, and all results are merged.
+
+Rank r of W ranks has the keys at positions r, r + W, r + 2 W, … of a request, without gaps in its cache. The result of a rank
+is the softmax over its keys alone, with its LSE. A row sees the rank's keys up to the row's position.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls import arguments
+from lab.calls.allowed import Reasons, check_beside
+
+# FlashInfer 0.7.2, decode.py 3992 and 4043-4089.
+BESIDE_DECODE: Reasons = {
+    "backend": (("auto", "trtllm-gen"), "only its Cake kernel takes a rank's keys"),
+    "kv_layout": (("HND",), "a rank's cache is HND"),
+    "kv_cache_sf": ((None,), "a rank's cache is not NVFP4"),
+    "cum_seq_lens_q": ((None,), "all requests have q_len_per_req rows"),
+    "window_left": ((-1,), "a rank's keys have no window"),
+    "mask": ((None,), "a rank's keys have no mask"),
+    "sinks": ((None,), "a sink would count once for each rank"),
+    "skip_softmax_threshold_scale_factor": ((None,), "a rank's keys are not skipped"),
+    "uses_shared_paged_kv_idx": ((True,), "K and V have one page table"),
+    "bmm1_scale_log2": ((None,), "scales are numbers"),
+    "o_scale": ((1.0, None), "the output is not e4m3"),
+    "enable_pdl": ((None, False), "the kernel has no programmatic launch"),
+}
+# mla/_core.py 3082-3095, and 3186 and 3204 of the only kernel, CuTe DSL's.
+BESIDE_MLA: Reasons = {
+    "backend": (("auto",), "only CuTe DSL takes a rank's keys, which auto selects"),
+    "sinks": ((None,), "a sink would count once for each rank"),
+    "skip_softmax_threshold_scale_factor": ((None,), "a rank's keys are not skipped"),
+    "sparse_mla_top_k": ((0,), "a rank's keys are not selected"),
+    "return_lse": ((True,), "the results of the ranks are merged by their LSEs"),
+    "cute_dsl_impl": (("auto", "monolithic"), "the modular kernels take no rank"),
+}
+
+
+def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> bool:
+    """Check the arguments of context parallelism, and return True if a call has them.
+
+    Args:
+        call: a decode call or an MLA decode call.
+        argument: the text of the argument that selects context parallelism, such as "enable_dcp=True"; "" if it is not given.
+        batch_size: number of requests.
+        excluded: the arguments that go without it.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or value, or is excluded.
+    """
+    world = arguments.check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
+    rank = arguments.check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
+    if not argument:
+        if (world, rank, call.causal_seqlens_kv_global) != (1, 0, None):
+            raise ValueError(
+                f"cp_world={world} and cp_rank={rank} need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"
+            )
+        return False
+    if rank >= world:
+        raise ValueError(f"cp_rank={rank} must be below cp_world={world}")
+    check_beside(call, argument, excluded)
+    arguments.check_vector("causal_seqlens_kv_global", call.causal_seqlens_kv_global, batch_size, (torch.int32,))
+    for name in ("bmm1_scale", "bmm2_scale") if "bmm1_scale_log2" in excluded else ():
+        if isinstance(getattr(call, name), Tensor):
+            raise TypeError(f"{name} is a tensor with {argument}, but scales are numbers: pass a float")
+    if not call.return_lse and call.lse is None:
+        raise ValueError(
+            f"{argument} without an LSE, by which the results of the ranks are merged: pass return_lse=True"
+        )
+    return True
+
+
+def keys_of_rank(call: Any, ends: Tensor, first_rows: Tensor) -> Tensor:
+    """Return how many of the rank's keys each row sees, int32 [num_rows]. They are at most those that the rank has of its
+    request, as in CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979). Rows after the last request's rows
+    are undefined.
+
+    Args:
+        call: a call that `check_rank` has checked.
+        ends: [batch_size], the keys of all ranks that each request's newest row sees.
+        first_rows: [batch_size + 1], the first row of each request, and the end of the last one.
+    """
+    first_rows = first_rows.to(torch.int64)
+    rows = torch.arange(call.query.shape[:-2].numel(), device=ends.device)
+    request = torch.searchsorted(first_rows[1:], rows, right=True).clamp(max=max(len(ends) - 1, 0))
+    seen = ends.to(torch.int64)[request] - (first_rows[request + 1] - 1 - rows)
+    own = torch.div(seen - call.cp_rank + call.cp_world - 1, call.cp_world, rounding_mode="floor").clamp(min=0)
+    return own.minimum(call.seq_lens.to(torch.int64)[request]).to(torch.int32)

@@ -1,0 +1,215 @@
+"""One rank's part of context parallelism: the merge of all ranks' results is the result of the whole request."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.calls import AttentionCall, DecodeCall, MLADecodeCall
+from lab.metadata.mla.rows import merge_by_lse
+from lab.references import (
+    assert_close_to_reference,
+    trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache_mla,
+)
+from lab.workloads.attention_case import AttentionCase
+
+PAGE, DIM, RANK_DIM = 4, 16, 12
+LENS = (9, 3, 30)  # keys of the requests on all ranks; the second has fewer than some groups have ranks
+GENERATOR = torch.Generator().manual_seed(1)
+KEYS, VALUES = ([torch.randn(n, 2, DIM, generator=GENERATOR, dtype=torch.float64) for n in LENS] for _ in range(2))
+
+
+def pool(histories: list[Tensor]) -> Tensor:
+    """Return pages [num_pages, num_kv_heads, PAGE, DIM]: the requests' tokens in consecutive pages, then NaN."""
+    pages = []
+    for history in histories:
+        whole = torch.full((-(-max(len(history), 1) // PAGE) * PAGE, *history.shape[1:]), math.nan, dtype=torch.float64)
+        whole[: len(history)] = history
+        pages.append(whole.unflatten(0, (-1, PAGE)).transpose(1, 2))
+    return torch.cat(pages)
+
+
+def tables(lens: list[int]) -> Tensor:
+    counts = [-(-max(length, 1) // PAGE) for length in lens]
+    rows, first = torch.zeros(len(lens), max(counts), dtype=torch.int32), 0
+    for row, count in zip(rows, counts, strict=True):
+        row[:count] = torch.arange(first, first + count)
+        first += count
+    return rows
+
+
+def decode(q_len: int, world: int = 1, rank: int = 0, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of a decode call over the keys rank, rank + world, … of each request."""
+    keys, values = ([side[rank::world] for side in sides] for sides in (KEYS, VALUES))
+    lens = [len(side) for side in keys]
+    return {
+        "query": torch.randn(len(LENS) * q_len, 4, DIM, generator=GENERATOR.manual_seed(2), dtype=torch.float64),
+        "kv_cache": (pool(keys), pool(values)),
+        "workspace_buffer": None,
+        "block_tables": tables(lens),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32),
+        "max_seq_len": max(lens),
+        "bmm1_scale": 0.3,
+        "q_len_per_req": q_len,
+        "return_lse": True,
+    } | changes
+
+
+def rank_of(q_len: int, world: int, rank: int) -> dict[str, Any]:
+    prefix = torch.tensor(LENS, dtype=torch.int32) - q_len
+    return {"cp_world": world, "cp_rank": rank, "causal_seqlens_kv_global": prefix}
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_the_merge_of_all_ranks_is_the_whole_decode(q_len: int, world: int) -> None:
+    ranks = [
+        trtllm_batch_decode_with_kv_cache(**decode(q_len, world, rank), **rank_of(q_len, world, rank))
+        for rank in range(world)
+    ]
+    whole, lse = trtllm_batch_decode_with_kv_cache(**decode(q_len))
+    outs, lses = (torch.stack(side) for side in zip(*ranks, strict=True))
+    torch.testing.assert_close(merge_by_lse(outs, lses), whole.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.logsumexp(lses * math.log(2), 0) / math.log(2), lse, atol=1e-5, rtol=1e-5)
+
+
+def latent(q_len: int, world: int = 1, rank: int = 0, is_ragged: bool = False, **changes: Any) -> dict[str, Any]:
+    own = decode(q_len, world, rank)
+    query = own.pop("query")
+    rows = [q_len, max(q_len - 1, 1), q_len] if is_ragged else []
+    offsets = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
+    ragged = {"cum_seq_lens_q": offsets, "max_q_len": q_len}
+    for name in ("q_len_per_req", "kv_cache"):
+        own.pop(name)
+    return {
+        **own,
+        "query": query[: sum(rows)] if is_ragged else query.unflatten(0, (len(LENS), q_len)),
+        "kv_cache": pool([side[rank::world, :1] for side in KEYS])[:, 0],
+        "qk_nope_head_dim": 4,
+        "kv_lora_rank": RANK_DIM,
+        "qk_rope_head_dim": DIM - RANK_DIM,
+        "out": torch.empty(
+            *(query[: sum(rows)] if is_ragged else query.unflatten(0, (3, q_len))).shape[:-1], RANK_DIM
+        ).double(),
+        "return_lse_base": "base2",
+        **(ragged if is_ragged else {}),
+    } | changes
+
+
+def latent_rank(world: int, rank: int) -> dict[str, Any]:
+    ends = torch.tensor(LENS, dtype=torch.int32)
+    return {"enable_dcp": True, "cp_world": world, "cp_rank": rank, "causal_seqlens_kv_global": ends}
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize(("q_len", "world"), [(1, 2), (2, 2), (3, 4), (3, 8)])
+def test_the_merge_of_all_ranks_is_the_whole_mla_decode(q_len: int, world: int, is_ragged: bool) -> None:
+    ranks = [
+        trtllm_batch_decode_with_kv_cache_mla(**latent(q_len, world, rank, is_ragged), **latent_rank(world, rank))
+        for rank in range(world)
+    ]
+    whole, _ = trtllm_batch_decode_with_kv_cache_mla(**latent(q_len, is_ragged=is_ragged))
+    outs = torch.stack([out.flatten(0, -3) for out, _ in ranks])
+    merged = merge_by_lse(outs, torch.stack([lse for _, lse in ranks]))
+    torch.testing.assert_close(merged, whole.flatten(0, -3).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_see_what_flashinfer_documents() -> None:
+    for world, rank, q_len in ((1, 0, 2), (2, 1, 2), (4, 0, 3), (8, 5, 3)):
+        seen = DecodeCall(**decode(q_len, world, rank), **rank_of(q_len, world, rank)).problem().num_visible
+        documented = [
+            max(0, math.floor((length - q_len + row - rank) / world) + 1) for length in LENS for row in range(q_len)
+        ]
+        assert seen is not None
+        assert seen.tolist() == documented
+        of_mla = MLADecodeCall(**latent(q_len, world, rank), **latent_rank(world, rank)).problem().num_visible
+        assert of_mla is not None
+        assert of_mla.tolist() == documented
+
+
+@pytest.mark.parametrize("rank", [(0, 1), (0, 2), (3, 4), (6, 8)])
+def test_a_case_of_a_rank_has_as_many_keys_as_the_rank_owns(rank: tuple[int, int]) -> None:
+    for seed in range(9):
+        case = AttentionCase(AttentionCall.DECODE, (4, 9, 30), (3, 3, 3), rank=rank, seed=seed)
+        assert tuple(len(range(rank[0], end, rank[1])) for end in case.all_kv_lens) == case.kv_lens
+        assert min(case.all_kv_lens) >= 3
+    none = AttentionCase(AttentionCall.DECODE, (0, 9), (3, 3), rank=(3, 4))
+    assert none.all_kv_lens[0] == 3
+
+
+def test_a_row_sees_no_more_than_the_rank_has() -> None:
+    more = {"cp_world": 2, "causal_seqlens_kv_global": torch.tensor([99, 99, 99], dtype=torch.int32)}
+    seen = DecodeCall(**decode(1, 2), **more).problem().num_visible
+    assert seen is not None
+    assert seen.tolist() == [5, 2, 15]
+
+
+def test_results_of_a_rank_are_compared_with_its_own_keys() -> None:
+    given = decode(2, 4, 3) | rank_of(2, 4, 3)
+    given["query"] = given["query"].float()
+    given["kv_cache"] = tuple(side.float() for side in given["kv_cache"])
+    out, lse = trtllm_batch_decode_with_kv_cache(**given)
+    assert_close_to_reference(out, lse=lse, **given)
+    with pytest.raises(AssertionError, match="vectors are wrong"):
+        assert_close_to_reference(out.flip(0), **given)
+
+
+def test_padding_rows_are_no_rows_of_a_request() -> None:
+    given = latent(2, 2, 1, is_ragged=True)
+    padded = given | {name: torch.cat((given[name], given[name][:2])) for name in ("query", "out")}
+    out, lse = trtllm_batch_decode_with_kv_cache_mla(**padded, **latent_rank(2, 1))
+    rows, lse_of_rows = trtllm_batch_decode_with_kv_cache_mla(**given, **latent_rank(2, 1))
+    assert torch.equal(out[: len(rows)], rows)
+    assert torch.equal(lse[: len(rows)], lse_of_rows)
+    assert not out[len(rows) :].any()
+
+
+ENDS = torch.tensor(LENS, dtype=torch.int32)
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"cp_world": 2}, ValueError, "cp_world=2 and cp_rank=0 need causal_seqlens_kv_global"),
+    ({"cp_rank": 1}, ValueError, "cp_rank=1 need causal_seqlens_kv_global"),
+    ({"cp_world": 0, "causal_seqlens_kv_global": ENDS}, ValueError, "cp_world must be at least 1, got 0"),
+    ({"cp_world": 2, "cp_rank": 2, "causal_seqlens_kv_global": ENDS}, ValueError, "cp_rank=2 must be below cp_world=2"),
+    ({"cp_world": True, "causal_seqlens_kv_global": ENDS}, TypeError, "cp_world must be an int"),
+    ({"causal_seqlens_kv_global": ENDS.long()}, TypeError, "causal_seqlens_kv_global must be int32"),
+    ({"causal_seqlens_kv_global": ENDS[:2]}, ValueError, r"causal_seqlens_kv_global must have shape \[3\]"),
+    ({"causal_seqlens_kv_global": ENDS, "return_lse": False}, ValueError, "without an LSE.*return_lse=True"),
+    (
+        {"causal_seqlens_kv_global": ENDS, "window_left": 3},
+        ValueError,
+        "window_left is 3 with causal_seqlens_kv_global",
+    ),
+    ({"causal_seqlens_kv_global": ENDS, "sinks": torch.zeros(4)}, ValueError, "sinks is a tensor.*once for each rank"),
+    ({"causal_seqlens_kv_global": ENDS, "backend": "xqa"}, ValueError, "backend is 'xqa'"),
+    ({"causal_seqlens_kv_global": ENDS, "bmm2_scale": torch.ones(1)}, TypeError, "bmm2_scale is a tensor"),
+    ({"causal_seqlens_kv_global": ENDS, "enable_pdl": True}, ValueError, "enable_pdl is True"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), BAD)
+def test_wrong_arguments_of_a_decode_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        trtllm_batch_decode_with_kv_cache(**decode(1) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"enable_dcp": False}, ValueError, "need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"),
+        ({"enable_dcp": 1}, TypeError, "enable_dcp must be True or False"),
+        ({"causal_seqlens_kv_global": None}, TypeError, "causal_seqlens_kv_global must be a torch.Tensor"),
+        ({"return_lse": False}, ValueError, "return_lse is False with enable_dcp=True"),
+        ({"return_lse_base": None}, ValueError, "return_lse with enable_dcp needs return_lse_base"),
+        ({"backend": "trtllm-gen"}, ValueError, "backend is 'trtllm-gen' with enable_dcp=True"),
+        ({"sinks": torch.zeros(4)}, ValueError, "sinks is a tensor with enable_dcp=True"),
+        ({"skip_softmax_threshold_scale_factor": 1.0}, ValueError, "skip_softmax.* with enable_dcp=True"),
+    ],
+)
+def test_wrong_arguments_of_an_mla_decode_are_refused(
+    changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        trtllm_batch_decode_with_kv_cache_mla(**latent(1, 2, 1) | latent_rank(2, 1) | changes)
