@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from lab.calls import AttentionCall
+from lab.calls import AttentionCall, PagedAttention
 from lab.recorded.call import RecordingError
 from lab.recorded.case import RecordedCase
 from lab.workloads.traces import TracedRequest
@@ -17,8 +17,8 @@ def traced_requests(cases: Sequence[RecordedCase]) -> list[TracedRequest]:
     call. If there is no decode call, return the prompts: the query rows of context calls.
 
     Consecutive calls with the same lengths are layers of one forward pass, and count once. Calls that cannot be read are left
-    out, and so are requests of length 0, which pad a batch. The requests of a pass arrive together, and each answer is one
-    token.
+    out, and so are block-sparse calls, whose lengths count selected keys only, and requests of length 0, which pad a batch. The
+    requests of a pass arrive together, and each answer is one token.
 
     Raises:
         RecordingError: no call has a request with a length.
@@ -28,6 +28,8 @@ def traced_requests(cases: Sequence[RecordedCase]) -> list[TracedRequest]:
         try:
             _, problem = case.posed()
         except RecordingError:
+            continue
+        if isinstance(problem, PagedAttention) and problem.is_block_sparse:
             continue
         q_lens = [end - start for start, end in itertools.pairwise(problem.row_offsets())]
         is_decode = case.interface in DECODES

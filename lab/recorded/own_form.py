@@ -210,7 +210,7 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pages that a call reads, and its tables with new page ids.
 
     Pages before every row's window are not read. With separate tables of K and V, the pages of both tables are kept of both
-    pools. An id outside the pool stays. A cell that is not read gets page 0.
+    pools, and of a block-sparse call those of all K/V heads. An id outside the pool stays. A cell that is not read gets page 0.
 
     Returns:
         The engine's id of each kept page, int64, sorted; and the tables on the host, with their strides and alignment.
@@ -220,15 +220,19 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     if given.get("sparse_mla_top_k"):
         return _renumbered_entries(whole, pool)
     tables, seq_lens = whole.cpu().long(), given["seq_lens"].cpu().long()
-    if tables.dim() != (2 if given.get("uses_shared_paged_kv_idx", True) else 3):
+    by_kv_head, is_shared = (
+        given.get("enable_block_sparse_attention", False),
+        given.get("uses_shared_paged_kv_idx", True),
+    )
+    if tables.dim() != (2 if is_shared and not by_kv_head else 3):
         raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
     window, q_len = given.get("window_left", -1), max(given.get("q_len_per_req") or 1, given.get("max_q_len") or 0)
     first = ((seq_lens - q_len - window).clamp(min=0) if window >= 0 else torch.zeros_like(seq_lens)) // page_size
     end = -(-seq_lens.clamp(min=0) // page_size)
     column = torch.arange(tables.shape[-1])
-    is_read = (column >= first[:, None]) & (column < end[:, None])
-    is_read = is_read[:, None].expand_as(tables) if tables.dim() == 3 else is_read
+    is_read = (column >= first[..., None]) & (column < end[..., None])
+    is_read = is_read if is_shared else is_read[:, None].expand_as(tables)
     in_pool = (tables >= 0) & (tables < pool.shape[0])
     pages = tables[is_read & in_pool].unique()
     new = torch.where(is_read, torch.searchsorted(pages, tables.contiguous()), 0)

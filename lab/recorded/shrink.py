@@ -121,8 +121,7 @@ def shrunk(
         RecordingError: the result is right or has only a bias, the call cannot be judged, it crashes the GPU's context, or it
             raises an error and the recorded call did not.
     """
-    if call.given.get("sparse_mla_top_k"):
-        raise RecordingError("a call whose rows select entries (sparse_mla_top_k) cannot be shrunk yet")
+    call.refuse_selection("shrunk")
     judged, end = find or recorded_fault, time.monotonic() + most_seconds
     try:
         fault = judged(call)

@@ -37,11 +37,13 @@ class RecordedInputs:
         problem: a checked call.
         histories: its requests' K and V, from `lab.references.assertion.histories_of`.
         pages: the engine's id of each page of the problem's cache; None: the ids are the same.
+        first_kv_head: the number of the problem's first K/V head in the call; not 0 for a part of a block-sparse call.
     """
 
     problem: Problem
     histories: Sequence[History]
     pages: Sequence[int] | None = None
+    first_kv_head: int = 0
 
     def suspicions(self) -> list[str]:
         """Return sentences about suspicious inputs: a scale of 0, rows of no request, a shared last page, non-finite K or V."""
@@ -81,6 +83,7 @@ class RecordedInputs:
                 why = "so is its query"
             else:
                 why = f"it sees {self._words(read[0])}" if read else self._unseen(request, len(keys), places)
+            head += self.first_kv_head * problem.group
             found.append(f"row {offsets[request] + row} (request {request}) head {head} is not finite: {why}")
         return _shortened(found)
 
@@ -128,7 +131,9 @@ class RecordedInputs:
             page = self._page(self.problem, side, request, token)
             where = f" (page {page}, slot {_place(self.problem, request, token) % self.problem.page_size})"
         value = float(vector[~vector.isfinite()][0])
-        return f"{'KV'[side]} of request {request}, key {token}{where}, K/V head {head} holds {value}"
+        return (
+            f"{'KV'[side]} of request {request}, key {token}{where}, K/V head {self.first_kv_head + head} holds {value}"
+        )
 
     def _page(self, problem: PagedAttention, side: int, request: int, token: int) -> int:
         """Return the engine's id of the page of a key."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
 from lab.calls.problem import E4M3, NVFP4
 from lab.kernels import prepare
-from lab.recorded.call import RecordingError
 from lab.recorded.case import RecordedCase
 from lab.recorded.suspicions import visible_of_request
 from lab.references.assertion import histories_of, truth_of_problem
@@ -94,8 +93,7 @@ class RecordedPass:
             RecordingError: as of `RecordedCase.posed`.
         """
         call, problem = recorded.posed()
-        if call.given.get("sparse_mla_top_k"):
-            raise RecordingError("a call whose rows select entries (sparse_mla_top_k) cannot be timed yet")
+        call.refuse_selection("timed")
         sizes, given = CallSizes.of(problem), call.arguments(device)
         if given.get("out") is None:
             shape = (*given["query"].shape[:-1], problem.v_head_dim)

@@ -8,6 +8,7 @@ non-finite key are left out.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lab.calls import PagedAttention, Problem
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check
@@ -16,6 +17,7 @@ from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
+from lab.references.errors import Truth
 from lab.workloads.inputs.attention import new_workspace
 
 
@@ -26,14 +28,22 @@ def _judge(run: CaseRun) -> None:
     except RecordingError as error:
         raise Unjudgeable(str(error)) from error
     run.remarks += call.lost
-    histories = histories_of(problem)
-    inputs = RecordedInputs(problem, histories, call.pages)
-    run.suspicions += [f"call {case.number}: {each}" for each in inputs.suspicions()]
+    parts: Sequence[Problem] = problem.of_kv_heads() if isinstance(problem, PagedAttention) else [problem]
+    of_parts = [histories_of(part) for part in parts]
+    inputs = [
+        RecordedInputs(part, own, call.pages, head)
+        for head, (part, own) in enumerate(zip(parts, of_parts, strict=True))
+    ]
+    run.suspicions += [f"call {case.number}: {each}" for of_part in inputs for each in of_part.suspicions()]
     rounds_weights = run.ranges.e4m3_arithmetic and problem.kv_dtype == E4M3
-    truth = truth_of_problem(problem, E4M3 if rounds_weights else None, histories=histories)
+    arithmetic = E4M3 if rounds_weights else None
+    truth = Truth.of_heads(
+        [truth_of_problem(part, arithmetic, histories=own) for part, own in zip(parts, of_parts, strict=True)]
+    )
     result = _result(run, call)
     if result.out[: len(truth.expected)].shape == truth.expected.shape:
-        run.suspicions += [f"call {case.number}: {each}" for each in inputs.origins_of_non_finite(result.out)]
+        for of_part, out in zip(inputs, result.out.chunk(len(parts), dim=1), strict=True):
+            run.suspicions += [f"call {case.number}: {each}" for each in of_part.origins_of_non_finite(out)]
     truth, out, lse = call.compared(truth, result.out, result.lse)
     if not len(truth.expected):
         raise Unjudgeable(f"call {case.number}: every request sees a key that is not finite")

@@ -271,9 +271,12 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call with several rows per request and no mask, which means a causal mask."""
+    """Return True for a decode call with several rows per request and no mask, which means a causal mask. A block-sparse call
+    cannot have a mask.
+    """
     several = (arguments.get("q_len_per_req") or 1) > 1
-    return interface is AttentionCall.DECODE and several and arguments.get("mask") is None
+    takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
+    return takes_mask and several and arguments.get("mask") is None
 
 
 def _with_causal_mask(interface: AttentionCall, arguments: Arguments) -> Arguments:

@@ -9,7 +9,7 @@ import torch
 
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks import AttentionCase, ForwardCase, Outcome, RaggedCase, judge, judge_case, judge_forward
+from lab.checks import AttentionCase, ForwardCase, HeadPages, Outcome, RaggedCase, judge, judge_case, judge_forward
 from lab.checks.run.support_protocol import KernelCalls, Unsupported
 from lab.metadata import ForwardMode
 from lab.workloads.inputs.attention import build_attention
@@ -46,6 +46,12 @@ def test_several_rows_without_a_mask_are_judged_with_the_causal_one() -> None:
     assert verdict.judged.declines[0] == (
         "AssertionError: Mask is required for speculative decoding: judged with the causal mask of its rows instead"
     )
+
+
+def test_a_block_sparse_call_that_is_refused_gets_no_mask() -> None:
+    verdict = judge_case(XQA, "K1", replace(CASE, head_pages=HeadPages.HALF), "cpu")
+    assert verdict.outcome is Outcome.DECLINED
+    assert verdict.judged.declines == ("AssertionError: Mask is required for speculative decoding",)
 
 
 def test_what_is_wrong_in_the_other_spelling_is_wrong() -> None:

@@ -1,0 +1,89 @@
+"""Recorded calls whose K/V heads select pages of their own: what is kept, what is judged, and what is refused."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.calls import AttentionCall
+from lab.checks import Outcome
+from lab.checks.run.judge import judge_calls
+from lab.recorded import own_form
+from lab.recorded.call import RecordingError
+from lab.recorded.case import recorded_cases
+from lab.recorded.lengths import traced_requests
+from lab.recorded.own_form import MadeCall
+from lab.recorded.shrink import shrunk
+from lab.recorded.timed import RecordedPass
+from tests.cases import block_sparse_arguments, random_batch
+
+PAGES = [[[0, 3], [0], [1]], [[1, 2], [], [0, 1, 2]]]
+CPU = torch.device("cpu")
+
+
+def arguments() -> dict[str, Any]:
+    batch = random_batch([1] * 3, [50, 16, 37], head_dim=64)
+    return block_sparse_arguments(batch, PAGES, out_dtype=None, return_lse=False, bmm1_scale=0.125)
+
+
+def written(folder: Path, given: dict[str, Any], out: torch.Tensor | None = None) -> Path:
+    out = references.trtllm_batch_decode_with_kv_cache(**given) if out is None else out
+    made = MadeCall(AttentionCall.DECODE, given, time="20261126_101112_131415", number=7, layer=None, out=out)
+    return own_form.write(folder, made, {"flashinfer": "0.7.2"})
+
+
+def judged(folder: Path, **settings: Any) -> Any:
+    report = judge_calls(folder, device="cpu", isolated=False, **settings)
+    (verdict,) = report.verdicts
+    return verdict
+
+
+def test_a_right_call_is_right_by_its_output_and_by_a_call_of_its_inputs(tmp_path: Path) -> None:
+    written(tmp_path, arguments())
+    assert judged(tmp_path).outcome is Outcome.RIGHT
+    assert judged(tmp_path, implementation=references).outcome is Outcome.RIGHT
+
+
+def test_the_pages_that_some_head_selects_are_kept(tmp_path: Path) -> None:
+    given = arguments()
+    written(tmp_path, given)
+    (case,) = recorded_cases(tmp_path)
+    call = case.read()
+    live = {given["block_tables"][0, 0, 0], given["block_tables"][0, 0, 1], given["block_tables"][1, 2, 2]}
+    assert {int(page) for page in live} <= {*(call.pages or ())}
+    assert len(call.pages or ()) == 8  # of 4, 1 and 3 pages
+    assert torch.equal(call.given["seq_lens"], given["seq_lens"])
+
+
+def test_the_output_of_another_heads_pages_is_wrong(tmp_path: Path) -> None:
+    given = arguments()
+    first = {name: given[name][:1].expand_as(given[name]).contiguous() for name in ("block_tables", "seq_lens")}
+    written(tmp_path, given, references.trtllm_batch_decode_with_kv_cache(**given | first))
+    found = judged(tmp_path)
+    assert found.outcome is Outcome.WRONG
+    assert "head 2" in found.judged.wrongs[0] or "head 3" in found.judged.wrongs[0]
+
+
+def test_a_key_that_is_not_finite_is_named_with_its_head(tmp_path: Path) -> None:
+    given = arguments()
+    given["kv_cache"][0][int(given["block_tables"][1, 0, 0]), 1, 5] = math.nan
+    out = references.trtllm_batch_decode_with_kv_cache(**given)
+    written(tmp_path, given, out)
+    sentences = " ".join(judged(tmp_path).judged.suspicions)
+    assert "K of request 0, key 5" in sentences
+    assert "K/V head 1 holds nan" in sentences
+    assert "row 0 (request 0) head 2 is not finite" in sentences
+
+
+def test_what_needs_a_whole_request_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, arguments())
+    (case,) = recorded_cases(tmp_path)
+    with pytest.raises(RecordingError, match=r"enable_block_sparse_attention.* cannot be shrunk yet"):
+        shrunk(case.read(), None)
+    with pytest.raises(RecordingError, match=r"enable_block_sparse_attention.* cannot be timed yet"):
+        RecordedPass.of(case, CPU)
+    with pytest.raises(RecordingError, match="no recorded call has a request with a length"):
+        traced_requests([case])
