@@ -144,7 +144,8 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 
 @dataclass(frozen=True, eq=False)
 class DSABackend:
-    """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does. Prefills make this call too.
+    """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does. A prefill makes this call if the server's
+    prefill backend is ``trtllm`` too.
 
     Attributes:
         implementation, query_dtype: as in `lab.metadata.mla.backend.TRTLLMMLABackend`.
