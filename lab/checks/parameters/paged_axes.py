@@ -68,6 +68,9 @@ OF_SEVERAL_HEADS = [text for text, each in HEAD_PAGES.items() if each in (HeadPa
 ONE_WITHOUT = (Without.FIRST, Without.LAST, Without.TWICE)
 
 
+ALL_KEYS = "all"  # rows select no entries
+WITH_GAPS = tuple(each.name.lower() for each in Entries if each.has_gaps)
+
 # Axes that not all calls over a paged cache have, and the calls that have them.
 MHA, DECODES = (AttentionCall.DECODE, AttentionCall.CONTEXT), (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
@@ -110,7 +113,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "causal": (True, False),
         "mask": tuple(Mask),
         "top_k": tuple(dict.fromkeys((0, *ranges.widened("top_ks")))),
-        "entries": [each.name.lower() for each in Entries],
+        "entries": (ALL_KEYS, *(each.name.lower() for each in Entries)),
         "top_k_lens": (False, True),
         "head_pages": tuple(HEAD_PAGES),
         "contents": ("random", "needles", "shaded"),
@@ -266,12 +269,12 @@ RULES = constraints(
         "a head selects a page once": lambda head_pages, pages: head_pages == NO_SELECTION or pages == Pages.ONCE,
         "one row needs no mask": lambda q_len, mask: q_len > 1 or mask == Mask.NONE,
         "requests of one row each are not unequal": lambda q_len, offsets: offsets != Offsets.UNEQUAL or q_len > 1,
-        "without top_k, rows select no entries": (
-            lambda top_k, entries: top_k > 0 or entries == "mixed",
+        "rows select entries with top_k": (
+            lambda top_k, entries: (top_k > 0) == (entries != ALL_KEYS),
             lambda top_k, top_k_lens: top_k > 0 or not top_k_lens,
         ),
         "lengths count a row's entries, at least one": (
-            lambda top_k_lens, entries: not (top_k_lens and Entries[entries.upper()].has_gaps),
+            lambda top_k_lens, entries: not (top_k_lens and entries in WITH_GAPS),
             lambda top_k_lens, lengths: not top_k_lens or lengths not in (*Without, Lengths.FEWER),
         ),
         "of selected entries, only columns after their lengths may hold anything": lambda top_k, top_k_lens, block_tables: (
