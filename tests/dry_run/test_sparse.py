@@ -107,6 +107,15 @@ def test_selected_entries(changes: Arguments) -> None:
             assert_rounded(trtllm, MLA, entries([2, 1, 4], [20, 5, 70], ragged=True, max_q_len=5, **changes))
 
 
+def test_columns_after_a_rows_position_are_not_read() -> None:
+    arguments = entries([2], [3])
+    places = arguments["block_tables"][0]
+    assert places[:, 3:].eq(-1).all()
+    places[0, 2] = places[0, 0] + 1  # the first row is at position 1
+    with machine("b200", computes=True):
+        assert_rounded(trtllm, MLA, arguments)
+
+
 @pytest.mark.parametrize("heads", [8, 128])
 def test_numbers_of_selected_entries(heads: int) -> None:
     """Only without a rotary part does the launcher take them; the kernel has a second descriptor of the same pool."""

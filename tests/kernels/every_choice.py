@@ -46,15 +46,14 @@ def decode(
     given = {"bmm1_scale": 0.1, "out_dtype": BF16} | {
         name: make() if callable(make) else make for name, make in options.items()
     }
+    usual = {"block_tables": tensor(requests, 4096 // page_size), "seq_lens": tensor(requests)}
     return portable.trtllm_batch_decode_with_kv_cache(
         tensor(requests * q_len, KV_HEADS * GROUP, head_dim, dtype=q),
         _pool(head_dim, page_size, kv),
         None,
-        tensor(requests, 4096 // page_size),
-        tensor(requests),
-        4096,
+        max_seq_len=4096,
         q_len_per_req=q_len,
-        **given,
+        **usual | given,
     )
 
 
@@ -99,6 +98,24 @@ def mla(heads: int, q: torch.dtype = BF16, kv: torch.dtype = BF16, page_size: in
         tensor(REQUESTS),
         4096,
         bmm1_scale=0.1,
+    )
+
+
+def sparse_mla(heads: int, kv: torch.dtype = BF16, rope: int = 64, **options: Any) -> object:
+    """Latent attention of 2048 entries for each row, of DeepSeek-V3.2's sizes."""
+    return portable.trtllm_batch_decode_with_kv_cache_mla(
+        tensor(REQUESTS, 1, heads, 512 + rope, dtype=BF16),
+        tensor(PAGES, 1, 64, 512 + rope, dtype=kv),
+        None,
+        128,
+        512,
+        rope,
+        tensor(REQUESTS, 1, 2048),
+        tensor(REQUESTS),
+        65536,
+        sparse_mla_top_k=2048,
+        bmm1_scale=0.1,
+        **{name: make() for name, make in options.items()},
     )
 
 
@@ -150,6 +167,12 @@ def _decodes() -> Iterator[tuple[str, Call]]:
         for q_len in (8, 16):
             mask = partial(tensor, REQUESTS, q_len, 2, dtype=torch.uint16)
             yield f"verify by a mask, {8 * q_len} rows, bf16 over {NAMES[kv]}", partial(decode, q_len, kv=kv, mask=mask)
+        by_head = {
+            "block_tables": partial(tensor, KV_HEADS, REQUESTS, 32),
+            "seq_lens": partial(tensor, KV_HEADS, REQUESTS),
+            "enable_block_sparse_attention": True,
+        }
+        yield f"block-sparse decode, 8 rows, bf16 over {NAMES[kv]}", partial(decode, 1, kv=kv, **by_head)
     yield "decode, 128 rows, pages of 16", partial(decode, 16, page_size=16)
     scale = partial(tensor, 1, dtype=FLOAT32)
     everything = {"sinks": partial(tensor, KV_HEADS * GROUP, dtype=FLOAT32), "return_lse": True, "bmm2_scale": scale}
@@ -176,6 +199,11 @@ def _mla() -> Iterator[tuple[str, Call]]:
         for heads in (16, 32, 128):
             if q is not FP16 or heads == 128:
                 yield f"MLA, {heads} rows, {NAMES[q]} over {NAMES[kv]}", partial(mla, heads, q, kv)
+    for heads in (16, 128):
+        for kv in (BF16, E4M3):
+            yield f"MLA of selected entries, {heads} rows, bf16 over {NAMES[kv]}", partial(sparse_mla, heads, kv)
+        lens = {"rope": 0, "sparse_mla_top_k_lens": partial(tensor, REQUESTS)}
+        yield f"MLA of selected entries without a rotary part, {heads} rows", partial(sparse_mla, heads, **lens)
     yield "MLA, 16 rows, pages of 32", partial(mla, 16, page_size=32)
     yield "MLA, 128 rows, pages of 32", partial(mla, 128, page_size=32)
 
