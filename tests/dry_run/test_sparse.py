@@ -6,16 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab import references
 from lab.dry_run.host_memory import UnsoundLaunchError
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.mha.block_sparse import build_block_sparse_metadata, prepare_block_sparse_attention
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 from tests.cases import DECODE, MLA, Arguments, block_sparse_arguments, latent_batch, random_batch, sparse_arguments
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER, hold_params, launches_of, tensor_map
-from tests.kernels.held import BF16, E4M3, assert_rounded
+from tests.kernels.held import BF16, E4M3, ROUNDOFF, assert_rounded
 from tests.kernels.portable_calls import sinks_of
+from tests.metadata.batches import build
+from tests.metadata.test_block_sparse import HEADS, select
+from tests.metadata.test_block_sparse import case_of as block_sparse_case
 
 pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 INT_MAX = 2**31 - 1
@@ -69,6 +75,45 @@ def hold_pool(launch: Any, cache: Tensor) -> None:
     held = tensor_map(launch, "tmaK_")
     assert (held.address, held.dims) == (cache.data_ptr(), (cache.shape[-1], INT_MAX))
     assert held.strides_bytes == (cache.shape[-1] * cache.element_size(),)
+
+
+# Decodes and verifications of MiniMax-M3, over copies of the pages that each K/V head selects.
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_a_block_sparse_pass(mode: ForwardMode) -> None:
+    batch, pool = build(block_sparse_case(mode))
+    metadata = build_block_sparse_metadata(batch, pool, HEADS)
+    generator = torch.Generator().manual_seed(0)
+    cache = pool.new_cache(HEADS, 64, BF16, KVLayout.NHD)
+    cache.storage.normal_(generator=generator)
+    rows, topk = len(metadata.query_seq_lens), select(batch, generator)
+    query = torch.randn(rows, HEADS * 8, 64, generator=generator).to(BF16)
+
+    def attend(implementation: Any) -> Tensor:
+        out = torch.full_like(query, float("nan"))
+        return prepare_block_sparse_attention(implementation, metadata, 0.1, query, cache, topk, out=out)()
+
+    found: list[Tensor] = []
+    (launch,) = launches_of(lambda implementation: found.append(attend(implementation)))
+    assert float(references.relative_l2(found[0], attend(references)).max()) <= ROUNDOFF[BF16]
+    hold_params(
+        launch,
+        use_block_sparse_attention=True,
+        ptr_page_idx_kv=metadata.block_tables.data_ptr(),
+        ptr_seq_lens_kv=metadata.seq_lens.data_ptr(),
+        ptr_cum_seq_lens_q=0,
+        batch_size=rows,
+        max_seq_len_q=1,
+        max_seq_len_kv=2048,
+        max_num_pages_per_seq_kv=16,
+        num_heads_kv=HEADS,
+        num_tokens_per_page_log2=7,
+        sum_of_seq_lens_q=rows,
+    )
+    page_bytes = 128 * 64 * 2
+    assert tensor_map(launch, "tmaK_").strides_bytes[1:] == (16 * page_bytes, page_bytes)  # of heads, and of pages
+    assert tensor_map(launch, "tmaV_").strides_bytes == tensor_map(launch, "tmaK_").strides_bytes
 
 
 # Calls.
