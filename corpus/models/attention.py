@@ -104,7 +104,7 @@ class Attention(Model):
         run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
         if problem.num_rows:
             self.solve(run)
-        if lse is not None and call.return_lse_base == "basee":
+        if lse is not None and call.lse_is_base_e:
             lse *= math.log(2.0)
         return call.returned(out, lse)
 

@@ -103,7 +103,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         """Make an MLA decode call: `launch` it, and convert the results to the call's shapes and its base of the LSE."""
         returned = self.launch(call)
         out, lse = returned if call.return_lse else (returned, None)
-        if lse is not None and call.return_lse_base == "basee":
+        if lse is not None and call.lse_is_base_e:
             lse *= math.log(2.0)
         return call.returned(out, lse)
 

@@ -29,7 +29,7 @@ BESIDE_DECODE: Reasons = {
 }
 # mla/_core.py 3082-3095, and 3186 and 3204 of the only kernel, CuTe DSL's.
 BESIDE_MLA: Reasons = {
-    "backend": (("auto",), "only CuTe DSL takes a rank's keys, which auto selects"),
+    "backend": (("auto", "cute-dsl"), "only CuTe DSL takes a rank's keys, which auto selects"),
     "sinks": ((None,), "a sink would count once for each rank"),
     "skip_softmax_threshold_scale_factor": ((None,), "a rank's keys are not skipped"),
     "sparse_mla_top_k": ((0,), "a rank's keys are not selected"),

@@ -1,5 +1,6 @@
 """FlashInfer's MLA decode call as data: its parameters, and the paged attention problem that it defines."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -9,12 +10,20 @@ from lab.calls import allowed, arguments, context_parallel
 from lab.calls.nan import refuse_nan
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
 
-BACKENDS = ("auto", "xqa", "trtllm-gen")
-OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
+BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
+OTHER_BACKENDS = ("cake", "sparse")  # FlashInfer has them, with rules of their own
 LSE_BASES = (None, "base2", "basee")
 BESIDE_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
     "skip_softmax_threshold_scale_factor": ((None,), "selected entries are not skipped"),
 }
+
+
+def lse_is_base_e(given: Mapping[str, Any]) -> bool:
+    """Return True if the LSE of a call with these arguments is to the base e: as `return_lse_base` says, or by default with
+    CuTe DSL (FlashInfer 0.7.2, mla/_core.py 3990).
+    """
+    default = "basee" if given.get("backend") == "cute-dsl" else "base2"
+    return (given.get("return_lse_base") or default) == "basee"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +67,8 @@ class MLADecodeCall:
             write the LSE.
         return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
         return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink included.
-            None is "base2", as in trtllm-gen. With `cum_seq_lens_q` or `enable_dcp` the base must be given: FlashInfer then has
-            only CuTe DSL, whose default is "basee".
+            None is "basee" with backend "cute-dsl", else "base2". With `cum_seq_lens_q` or `enable_dcp` backend "auto" needs a
+            given base: FlashInfer then has only CuTe DSL.
         sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of its first columns, and later columns may hold
             anything. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
             entry, and refuses it otherwise.
@@ -75,8 +84,8 @@ class MLADecodeCall:
         kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32": the scales of a packed (uint8) cache, which the lab refuses.
             Kernels of other caches ignore it.
 
-    `backend` is "auto", "xqa" or "trtllm-gen". `lab.calls.allowed.REFUSED` has the parameters that the lab takes only at their
-    default, with the reasons: another value raises NotImplementedError. Parameters that change no result
+    `backend` is "auto", "xqa", "trtllm-gen" or "cute-dsl". `lab.calls.allowed.REFUSED` has the parameters that the lab takes
+    only at their default, with the reasons: another value raises NotImplementedError. Parameters that change no result
     (`lab.calls.arguments.FREE_ARGUMENTS`) may have any value.
     """
 
@@ -181,6 +190,10 @@ class MLADecodeCall:
         """
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
+
+    @property
+    def lse_is_base_e(self) -> bool:
+        return lse_is_base_e(vars(self))
 
     def _check_modelled(self) -> None:
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
@@ -326,7 +339,7 @@ class MLADecodeCall:
         if self.return_lse_base not in LSE_BASES:
             raise ValueError(f"return_lse_base must be 'base2', 'basee' or None, got {self.return_lse_base!r}")
         for name, is_given in (("cum_seq_lens_q", self.cum_seq_lens_q is not None), ("enable_dcp", self.enable_dcp)):
-            if self.return_lse and is_given and self.return_lse_base is None:
+            if self.return_lse and is_given and self.return_lse_base is None and self.backend != "cute-dsl":
                 raise ValueError(
                     f"return_lse with {name} needs return_lse_base='base2' or 'basee': FlashInfer's None is base 2 in one "
                     "backend and e in the one that takes this call"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lab import files
 from lab.calls import CALL_TYPES, AttentionCall, Problem
+from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
 from lab.references.assertion import lse_in_base_2
 from lab.references.errors import Truth
@@ -135,7 +136,7 @@ class RecordedCall:
             out = out.flatten(0, 1) if out.dim() == 4 else out
             lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
         rows = slice(len(truth.expected))
-        out, lse = out[rows], None if lse is None else lse_in_base_2(lse[rows], self.given.get("return_lse_base"))
+        out, lse = out[rows], None if lse is None else lse_in_base_2(lse[rows], lse_is_base_e(self.given))
         finite = truth.expected.isfinite().flatten(1).all(dim=1)
         if bool(finite.all()) or len(out) != len(finite):  # an output of too few rows is of a wrong shape
             return truth, out, lse

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, Problem
+from lab.calls.mla_decode import lse_is_base_e
 from lab.recorded.call import RESULTS, RecordedCall, RecordingError
 from lab.recorded.reductions import parts_of, seed_of
 from lab.recorded.shrink import Fault, Reason
@@ -69,7 +70,7 @@ def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict
         "visible": _visible(problem),
         **_expressions(call, problem),
         "group": problem.group,
-        "base": " / math.log(2)" if call.given.get("return_lse_base") == "basee" else "",
+        "base": " / math.log(2)" if lse_is_base_e(call.given) else "",
         "raises": _raises(call, fault),
         "lse_bound": LSE_LOG2_BOUND,
         "lse_relative_bound": LSE_LOG2_RELATIVE_BOUND,

@@ -143,15 +143,13 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
     if truth is None:
         return []
     rows = lse.flatten(0, -2)[: len(truth.lse_log2)]
-    wrong = truth.wrong_lse(lse_in_base_2(rows, getattr(call, "return_lse_base", None)))
+    wrong = truth.wrong_lse(lse_in_base_2(rows, getattr(call, "lse_is_base_e", False)))
     return [wrong] if wrong else []
 
 
-def lse_in_base_2(lse: Tensor, return_lse_base: str | None) -> Tensor:
-    """Return an LSE of a call in base 2, as in `Truth.lse_log2`. `return_lse_base` is the call's argument: "basee" for base e,
-    else base 2.
-    """
-    return lse.to(torch.float64) / math.log(2.0) if return_lse_base == "basee" else lse
+def lse_in_base_2(lse: Tensor, is_base_e: bool) -> Tensor:
+    """Return an LSE of a call in base 2, as in `Truth.lse_log2`. It is in base 2 already unless `is_base_e`."""
+    return lse.to(torch.float64) / math.log(2.0) if is_base_e else lse
 
 
 def truth_of_problem(

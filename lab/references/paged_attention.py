@@ -58,14 +58,14 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
     Returns:
         out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
-        (out, lse), lse in base 2 unless `return_lse_base` is "basee".
+        (out, lse), lse in the base that `MLADecodeCall.return_lse_base` says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: `MLADecodeCall.problem` or `PagedAttention.check_values` refuses the call,
             before any arithmetic.
     """
     out, lse = paged_attention(call.problem())
-    if lse is not None and call.return_lse_base == "basee":
+    if lse is not None and call.lse_is_base_e:
         lse *= math.log(2.0)
     return call.returned(out, lse)
 

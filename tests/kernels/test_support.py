@@ -399,6 +399,11 @@ def test_which_kernel_an_engine_runs(capability: Capability, decode: Kernel, con
     assert why_not(context, capability, problem(context)) is None
 
 
+def test_cute_dsl_has_no_row() -> None:
+    with pytest.raises(NotImplementedError, match="does not run FlashInfer's CuTe DSL kernels"):
+        kernel_for(AttentionCall.MLA_DECODE, SM100, "cute-dsl")
+
+
 def test_refuse_unsupported_raises_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "capability_of", lambda device: SM80)
     posed = problem(XQA)

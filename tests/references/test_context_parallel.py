@@ -117,6 +117,26 @@ def test_the_merge_of_all_ranks_is_the_whole_mla_decode(q_len: int, world: int, 
     torch.testing.assert_close(merged, whole.flatten(0, -3).float(), atol=1e-5, rtol=1e-5)
 
 
+def test_cute_dsls_lse_is_to_the_base_e() -> None:
+    given = latent(2, 2, 1) | latent_rank(2, 1)
+    _, lse = trtllm_batch_decode_with_kv_cache_mla(**given)
+    for changes, factor in (
+        ({"backend": "cute-dsl", "return_lse_base": None}, math.log(2.0)),
+        ({"backend": "cute-dsl"}, 1.0),
+        ({"return_lse_base": "basee"}, math.log(2.0)),
+    ):
+        _, other = trtllm_batch_decode_with_kv_cache_mla(**given | changes)
+        torch.testing.assert_close(other, lse * factor)
+    natural = {
+        "query": given["query"].float(),
+        "kv_cache": given["kv_cache"].float(),
+        "out": None,
+        "backend": "cute-dsl",
+    }
+    out, lse = trtllm_batch_decode_with_kv_cache_mla(**given | natural | {"return_lse_base": None})
+    assert_close_to_reference(out, lse=lse, **given | natural | {"return_lse_base": None})
+
+
 def test_rows_see_what_flashinfer_documents() -> None:
     for world, rank, q_len in ((1, 0, 2), (2, 1, 2), (4, 0, 3), (8, 5, 3)):
         seen = DecodeCall(**decode(q_len, world, rank), **rank_of(q_len, world, rank)).problem().num_visible

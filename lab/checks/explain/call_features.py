@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
+from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import AttentionCall, shown_draft_tokens
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.explain.batch_features import EMPTY_COLUMNS, POWER_OF_2, TILE, CallFeatures, Read, kept
@@ -127,7 +128,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "out_given": arguments.get("out") is not None,
         "lse_given": arguments.get("lse") is not None,
         "return_lse": problem.return_lse,
-        "lse_base_e": arguments.get("return_lse_base") == "basee",
+        "lse_base_e": lse_is_base_e(arguments),
         "out_dtype": problem.out_dtype,
         "other_out_dtype": problem.out_dtype
         != (torch.bfloat16 if interface is AttentionCall.MLA_DECODE else query.dtype),

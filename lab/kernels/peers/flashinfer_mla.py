@@ -46,7 +46,7 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
         q_data_type=problem.query.dtype,
         kv_data_type=problem.k_cache.dtype,
         scale_mode="kv-per-tensor" if quantised else "default",
-        lse_mode=(call.return_lse_base or "base2") if call.return_lse else "none",
+        lse_mode=("basee" if call.lse_is_base_e else "base2") if call.return_lse else "none",
         output_dtype=problem.out_dtype,
     )
     return wrapper
@@ -78,7 +78,7 @@ def _run_arguments(
         "out": out,
         "lse": lse,
         "return_lse": call.return_lse,
-        "return_lse_base_on_e": call.return_lse and call.return_lse_base == "basee",
+        "return_lse_base_on_e": call.return_lse and call.lse_is_base_e,
     }
     if problem.k_cache.dtype == E4M3:
         scale = float(problem.bmm2_scale)

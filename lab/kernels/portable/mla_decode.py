@@ -82,7 +82,7 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
         if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
             made.append(partial(problem.query.view(call.query.shape).copy_, call.query))
         made += _launches(problem, (out, lse))
-        if lse is not None and call.return_lse_base == "basee":
+        if lse is not None and call.lse_is_base_e:
             made.append(partial(lse.mul_, math.log(2.0)))
         return made
 

@@ -20,9 +20,14 @@ def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto
     Args:
         call: one of the four calls. The context call runs fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.
         capability: (major, minor) of the GPU.
-        backend: the call's `backend`: "auto", "trtllm-gen" or "xqa". The lab leaves CuTe DSL out.
+        backend: the call's `backend`: "auto", "trtllm-gen" or "xqa". "cute-dsl" raises NotImplementedError.
         of_one_rank: the call has one rank's keys, as in decode context parallelism.
     """
+    if backend == "cute-dsl":
+        raise NotImplementedError(
+            "lab.kernels.trtllm does not run FlashInfer's CuTe DSL kernels: use backend 'auto' or 'trtllm-gen', or "
+            "lab.references"
+        )
     if of_one_rank and call is AttentionCall.DECODE:
         return CAKE
     if backend == "auto":
