@@ -4,9 +4,12 @@ Each kernel writes zeros, which are wrong, and changes functions or data of the 
 """
 
 import gc
+import os
+import pickle
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -236,6 +239,38 @@ class PatchesFromAThread(Zeros):
             event = threading.Event()
             self.thread = threading.Thread(target=flip, daemon=True)
             self.thread.start()
+
+
+@dishonest("it crashed its process")
+class ForgesLastWords(Zeros):
+    """Writes a right verdict to each file of the judge that its process has open, and ends the process."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from lab.checks.run.verdicts import Judged, Outcome
+
+        forged = pickle.dumps(Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
+        for descriptor in Path("/proc/self/fd").glob("*"):
+            if "lab-judge-" in os.path.realpath(descriptor):
+                Path(os.path.realpath(descriptor)).write_bytes(forged)
+        os._exit(1)
+
+
+@dishonest("its worker called an audited case right and sent no output")
+class ForgesTheMessage(Zeros):
+    """Sends the judging process a right verdict on each case, through the pipe of its worker."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from pebble.common import Result, ResultStatus
+        from pebble.pool.process import TaskResult
+
+        from lab.checks.run.verdicts import Judged, Outcome
+
+        frame = sys._getframe()
+        while frame is not None and "channel" not in frame.f_locals:
+            frame = frame.f_back
+        if frame is not None:
+            found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
+            frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
 
 
 class Exact:

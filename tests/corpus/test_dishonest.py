@@ -35,7 +35,8 @@ def test_a_verdict_is_not_to_be_bought(kernel: Any) -> None:
     assert re.search(kernel.refusal.said, said), said
     if report.exit_status is ExitStatus.REFUSED:
         assert re.match(
-            "Dishonest, and not judged: (the kernel is dishonest: it changed |it is called right with an error of )",
+            "Dishonest, and not judged: "
+            "(the kernel is dishonest: it changed |it is called right with an error of |its worker called )",
             report.diagnosis.sentence,
         )
 

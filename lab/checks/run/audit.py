@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lab.checks.case_run import CaseRun, Result
+from lab.checks.case_run import MOST_SAVED_ELEMENTS, CaseRun, Result
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput
 from lab.checks.run.workers import AUDITED_CHECKS, Workers
 from lab.workloads.forward_case import ForwardCase
@@ -20,6 +20,7 @@ from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.forward_pass import build_forward
 
 AUDITED = 6  # cases of each function
+NO_OUTPUT = "its worker called an audited case right and sent no output: the kernel is dishonest"
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
@@ -39,17 +40,22 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
     """Judge a case in a worker; if it is right there, judge the same output again in a process without the kernel's code."""
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
-    if judged.outcome is not Outcome.RIGHT or judged.output is None:
+    if judged.outcome is not Outcome.RIGHT:
         return replace(judged, judged=0)
     return pool.apart(judge_output, verdict.case, str(pool.device), judged.output)
 
 
-def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:
-    """Compare a worker's saved output with the expected output of its case, in a process without the kernel's code."""
+def judge_output(case: Any, device: str, saved: SavedOutput | None) -> Judged:
+    """Compare a worker's saved output with the expected output of its case, in a process without the kernel's code. A right
+    verdict without an output is DISHONEST, unless the output is too large to be sent.
+    """
     where = torch.device(device)
     run = CaseRun(None, case, where)
     is_pass = isinstance(case, ForwardCase)
     truth = build_forward(case, where).truth() if is_pass else build_attention(case, where).truth()
+    if saved is None:
+        is_large = truth.expected.numel() > MOST_SAVED_ELEMENTS
+        return Judged(Outcome.DECLINED) if is_large else Judged(Outcome.DISHONEST, (NO_OUTPUT,))
     what = "the call, with contents that no run had, judged where the kernel's code never was"
     run.expect_close(what, Result(saved.tensor().to(where), None), truth)
     outcome = Outcome.WRONG if run.wrongs else Outcome.RIGHT

@@ -18,8 +18,8 @@ from lab.checks.parameters.sampling import DrawnPoint, shrunk
 from lab.checks.properties.check import Check, Following, Level
 from lab.checks.report import Report
 from lab.checks.run.audit import audit, chosen
-from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome
-from lab.checks.run.workers import Pending, TooLate, Workers
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome, TooLate
+from lab.checks.run.workers import Pending, Workers
 from lab.ranges import Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 

@@ -1,9 +1,11 @@
 """The transport from a worker to the process that prints the verdict. It carries only objects of the judge and plain values.
 
-Reading a pickle can call any function that the pickle names, and a kernel can write to its worker's pipes. So only objects of
-the lab's and pebble's classes, and plain values, are read from the pipes. Every other object becomes a `Foreign`.
+Reading a pickle can call any function that the pickle names, and a kernel can write to its worker's pipes. So only the classes
+in `_SENT`, and plain values, are read from the pipes. Every other object becomes a `Foreign`.
 """
 
+import builtins
+import functools
 import io
 import multiprocessing.connection
 import pickle
@@ -13,39 +15,60 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("lab", "pebble")
-PLAIN = {
-    "builtins": ("complex", "set", "frozenset", "slice", "range", "bytearray", "int", "float", "str", "bool", "object"),
-    "collections": ("OrderedDict", "Counter"),
-    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath"),
-}
+from lab.calls.problem import AttentionCall
+from lab.checks.run.verdicts import CheckedResult, Judged, Outcome, SavedOutput, TooLate, WrongVector
+from lab.loading import LoadError
+from lab.workloads.interfaces import MetadataFunction
+
+# The findings of a case, and what `Workers.call` returns or raises.
+_SENT = (
+    *(Judged, Outcome, CheckedResult, WrongVector, SavedOutput),
+    *(AttentionCall, MetadataFunction, LoadError, TooLate, pickle.PicklingError),
+    # Exceptions of Python, but not KeyboardInterrupt or SystemExit, which would end the process that reads them.
+    *(each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)),
+)
 
 
-class Foreign:
-    """A stand-in for an unpickled object whose class is not permitted."""
+class Foreign(Exception):  # noqa: N818 - it stands for any object
+    """A stand-in for an unpickled object whose class is not permitted. It can be raised in the place of an exception."""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> "Foreign":
-        return super().__new__(cls)
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__("its worker sent the judge an object that is part of no verdict")
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
+@functools.cache
+def _permitted() -> dict[tuple[str, str], Any]:
+    """Return the classes and values that are read, by module and name: `_SENT`, the pool's messages, and torch's dtypes."""
+    from pebble.common.types import RemoteException, Result, ResultStatus
+    from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
+
+    classes = (*_SENT, Acknowledgement, TaskProblem, TaskResult, Result, ResultStatus)
+    rebuild = RemoteException.rebuild_exception
+    return {
+        **{(each.__module__, each.__qualname__): each for each in classes},
+        (rebuild.__module__, rebuild.__qualname__): rebuild,
+        **{("torch", name): each for name, each in vars(torch).items() if isinstance(each, torch.dtype)},
+    }
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        is_own = module.partition(".")[0] in PACKAGES and (module, name) != (__name__, "Foreign")
-        if not (is_own or name in PLAIN.get(module, ()) or module in ("builtins", "torch")):
-            return Foreign
-        found = super().find_class(module, name)
-        if is_own or name in PLAIN.get(module, ()):
-            return found if isinstance(found, type) or name == "RemoteException.rebuild_exception" else Foreign
-        is_plain = isinstance(found, torch.dtype) or (isinstance(found, type) and issubclass(found, BaseException))
-        return found if is_plain else Foreign
+        return _permitted().get((module, name), Foreign)
 
 
 def loads(data: Any) -> Any:
-    """Unpickle data from a worker. Objects of classes that are not permitted become `Foreign`."""
-    return _Unpickler(io.BytesIO(data)).load()
+    """Unpickle data from a worker. Objects of classes that are not permitted become `Foreign`.
+
+    Raises:
+        pickle.PicklingError: the data is damaged. The pool of the worker ends at this error, and at no other.
+    """
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # damaged data may cause any
+        raise pickle.PicklingError(f"a worker sent what cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: ignore[name-defined]

@@ -25,6 +25,10 @@ class Outcome(NamedEnum):
     DISHONEST = "dishonest"  # it changed what judges it
 
 
+class TooLate(Exception):  # noqa: N818 - nothing is wrong
+    """The case was not begun, because the run was over."""
+
+
 # Identifies a verdict of a report: the check, the reprs of function, case and ranges, and whether the case was drawn.
 Key = tuple[str, str, str, str, bool]
 BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)

@@ -5,7 +5,6 @@ import functools
 import math
 import multiprocessing.context
 import os
-import pickle
 import re
 import tempfile
 import time
@@ -14,7 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -27,7 +26,7 @@ from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Check
 from lab.checks.run import transport
 from lab.checks.run.support_protocol import KernelError, Refusals, Unjudgeable, Unsupported, raised
-from lab.checks.run.verdicts import BROKEN, Judged, Outcome, credible, dishonest
+from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import limit_of, quicken
 from lab.loading import LoadError, load
@@ -41,14 +40,11 @@ CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
 # Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
+MOST_LAST_WORDS = 10_000  # characters
 SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: a case has spoiled it, or ended it with status 0
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
 SHOWN_FRAMES = 3  # of these calls, the innermost
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
-
-
-class TooLate(Exception):  # noqa: N818 - nothing is wrong
-    """The case was not begun, because the run was over."""
 
 
 @dataclass(frozen=True)
@@ -200,11 +196,14 @@ class Workers:
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s{_calls_in(last_words)}",))
         except ProcessExpired as error:
-            noted_last = last_words.read_bytes() if last_words.exists() else b""
-            if not noted_last:
-                return Judged(Outcome.FAILED, (f"it crashed its process (exit status {_status_of(error.exitcode)})",))
-            result = transport.loads(noted_last)
-        except (MemoryError, OSError) as error:
+            # The kernel may have written the last words. They say why the case failed, and nothing else.
+            if error.exitcode == SPOILED and last_words.is_file():
+                with last_words.open(errors="replace") as words:
+                    return Judged(Outcome.FAILED, tuple(words.read(MOST_LAST_WORDS).splitlines()))
+            return Judged(Outcome.FAILED, (f"it crashed its process (exit status {_status_of(error.exitcode)})",))
+        except (TooLate, LoadError):
+            raise
+        except Exception as error:  # a kernel that breaks its worker may make it raise any
             return Judged(Outcome.FAILED, (f"its worker could not go on: {type(error).__name__}: {error}",))
         return result
 
@@ -276,12 +275,12 @@ def _judge(implementation: Any, task: Task) -> Judged:
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If the kernel destroys the worker's CUDA context or keeps all file descriptors, write the
-    findings to the file `last_words` and end the process, so that no later case is affected.
+    """Judge a case in a worker. If the kernel destroys the worker's CUDA context or keeps all file descriptors, write what is
+    wrong to the file `last_words`, a sentence in each line, and end the process, so that no later case is affected.
     """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # an earlier case may have removed it
-    with _stack_file(last_words).open("w") as stack, last_words.open("wb", buffering=0) as words:
+    with _stack_file(last_words).open("w") as stack, last_words.open("w") as words:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
         try:
             implementation = load(name)
@@ -289,9 +288,9 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
             judged = _judge(implementation, task)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        if lost := _lost(judged, where):
-            outcome = judged.outcome if judged.outcome in BROKEN else Outcome.FAILED
-            words.write(pickle.dumps(replace(judged, outcome=outcome, wrongs=(*judged.wrongs, lost))))
+        if judged.outcome is not Outcome.DISHONEST and (lost := _lost(judged, where)):  # a dishonest case ends the run
+            words.write("\n".join((*judged.wrongs, lost)))
+            words.flush()
             os._exit(SPOILED)
     if where.type == "cuda" and torch.cuda.memory_reserved(where) > MOST_KEPT_BYTES:
         torch.cuda.empty_cache()

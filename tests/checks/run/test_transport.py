@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks.run.transport import Foreign, loads
-from lab.checks.run.verdicts import CheckedResult, Judged, Outcome, SavedOutput, WrongVector, credible
+from lab.checks.run.verdicts import CheckedResult, Judged, Outcome, SavedOutput, TooLate, WrongVector, credible
+from lab.checks.run.workers import Workers
 from lab.loading import LoadError
+from lab.ranges import Ranges
 
 JUDGED = Judged(
     Outcome.WRONG,
@@ -25,7 +28,17 @@ JUDGED = Judged(
 
 
 @pytest.mark.parametrize(
-    "sent", [JUDGED, {"a": {1, 2}}, frozenset("a"), LoadError("no"), ValueError("x"), Path("a"), torch.float16]
+    "sent",
+    [
+        JUDGED,
+        {"a": {1, 2}},
+        frozenset("a"),
+        LoadError("no"),
+        ValueError("x"),
+        TooLate(),
+        {AttentionCall.DECODE},
+        torch.float16,
+    ],
 )
 def test_what_the_judge_sends_arrives(sent: Any) -> None:
     found = loads(pickle.dumps(sent))
@@ -59,6 +72,9 @@ class Calls:
         Calls(torch.load, "/nowhere"),
         Calls(__import__("lab.loading").loading.load, "os"),
         Calls(__import__, "os"),
+        Calls(Workers, "os", torch.device("cpu"), Ranges(), 1.0),
+        Calls(KeyboardInterrupt),
+        Calls(SystemExit, 0),
     ],
     ids=lambda sent: getattr(sent.all[0], "__name__", "?"),
 )
@@ -67,6 +83,34 @@ def test_nothing_is_called_but_the_judges_classes(sent: Any) -> None:
     assert type(found[0]) is Foreign
     assert found[1] == 3
     assert credible(found[0]).outcome is Outcome.DISHONEST
+
+
+def _of_dotted_name(module: str, name: str, *arguments: Any) -> bytes:
+    """Return a pickle that calls what a module holds under a dotted name."""
+    texts = b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, name))
+    return b"\x80\x04" + texts + b"\x93" + pickle.dumps(arguments, 2)[2:-1] + b"R."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("lab.provenance", "subprocess.Popen"),
+        ("lab.checks.run.verdicts", "Any"),
+        ("lab.checks.run.workers", "Judged"),  # another module than that which defines the class
+        ("lab.checks.run.verdicts", "CaseVerdict"),
+        ("pebble.pool.process", "ProcessPool"),
+    ],
+)
+def test_only_named_classes_are_read(module: str, name: str, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    assert type(loads(_of_dotted_name(module, name, ["touch", str(made)]))) is Foreign
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"no pickle", pickle.dumps(JUDGED)[:-9]])
+def test_damaged_data_ends_the_pool_and_nothing_else(data: bytes) -> None:
+    with pytest.raises(pickle.PicklingError, match="a worker sent what cannot be read: "):
+        loads(data)
 
 
 def test_a_verdict_that_contradicts_itself_is_dishonest() -> None:

@@ -18,8 +18,8 @@ from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge
 from lab.checks.run import workers as workers_module
 from lab.checks.run.judge_run import Waits, in_turns
-from lab.checks.run.verdicts import Judged
-from lab.checks.run.workers import Pending, TooLate, Workers
+from lab.checks.run.verdicts import Judged, TooLate
+from lab.checks.run.workers import Pending, Workers
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
 from lab.workloads.attention_case import AttentionCase
