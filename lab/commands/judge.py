@@ -44,7 +44,7 @@ OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_fail
 
 def _seconds(text: str) -> float:
     """Return the seconds of a text such as 90s, 10m or 2h; raise BadParameter for any other text."""
-    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)):
+    if not (found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh])", text)):
         raise typer.BadParameter(f"{text} is no time: a number and s, m or h, such as 90s, 10m or 2h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
@@ -225,7 +225,7 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
 def _report_and_number(case: str) -> tuple[Path, int]:
     """Return the path and the number in "REPORT.json#17". End the command if the text does not have this form."""
     path, _, number = case.rpartition("#")
-    if not path or not number.isdecimal():
+    if not path or not re.fullmatch("[0-9]{1,9}", number):
         refuse(f"--case {case} names no case of a report: give its file and number, such as report.json#17")
     return Path(path), int(number)
 

@@ -30,16 +30,30 @@ DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingErr
 class RecordingError(ValueError):
     """A file or folder has no call that the lab can read; the message has the path and the reason, in one sentence."""
 
+    def __init__(self, sentence: str) -> None:
+        super().__init__(" ".join(sentence.splitlines()))  # it quotes names in the file
+
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise RecordingError in the place of the errors that reading a damaged file raises."""
+def reading(path: Path) -> Iterator[Path]:
+    """Yield the path of a regular file that is read in the block.
+
+    Raises:
+        RecordingError: in the place of the errors that reading a damaged file raises; or the path is no regular file.
+    """
     try:
-        yield
+        regular = files.regular(path)
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        yield regular
     except RecordingError:
         raise
+    except pickle.UnpicklingError as error:  # torch's own sentence advises to run the file's code
+        raise RecordingError(f"{path} has something else than tensors and plain values, and is not read") from error
     except DAMAGED as error:
-        raise RecordingError(f"{path} is damaged: {(str(error).splitlines() or [repr(error)])[0]}") from error
+        first, *_ = str(error).splitlines() or ["the file is too short"]
+        raise RecordingError(f"{path} is damaged: {type(error).__name__}: {first}") from error
 
 
 class ListedCall(NamedTuple):
@@ -82,6 +96,9 @@ class RecordedCall:
     drawn: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        for name in RESULTS:
+            if not isinstance(result := getattr(self, name), Tensor | None):
+                raise RecordingError(f"the recorded {name} is of type {type(result).__name__}, and no tensor")
         unknown = sorted(set(self.given) - set(CALL_TYPES[self.function].__dataclass_fields__))
         if unknown:
             raise RecordingError(
@@ -115,7 +132,7 @@ class RecordedCall:
         """
         try:
             problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except (ArithmeticError, TypeError, ValueError, NotImplementedError) as error:
             kept = "" if self.pages is None else f"the pool of {len(self.pages)} pages"  # the engine's pool has more
             raise RecordingError(str(error).replace(kept, "the engine's pool") if kept else str(error)) from error
         if problem.has_no_rows or not problem.row_offsets()[-1]:

@@ -14,7 +14,7 @@ from lab.recorded.flashinfer_dumps import recording_of
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
 MOST_SEARCHED = 500  # folders below a folder without calls, in which calls are searched
-_NUMBERED = re.compile(r"(.+)#(\d+)")
+_NUMBERED = re.compile(r"(.+)#([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,9 @@ def _parted(recording: str) -> tuple[Path, int | None]:
 
 def _counts_below(folder: Path) -> dict[Path, int]:
     """Return the recordings in the folders below a folder, with the number of calls of each."""
-    near = itertools.islice(itertools.chain(folder.glob("*/"), folder.glob("*/*/")), MOST_SEARCHED)
+    children = [each for each in folder.glob("*/") if not each.is_symlink()]
+    below = (deep for each in children for deep in each.glob("*/") if not deep.is_symlink())
+    near = itertools.islice(itertools.chain(children, below), MOST_SEARCHED)
     counts = {each: len(_cases(each)) for each in sorted(near) if recording_of(each) is None}
     return {each: count for each, count in counts.items() if count}
 

@@ -26,7 +26,7 @@ LOST = {
     "torch": "FlashInfer copies a tensor to an address of its own, so that offsets and alignment are lost",
     "safetensors": "FlashInfer makes tensors contiguous for safetensors, so that strides, offsets and alignment are lost",
 }
-_ARGUMENT = re.compile(r"(arg_(?P<index>\d+)|kwarg_(?P<name>\w+?))(__\d+)*")
+_ARGUMENT = re.compile(r"(arg_(?P<index>\d{1,9})|kwarg_(?P<name>\w+?))(__\d+)*", re.ASCII)
 
 
 def read(path: Path) -> RecordedCall:
@@ -102,11 +102,9 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _last_record(folder: Path) -> dict[str, Any]:
     """Return the last record in a call's `metadata.jsonl`: a JSON object with the function's name."""
     path = folder / METADATA
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    with reading(path) as regular:
+        lines = [line for line in regular.read_text(encoding="utf-8").splitlines() if line.strip()]
         record = json.loads(lines[-1]) if lines else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordingError(f"{path} cannot be read: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("function_name"), str):
         raise RecordingError(f"{path} is no record of a FlashInfer call: its last line has no function_name")
     return record
@@ -126,15 +124,27 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
         )
     load: Callable[[Path], Any] = partial(torch.load, map_location="cpu", weights_only=True)
     if path.suffix == ".safetensors":
-        require(f"reading {path}", "safetensors")
-        from safetensors.torch import load_file
-
-        load = load_file
-    with reading(path):
-        tensors = load(path)
+        load = _load_safetensors
+    with reading(path) as regular:
+        tensors = load(regular)
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise RecordingError(f"{path} does not hold tensors by name")
     return tensors
+
+
+def _load_safetensors(path: Path) -> Any:
+    """Read a file. Raise RecordingError if the package safetensors is not installed, and ValueError if the file is damaged."""
+    try:
+        require(f"reading {path}", "safetensors")
+    except ModuleNotFoundError as error:
+        raise RecordingError(str(error)) from error
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
 
 
 def _arguments(

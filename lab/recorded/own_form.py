@@ -23,7 +23,6 @@ from typing import Any, BinaryIO
 import torch
 
 from lab.calls import AttentionCall
-from lab.files import regular
 from lab.provenance import version_of
 from lab.recorded.call import (
     ALIGNMENT_BYTES,
@@ -45,7 +44,7 @@ SIZE_BYTES = 8  # of the record's size, an unsigned little-endian integer
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
 MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once, since an engine leaves little memory free
-_NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.call")
+_NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.call", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,8 @@ def read(path: Path) -> RecordedCall:
     Raises:
         RecordingError: the file is damaged, in another form or of a newer release, or lacks the value of an argument.
     """
-    with reading(path):
-        with regular(path).open("rb") as file:
+    with reading(path) as regular:
+        with regular.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if not FORM.startswith(content[: len(FORM)]):
             raise RecordingError(f"{path} is no call that the lab recorded")
@@ -98,12 +97,12 @@ def read(path: Path) -> RecordedCall:
         if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")
 
-        def restored(name: str, value: Any) -> Any:
-            return value_of(path, name, value, lambda described: _tensor(described, content))
+        def restored(name: str, value: Any, has_contents: bool = True) -> Any:
+            return value_of(path, name, value, lambda described: _tensor(described, content, has_contents))
 
         return RecordedCall(
             AttentionCall(record["function"]),
-            {name: restored(name, value) for name, value in record["arguments"].items()},
+            {name: restored(name, value, name not in UNKEPT) for name, value in record["arguments"].items()},
             restored("out", record["out"]),
             restored("lse", record["lse"]),
             {str(name): str(version) for name, version in record["versions"].items()},
@@ -268,11 +267,11 @@ def _parts(pool: torch.Tensor, pages: torch.Tensor) -> Iterator[torch.Tensor]:
     return (indexed(pool.detach(), part.to(pool.device)) for part in pages.split(at_once))
 
 
-def _tensor(described: Mapping[str, Any], content: mmap.mmap) -> torch.Tensor:
+def _tensor(described: Mapping[str, Any], content: mmap.mmap, has_contents: bool) -> torch.Tensor:
     """Return a tensor of a file's content as it was given to the call."""
     dtype = getattr(torch, described["dtype"])
     tensor = placed(described["shape"], described["stride"], dtype, described["address"])
-    if "start" in described and tensor.numel():
+    if has_contents and tensor.numel():
         once = unrepeated(tensor)
         kept = torch.frombuffer(memoryview(content)[described["start"] : described["end"]], dtype=dtype)
         once.copy_(kept.view(once.shape))

@@ -3,11 +3,15 @@
 import contextlib
 import io
 import json
+import os
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, dumped_calls, read, recording_of
 from lab.references.assertion import assert_close_to_reference
+from tests.commands.command import run
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import changed_bytes
 
@@ -139,13 +144,28 @@ def _pickled(content: Any) -> bytes:
     return held.getvalue()
 
 
+def _pipe(name: str, call: Path) -> None:
+    (call / name).unlink()
+    os.mkfifo(call / name)
+
+
+def _device(name: str, call: Path) -> None:
+    (call / name).unlink()
+    (call / name).symlink_to("/dev/zero")
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no record": (lambda path: (path / METADATA).write_text(""), "is no record of a FlashInfer call"),
     "a record that is a list": (lambda path: (path / METADATA).write_text("[1]"), "is no record of a FlashInfer call"),
     "a record that is missing": (lambda path: (path / METADATA).unlink(), "cannot be read"),
-    "half a record": (lambda path: (path / METADATA).write_text('{"a'), "cannot be read"),
-    "a record of lists in lists": (lambda path: (path / METADATA).write_text("[" * 100_000), "cannot be read"),
-    "a record that is no text": (lambda path: (path / METADATA).write_bytes(b"\xff\xfe\x00"), "cannot be read"),
+    "half a record": (lambda path: (path / METADATA).write_text('{"a'), "is damaged"),
+    "a record of lists in lists": (lambda path: (path / METADATA).write_text("[" * 100_000), "is damaged"),
+    "a record that is no text": (lambda path: (path / METADATA).write_bytes(b"\xff\xfe\x00"), "is damaged"),
+    **{
+        f"{name} that is {what}": (partial(replace_by, name), f"{name} cannot be read: it is .* a pipe or a device")
+        for name in (METADATA, "inputs.pt", "outputs.pt")
+        for what, replace_by in {"a pipe": _pipe, "a device without end": _device}.items()
+    },
     "no inputs": (lambda path: (path / "inputs.pt").unlink(), "has no inputs"),
     "empty inputs": (lambda path: (path / "inputs.pt").write_bytes(b""), "inputs.pt is damaged"),
     "half the inputs": (
@@ -154,7 +174,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "inputs with code": (
         lambda path: (path / "inputs.pt").write_bytes(_pickled({"arg_0": _Runs()})),
-        "inputs.pt is damaged",
+        "inputs.pt has something else than tensors and plain values, and is not read$",
     ),
     "inputs that are a list": (lambda path: torch.save([1], path / "inputs.pt"), "does not hold tensors by name"),
     "an output that is no tensor": (
@@ -204,6 +224,44 @@ def test_changed_bytes_are_read_or_refused(dumps: Path, name: str) -> None:
         path.write_bytes(changed)
         with contextlib.suppress(RecordingError):
             read(call.path)
+
+
+class _SafetensorError(Exception):
+    """As the package's, which is derived from Exception alone."""
+
+
+def _load_nothing(_: Path) -> None:
+    raise _SafetensorError("invalid header")
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_safetensors_that_cannot_be_read_are_a_sentence(
+    dumps: Path, is_installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The package is not installed, or it refuses the file."""
+    call = dumped_calls(dumps)[0].path
+    (call / "inputs.pt").rename(call / "inputs.safetensors")
+    if is_installed:
+        whole = SimpleNamespace(SafetensorError=_SafetensorError, torch=SimpleNamespace(load_file=_load_nothing))
+        monkeypatch.setitem(sys.modules, "safetensors", whole)
+        monkeypatch.setitem(sys.modules, "safetensors.torch", whole.torch)
+        monkeypatch.setattr("lab.recorded.flashinfer_dumps.require", lambda *_: None)
+        sentence = "inputs.safetensors is damaged: ValueError: invalid header"
+    else:
+        monkeypatch.setattr("lab.extras.importlib.util.find_spec", lambda _: None)
+        sentence = "inputs.safetensors needs safetensors, which is not installed: pip install safetensors"
+    assert run(["recorded", "shrink", f"{dumps}#1", "--from-outputs"]) == 2
+    assert capsys.readouterr().err.endswith(f"{sentence}\n")
+
+
+def test_a_search_below_a_folder_follows_no_links(dumps: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "in").symlink_to(".")
+    (folder / "out").symlink_to(dumps)
+    (folder / "deep" / "out").symlink_to(dumps)
+    with pytest.raises(RecordingError, match=f"^{folder} has no calls: `lab record`"):
+        recorded_cases(folder)
 
 
 def test_a_folder_without_calls_has_none(tmp_path: Path) -> None:

@@ -315,6 +315,12 @@ def _change_query(path: Path, **changes: Any) -> None:
     _change(path, arguments=arguments | {"query": arguments["query"] | changes})
 
 
+def _without_bytes(path: Path, name: str) -> None:
+    arguments = _record(path)[1]["arguments"]
+    del arguments[name]["start"], arguments[name]["end"]
+    _change(path, arguments=arguments)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: path.write_bytes(b""), "is damaged"),
     "half": (lambda path: path.write_bytes(path.read_bytes()[:9000]), "is damaged"),
@@ -322,7 +328,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another program's": (lambda path: torch.save({"weight": torch.ones(2)}, path), "is no call that the lab recorded"),
     "a later version": (lambda path: _change(path, version=3), "is of version 3; this release of the lab reads 2"),
     "an earlier version": (lambda path: _change(path, version=1), "is of version 1; this release of the lab reads 2"),
-    "an unknown function": (lambda path: _change(path, function="relu"), "is damaged: 'relu' is not a valid"),
+    "an unknown function": (
+        lambda path: _change(path, function="relu"),
+        "is damaged: ValueError: 'relu' is not a valid",
+    ),
     "no arguments": (lambda path: _change(path, arguments=[1]), "is damaged"),
     "an argument of a later release": (
         lambda path: _change(path, arguments={"colour": "red"}),
@@ -332,6 +341,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor without elements": (
         lambda path: _change_query(path, end=_record(path)[1]["arguments"]["query"]["start"]),
         "is damaged",
+    ),
+    "a query without its bytes": (lambda path: _without_bytes(path, "query"), "is damaged: KeyError: 'start'"),
+    "an output that is text": (lambda path: _change(path, out="x"), "the recorded out is of type str, and no tensor"),
+    "an LSE that is a list": (
+        lambda path: _change(path, lse={"type": "list", "truncated": False, "items": []}),
+        "the recorded lse is of type list, and no tensor",
+    ),
+    "a name of two lines": (
+        lambda path: _change(path, arguments={"colour\nlab: all is right": "red"}),
+        "was recorded with colour lab: all is right, which",
     ),
     "a tensor of no dtype": (lambda path: _change_query(path, dtype="load"), "is damaged"),
     "a record that is longer than the file": (
@@ -355,6 +374,13 @@ def test_a_damaged_file_is_refused_in_one_sentence(one_call: Path, tmp_path: Pat
         own_form.read(path)
     assert "\n" not in str(error.value)
     assert _outcome(tmp_path) is Outcome.DECLINED
+
+
+def test_a_number_that_no_float_holds_is_refused(one_call: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(one_call, tmp_path))
+    _change(path, arguments=_record(path)[1]["arguments"] | {"bmm1_scale": 10**400})
+    with pytest.raises(RecordingError, match="too large"):
+        own_form.read(path).problem()
 
 
 def test_changed_bytes_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
