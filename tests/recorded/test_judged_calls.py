@@ -165,7 +165,7 @@ def test_a_call_that_makes_no_sense_is_declined_with_the_reason(dumps: Path) -> 
     (dumped_calls(dumps)[1].path / METADATA).write_text("{")
     first, second, *others = _judged(dumps).verdicts
     assert "K page id 99 of request 2, column 1 is outside the pool" in first.reason
-    assert "cannot be read" in second.reason
+    assert "is damaged" in second.reason
     assert [each.outcome for each in (first, second)] == [Outcome.DECLINED] * 2
     assert len(others) == 3
 
