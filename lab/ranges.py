@@ -35,7 +35,7 @@ class Kind:
             ValueError: the text is not a permitted value.
         """
         try:
-            value = self.parse(text) if text.isascii() else None  # int() takes the digits of all scripts
+            value = self.parse(text) if str(text).isascii() else None  # int() takes the digits of all scripts
         except ValueError:
             value = None
         if value is None or not self.holds(value):
