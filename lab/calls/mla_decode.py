@@ -20,7 +20,7 @@ BESIDE_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
 
 def lse_is_base_e(given: Mapping[str, Any]) -> bool:
     """Return True if the LSE of a call with these arguments is to the base e: as `return_lse_base` says, or by default with
-    CuTe DSL (FlashInfer 0.7.2, mla/_core.py 3990).
+    CuTe DSL (FlashInfer 0.7.2, mla/_core.py 3994).
     """
     default = "basee" if given.get("backend") == "cute-dsl" else "base2"
     return (given.get("return_lse_base") or default) == "basee"

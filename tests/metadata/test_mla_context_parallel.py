@@ -145,8 +145,9 @@ class CuteDSL:
         return out, lse.flatten(0, 1)
 
 
+@pytest.mark.parametrize("implementation", [CuteDSL(), lab.references], ids=["one row after another", "references"])
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, 4)])
-def test_cute_dsls_kernel_verifies_several_rows(mode: ForwardMode, new: int) -> None:
+def test_cute_dsls_kernel_verifies_several_rows(mode: ForwardMode, new: int, implementation: Any) -> None:
     """Merged by LSEs to the base e; each rank gets the keys of all ranks, from which its rows' last keys follow."""
     size, generator = 8, torch.Generator().manual_seed(3)
     case = Case(mode, (new + 1, 64, 97, 300), new=new, page_size=256, max_context_len=310, sliding_window=False)
@@ -160,7 +161,7 @@ def test_cute_dsls_kernel_verifies_several_rows(mode: ForwardMode, new: int) -> 
     query, rows = draw(batch.num_tokens, HEADS, RANK + ROPE), max(new, 1)
     metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(size, rank)) for rank in range(size)]
     out = torch.empty(len(query), HEADS, RANK, dtype=torch.float64)
-    prepare_mla_dcp_attention(CuteDSL(), batch, metadata, LAYER, query, cache, out=out, cute_dsl=True)()
+    prepare_mla_dcp_attention(implementation, batch, metadata, LAYER, query, cache, out=out, cute_dsl=True)()
     expected = [latent_attention(query[i * rows : (i + 1) * rows], history) for i, history in enumerate(histories)]
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-6)
 

@@ -50,7 +50,7 @@ QUERY = (
     *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.HEADS_FIRST),
 )
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
-# Factors of skip-softmax: one that leaves out nothing, with which FlashInfer 0.7.2 probes (decode.py 4456), and one that lets
+# Factors of skip-softmax: one that leaves out nothing, with which FlashInfer 0.7.2 probes (decode.py 4461), and one that lets
 # the longest request of most cases leave out keys of less than 2 % of the largest weight.
 INERT, SOME_SKIPPED = 1e-30, 3.0
 # (rank, number of ranks) by its text; "none" is a call without context parallelism.

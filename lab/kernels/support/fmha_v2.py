@@ -15,7 +15,7 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
-    if problem.skip_softmax and capability is not None and family_of(capability) is not SM90:  # fmha_library.py 1304
+    if problem.skip_softmax and capability is not None and family_of(capability) is not SM90:  # fmha_library.py 1302
         return f"leaves out parts of the softmax on SM90 only, not on {sm_name(capability)}"
     if problem.cu_seqlens_q is None:
         return "needs cum_seq_lens_q"
