@@ -29,7 +29,7 @@ REFUSED: Reasons = {
     "request_order_plan": ((None,), "it goes with request_order, which only the backend cake takes (decode.py 3988)"),
 }
 # Arguments that exclude block-sparse attention: the values that it allows, and why no other (FlashInfer 0.7.2, decode.py
-# 3911-3918 and 4065, trtllm_fmha_kernel_launcher.cu 274-287). Only XQA reads a mask.
+# 3911-3918 and 4074, trtllm_fmha_kernel_launcher.cu 274-287). Only XQA reads a mask.
 BESIDE_BLOCK_SPARSE: Reasons = {
     "backend": (("auto", "trtllm-gen"), "only trtllm-gen has block-sparse attention"),
     "window_left": ((-1,), "block-sparse attention has no window"),

@@ -153,7 +153,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
 def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
     """Return the features of a paged call's cache (dtype, layout, gaps), page table and draft mask."""
     is_mla = interface is AttentionCall.MLA_DECODE
-    k_cache, table, mask = problem.k_cache, problem.k_block_tables, problem.mask
+    k_cache, table, mask = problem.k_cache, problem.k_block_tables.flatten(0, -2), problem.mask
     num_pages, num_kv_heads, page_size, _ = k_cache.shape
     read: Read = {
         "kv_dtype": k_cache.dtype,
@@ -164,7 +164,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
         "page_size_is_num_kv_heads": not is_mla and page_size == num_kv_heads,
         "head_lengths_differ": problem.is_block_sparse and (problem.seq_lens != problem.seq_lens[0]).any(),
-        "table_columns": table.shape[-1],
+        "table_columns": table.shape[1],
         "pool_pages": num_pages,
         "pool_elements": k_cache.stride(0) * num_pages,
     }

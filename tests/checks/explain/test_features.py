@@ -41,7 +41,7 @@ from lab.checks.properties.check import Level
 from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
-from lab.workloads.attention_case import Contents
+from lab.workloads.attention_case import Contents, HeadPages
 from tests.cases import latent_batch, mla_arguments, ragged_arguments, ragged_batch, sparse_arguments
 from tests.checks.small import SMALL
 from tests.dataclass_rules import broken_rules
@@ -643,3 +643,13 @@ def test_a_name_of_an_enumeration_is_said_by_its_text_and_a_value_of_several_wor
     assert feature_named("contents").phrase("==", "low") == low
     assert feature_named("dead").phrase("!=", "nan").endswith("is not “NaN, which a zero weight does not remove”")
     assert feature_named("sinks=some minus infinity").phrase("is", True) == "sinks is “some minus infinity”"
+
+
+def test_a_block_sparse_call_has_the_lengths_of_its_longest_heads() -> None:
+    case = AttentionCase(AttentionCall.DECODE, (100, 16, 37), (1, 1, 1), head_pages=HeadPages.SOME_NONE)
+    arguments = arguments_of(case)
+    found = features_of_call(case.interface, arguments, CallLog())
+    assert found.features["block_sparse"] is found.features["head_lengths_differ"] is True
+    assert [request["kv_len"] for request in found.of_requests] == arguments["seq_lens"].amax(dim=0).tolist()
+    alike, plain = (read(replace(case, head_pages=each)) for each in (HeadPages.ALL, None))
+    assert (alike["block_sparse"], "head_lengths_differ" in alike, "block_sparse" in plain) == (True, False, False)

@@ -232,3 +232,16 @@ def test_logits_below_zero_are_so_far_apart_that_exp_of_a_difference_overflows()
     logits = keys @ given["query"][0, 0].float() * given["bmm1_scale"]
     assert float(logits.max()) < -87
     assert float(logits.max() - logits.min()) > 88.7
+
+
+def test_a_block_sparse_call_has_the_bound_and_the_lengths_of_its_heads() -> None:
+    arguments, _ = judged(num_kv_heads=2, head_pages="last", lengths=4096, bound="exact", seq_lens="amid others")
+    lengths = arguments["seq_lens"]
+    assert tuple(lengths.shape) == (2, 3)
+    assert arguments["max_seq_len"] == int(lengths.max()) <= 16  # a page, of 4,096 keys
+    assert arguments["block_tables"].shape[:2] == (2, 3)
+    assert "backend" not in arguments
+    of_nvfp4, _ = judged(num_kv_heads=2, head_pages="half", dtypes="bf16/nvfp4")
+    assert (
+        of_nvfp4["backend"] == "trtllm-gen"
+    )  # XQA, of whose order a plain call's scale factors are, is not block-sparse
