@@ -1,4 +1,4 @@
-"""Speed up Triton's interpreter by removing repeated work, and tell its limits from errors of a kernel.
+"""Speed up Triton's interpreter by removing repeated work, and tell its limits and its bf16 from errors of a kernel.
 
 A launch replaces the functions of `triton.language` by interpreted ones. Triton 3.7 repeats the search for these functions at
 every call of a `@triton.jit` function from a kernel, although nothing is left to replace. This takes half of the time of a
@@ -10,10 +10,13 @@ nothing without the option `debug`. And it builds its table of NumPy dtypes agai
 
 import functools
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
+
+import numpy as np
 
 INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kernels are interpreted
 
@@ -84,6 +87,75 @@ def _change(interpreter: Any) -> None:
         patches = LanguagePatches(interpreter.GridExecutor.__call__, interpreter._patch_lang)
         interpreter._patch_lang = patches.patch_language
         interpreter.GridExecutor.__call__ = lambda self, *args, **kwargs: patches.launch(self, *args, **kwargs)
+
+
+# What uses the bit patterns of bf16 values as whole numbers, by class of the interpreter.
+COMPUTING = {
+    "InterpreterBuilder": "binary_op ternary_op unary_op create_fma create_dot create_rsqrt create_atomic_rmw",
+    "ReduceOps": "apply_impl",
+    "ScanOps": "apply_impl",
+}
+OTHERWISE_THAN_A_GPU = (
+    "Triton's interpreter computes bf16 otherwise than a GPU: judge the rest with --dtypes fp16/fp16, and bf16 on a GPU"
+)
+
+
+@dataclass
+class Bf16:
+    """What the interpreter did with bf16 that no GPU does.
+
+    Attributes:
+        computes: it computed on the bit patterns of bf16 values, which makes errors of any size.
+        truncates: it cut float32 off where a GPU rounds it, which makes errors of a few roundings.
+    """
+
+    computes: bool = False
+    truncates: bool = False
+
+
+@contextmanager
+def noting_bf16() -> Iterator[Bf16]:
+    """Yield a `Bf16`. While the context is open, note in it what Triton's interpreter does in this process.
+
+    A kernel that converts to float32 before it computes, and rounds before it converts to bf16, leaves it as it is.
+    """
+    found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
+    methods = [
+        (getattr(interpreter, name, None), each) for name, of_class in COMPUTING.items() for each in of_class.split()
+    ]
+    methods += [(getattr(interpreter, "InterpreterBuilder", None), "cast_impl")]
+    held = [(owner, name, getattr(owner, name)) for owner, name in methods if hasattr(owner, name)]
+    for owner, name, method in held:
+        setattr(owner, name, _noting(found, name, method))
+    try:
+        yield found
+    finally:
+        for owner, name, method in held:
+            setattr(owner, name, method)
+
+
+def _noting(found: Bf16, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the interpreter that notes in `found` what it does with bf16."""
+
+    @functools.wraps(method)
+    def noted(self: Any, *given: Any, **named: Any) -> Any:
+        operands = given[0] if given and isinstance(given[0], tuple) else given
+        dtypes = [_dtype_of(each) for each in operands]
+        if name == "cast_impl":
+            source, target = dtypes[0], given[1].scalar.name
+            is_cut = (source, target) == ("fp32", "bf16")
+            found.truncates |= is_cut and bool((np.asarray(given[0].data).view(np.uint32) & 0xFFFF).any())
+            found.computes |= "bf16" in (source, target) and {source, target} != {"fp32", "bf16"}
+        elif np.where not in given:  # which only chooses
+            found.computes |= "bf16" in dtypes
+        return method(self, *given, **named)
+
+    return noted
+
+
+def _dtype_of(operand: Any) -> str:
+    """Return the name of the dtype of a tensor's elements, such as "bf16"; "" if an operand is no tensor."""
+    return getattr(getattr(getattr(operand, "dtype", None), "scalar", None), "name", "")
 
 
 def limit_of(error: BaseException) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+UNPACKAGED = "file "  # the name of a module whose file is in no package begins so, and its path follows
+
 
 class LoadError(ImportError):
     """An implementation cannot be imported. The message has the reason, and the line of its code that raised the error."""
@@ -54,6 +56,21 @@ def module_of(path: Path) -> list[str]:
     return names
 
 
+def name_of(kind: type) -> str:
+    """Return the name by which `load` finds a class: "package.module:Name" or "path/to/file.py:Name"."""
+    return f"{kind.__module__.removeprefix(UNPACKAGED)}:{kind.__qualname__}"
+
+
+def is_same_module(one: str, other: str) -> bool:
+    """Return True if two names of modules or files can mean the same file, as my/kernel.py, my.kernel and kernel can."""
+    parts = [
+        Path(name).resolve().with_suffix("").parts if name.endswith(".py") else tuple(name.split("."))
+        for name in (one, other)
+    ]
+    shorter, longer = sorted(parts, key=len)
+    return bool(one and other) and longer[-len(shorter) :] == shorter
+
+
 def _import_file(path: Path) -> ModuleType:
     """Import a file as Python imports it from the folder of its package, or from its own folder if it is in no package."""
     if not path.is_file():
@@ -66,7 +83,7 @@ def _import_file(path: Path) -> ModuleType:
     if len(names) > 1:
         return importlib.import_module(".".join(names))
     # A file in no package is registered by its path, because it may have another module's name, such as `math.py`.
-    name = f"file {path}"
+    name = f"{UNPACKAGED}{path}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None

@@ -52,7 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         f"{PREFIX}refusals",
         metavar="NAME,...",
-        help="exceptions that are refusals instead of the usual ones, such as NotImplementedError,my.kernel.Unsupported",
+        help="exceptions that are refusals instead of the usual ones, such as NotImplementedError,my/errors.py:Unsupported; "
+        "a name alone is one of Python's, or of the kernel's own module",
     )
     for name, option in OPTIONS.items():
         spelt, words, how = name.replace("_", "-"), option.help, dict[str, Any]()
@@ -96,8 +97,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         options = vars(config.option).items()  # includes the options of other plugins
         ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
         named = config.option.lab_refusals
-        refusals = None if named is None else resolve_refusals(named)
         for name in config.option.lab_judge:
+            refusals = None if named is None else resolve_refusals(named, name)
             how = {"ranges": ranges, "offered": _offered(name), "refusals": refusals}
             items += session.genitems(JudgedKernel.from_parent(session, name=name, nodeid=name, **how))
     except (LoadError, ModuleNotFoundError, ValueError) as error:

@@ -10,10 +10,13 @@ import torch
 from triton import language as tl
 
 from lab.calls.problem import AttentionCall
+from lab.checks import Outcome, judge_case
 from lab.checks.run.workers import Workers
-from lab.interpreter import INTERPRETER, LanguagePatches, by_scalar_name
+from lab.interpreter import INTERPRETER, OTHERWISE_THAN_A_GPU, LanguagePatches, by_scalar_name, noting_bf16
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
+from tests.checks.interpreted_kernels import stored_by
+from tests.devices import IN_INTERPRETER
 
 SAYS_WHO_PATCHES = """
 def trtllm_batch_decode_with_kv_cache(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, **arguments):
@@ -87,3 +90,41 @@ def test_a_worker_of_the_judge_is_quick(tmp_path: Path) -> None:
     with Workers(str(kernel), torch.device("cpu"), Ranges(), time_limit_s=60.0) as isolation:
         said = [isolation.submit("K1", case)().declines for _ in range(2)]
     assert said == [(f"patched by {INTERPRETER}",), ("patched by lab.interpreter",)]
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(
+    ("kernel", "factor", "dtype", "outcome"),
+    [
+        ("store_rounded", 1.0, "bf16", Outcome.RIGHT),
+        ("store_rounded", 1.06, "bf16", Outcome.WRONG),  # the interpreter did nothing that a GPU does not
+        ("store", 1.0, "bf16", Outcome.DECLINED),  # it truncates, which is too much for the bound
+        ("store", 1.0, "fp16", Outcome.RIGHT),
+        ("store", 1.06, "fp16", Outcome.WRONG),
+        ("store", 3.0, "bf16", Outcome.WRONG),  # which no truncation explains
+        ("multiply", 1.0, "bf16", Outcome.DECLINED),
+        ("multiply", 3.0, "bf16", Outcome.DECLINED),
+        ("multiply", 3.0, "fp16", Outcome.WRONG),
+        ("sum", 1.0, "bf16", Outcome.DECLINED),
+        ("sum", 1.0, "fp16", Outcome.RIGHT),
+    ],
+)
+def test_what_the_interpreter_does_to_bf16_is_not_the_kernels_verdict(
+    kernel: str, factor: float, dtype: str, outcome: Outcome
+) -> None:
+    both = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    case = AttentionCase(AttentionCall.DECODE, (200, 333), (1, 1), dtype=both, kv_dtype=both, head_dim=64)
+    verdict = judge_case(stored_by(kernel, factor), "K1", case, device="cpu")
+    assert verdict.outcome is outcome, verdict
+    is_unjudged = outcome is Outcome.DECLINED
+    assert (verdict.judged.by_lab, OTHERWISE_THAN_A_GPU in verdict.judged.declines) == (is_unjudged, is_unjudged)
+    assert not is_unjudged or not (verdict.judged.judged or verdict.judged.results or verdict.judged.wrongs)
+
+
+@IN_INTERPRETER
+def test_the_methods_of_the_interpreter_are_its_own_again_afterwards() -> None:
+    interpreter = sys.modules[INTERPRETER]
+    before = dict(vars(interpreter.InterpreterBuilder)), dict(vars(interpreter.ReduceOps))
+    with noting_bf16():
+        assert vars(interpreter.ReduceOps) != before[1]
+    assert (vars(interpreter.InterpreterBuilder), vars(interpreter.ReduceOps)) == before

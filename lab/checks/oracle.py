@@ -1,5 +1,6 @@
 """Compare results: output and LSE with the expected ones, and the bits of two outputs."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,10 @@ def _other_shape(out: Tensor, expected: Tensor) -> str:
 
 
 def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
-    first, second = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (expected, got))
+    """Return a vector's elements with the largest errors: those that are not finite first."""
+    right, computed = expected[row, head].double(), got[row, head].double()
+    error = torch.where(computed.isfinite(), (computed - right).abs(), math.inf).nan_to_num(math.inf, posinf=math.inf)
+    worst = error.topk(min(SHOWN_ELEMENTS, len(error))).indices.sort().values
     where = f"row {truth.row_of_call(row)} (request {int(truth.request_of_row[row])}), head {head}"
-    return WrongVector(where, first, second)
+    of = f", elements {', '.join(map(str, worst.tolist()))}" if len(error) > 1 else ""
+    return WrongVector(where + of, tuple(right[worst].tolist()), tuple(computed[worst].tolist()))

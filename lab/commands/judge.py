@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
+    from lab.checks.run.support_protocol import Refusals
 
 POLL_INTERVAL_S = 0.3  # between two looks at a watched file
 # Parameters that --case accepts.
@@ -79,9 +80,12 @@ Fresh = Annotated[
 FirstFailure = Annotated[
     bool, typer.Option("--first-failure", help="begin no further case after the first wrong or failed one")
 ]
-Refusals = Annotated[
+RefusalNames = Annotated[
     str | None,
-    typer.Option(metavar="NAME,...", help="exceptions that count as refusals, such as my.kernel.Unsupported"),
+    typer.Option(
+        metavar="NAME,...",
+        help="exceptions that count as refusals: Python's, the kernel's own such as Unsupported, or my/errors.py:Unsupported",
+    ),
 ]
 ShowsCoverage = Annotated[
     bool,
@@ -136,7 +140,7 @@ def judge(
     case: Annotated[str | None, typer.Option(metavar="REPORT.json#17", help="judge one case of a report again")] = None,
     calls: Calls = None,
     first_failure: FirstFailure = False,
-    refusals: Refusals = None,
+    refusals: RefusalNames = None,
     watch: Watched = None,
     discover: Discover = True,
     for_seconds: For = None,
@@ -152,8 +156,8 @@ def judge(
         calls, case = case, None
     if case is not None:
         refuse_options_without(context, OF_ONE_CASE, "--case judges one case as its report says")
-        settings["refusals"] = _exceptions(refusals)
-        _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
+        path, number = _report_and_number(case)
+        _judge_and_exit(partial(_judge_case, path, number, implementation, refusals, settings), watch)
     if implementation is not None and implementation.endswith((".json", ".json.gz")):
         if not coverage:
             refuse(
@@ -166,12 +170,13 @@ def judge(
 
     with refusing_errors():
         judging.device_of(device)
-        settings |= {"ranges": ranges_of(narrowed), "refusals": _exceptions(refusals), "workers": workers, "out": out}
+        settings |= {"ranges": ranges_of(narrowed), "workers": workers, "out": out}
         settings |= {"most_seconds": most_seconds, "first_failure": first_failure}
     if calls is not None:
         refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
         if implementation is not None:
             prepare_machine(device)
+            settings["refusals"] = _exceptions(refusals, implementation)
         from lab.recorded.case import recording_below
 
         if (below := recording_below(calls)) != calls:
@@ -190,18 +195,19 @@ def judge(
         "discover": discover,
         "for_seconds": for_seconds or 0.0,
         "profile": profile or "",
+        "refusals": _exceptions(refusals, name),
         "out": out or last_report(name),
         "fresh": fresh or out is None,
     }
     _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
 
 
-def _exceptions(refusals: str | None) -> "tuple[type[BaseException], ...] | None":
-    """Return the exceptions that --refusals names. End the command if a name is none."""
+def _exceptions(refusals: str | None, kernel: str) -> "Refusals | None":
+    """Return the exceptions that --refusals names for a kernel. End the command if a name is none."""
     from lab.checks.run.support_protocol import resolve_refusals
 
     with refusing_errors():
-        return None if refusals is None else resolve_refusals(refusals)
+        return None if refusals is None else resolve_refusals(refusals, kernel)
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
@@ -230,7 +236,9 @@ def _report_and_number(case: str) -> tuple[Path, int]:
     return Path(path), int(number)
 
 
-def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
+def _judge_case(
+    path: Path, number: int, name: str | None, refusals: str | None, settings: Mapping[str, Any], console: Console
+) -> ExitStatus:
     """Judge one case of a report, print its verdict, and return the exit status."""
     from lab.checks.record import read_case
     from lab.checks.run.judge import judge_recorded
@@ -239,8 +247,9 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
     with refusing_errors():
         was = read_case(path, number)
         prepare_machine(settings["device"] or was.device)
+        refused = _exceptions(refusals, name or was.implementation)
         try:
-            verdict = judge_recorded(path, number, implementation=name, **settings)
+            verdict = judge_recorded(path, number, implementation=name, refusals=refused, **settings)
         except LoadError as error:
             refuse(str(error), ExitStatus.NOT_JUDGED)
     _print(console, str(verdict))

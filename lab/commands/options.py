@@ -1,6 +1,5 @@
 """Options and refusals that several commands share, and the preparation of this machine."""
 
-import importlib.util
 import inspect
 import itertools
 import os
@@ -198,11 +197,5 @@ def prepare_machine(device: str | None = None) -> None:
     """
     import torch
 
-    if (device == "cpu" or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
+    if device == "cpu" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # worker processes inherit it
-        if importlib.util.find_spec("triton") is not None:
-            typer.echo(
-                "Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set. "
-                "It computes bf16 otherwise than a GPU: docs/judge.md",
-                err=True,
-            )

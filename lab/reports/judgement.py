@@ -47,8 +47,15 @@ def summary(report: Report) -> Iterator[str]:
     for place, region in enumerate(found.regions):
         yield f"  {region.counts}"
         yield from _example(region.smallest) if place < SHOWN_EXAMPLES else _commands(region.smallest)
+    yield from (f"  {hint}" for hint in _hints(report))
     if any(OVER_E4M3 in region.rule for region in found.regions) and not report.ranges.e4m3_arithmetic:
         yield "  if the kernel computes in e4m3 over an e4m3 cache, judge it by that arithmetic: --e4m3-arithmetic"
+
+
+def _hints(report: Report) -> list[str]:
+    """Return the remarks that all failed cases share, such as one about an exception that may be a refusal."""
+    remarks = [verdict.judged.remarks for verdict in report.wrong if verdict.outcome is Outcome.FAILED]
+    return [each for each in remarks[0] if all(each in others for others in remarks)] if remarks else []
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -68,12 +75,13 @@ def notes(report: Report) -> Iterator[str]:
         yield f"the report's file lists {len(declines) - SHOWN_DECLINES} more kinds of refusal"
     if report.num_random:
         yield f"{report.num_random:,} random cases of K18 were judged after those of the level"
+    refusals = f"--refusals {','.join(report.refusals)} " if report.refusals else ""
     several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
     for interface, ranges in report.narrowed:
         only = f"--functions {interface.value} " if several_functions else ""
         yield (
             f"{interface.value} declines most of the axes. It was judged again on the axes that it takes: "
-            f"lab judge {report.implementation} {only}{options_of(ranges)}"
+            f"lab judge {report.implementation} {refusals}{only}{options_of(ranges)}"
         )
 
 
@@ -189,7 +197,8 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
         replay = f", replay {case.replay}" if case.replay else ""
         yield f"first wrong call of {function}: {case.address}, called at {case.time}{replay}"
     notes = [(*verdict.judged.suspicions, *verdict.judged.remarks) for verdict in report.verdicts]
-    remarks = list(dict.fromkeys(note for of_case in notes for note in of_case))
+    shown = _hints(report)
+    remarks = list(dict.fromkeys(note for of_case in notes for note in of_case if note not in shown))
     yield from remarks[:SHOWN_REMARKS]
     if len(remarks) > SHOWN_REMARKS:
         yield f"{len(remarks) - SHOWN_REMARKS:,} more remarks: judge a call alone to see its own"

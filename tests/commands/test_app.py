@@ -84,7 +84,6 @@ def test_the_interpreter_is_switched_on_where_there_is_no_gpu_and_a_module_of_th
         check=True,
         env=mine | {"PYTHONPATH": str(ROOT)},
     )
-    assert "TRITON_INTERPRET=1 is set" in done.stderr
     assert "mine has none of trtllm_batch_decode_with_kv_cache" in done.stderr
     assert done.stdout.startswith("2\n")
     assert (tmp_path / "seen").read_text() == "1"

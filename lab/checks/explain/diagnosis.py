@@ -125,7 +125,7 @@ class Diagnosis:
     Attributes:
         answer: whether the implementation is right, and how much was judged.
         broken: what is broken, and where; "" if no result is wrong.
-        regions: the regions of wrong results, causes before consequences, then the largest first.
+        regions: the regions of wrong results: those of documented corners last, causes before consequences, the largest first.
         follows: sentences that name the checks whose wrong results only follow from another check's, such as those of a kernel
         whose plain call is already wrong.
     """
@@ -177,6 +177,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: boo
             found, outside = _regions(units, held)
             regions += found
             unexplained += outside
+    regions.sort(key=lambda each: each.is_corner)
     broken = _broken(regions, unexplained, is_whole)
     if all(isinstance(each.case, RecordedCase) and each.outcome in BROKEN for each in judged):
         broken = _of_wrong_calls(broken, regions, results)
@@ -307,16 +308,21 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
             is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
         )
         found.append(region)
-    found.sort(key=lambda each: each.is_corner)
     return found, int((wrong & ~explained).sum())
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result with the smallest product of rows, keys and heads, if possible one with a wrong vector."""
+    """Return the wrong result with the smallest product of rows, keys and heads, if possible one that an engine sends, and one
+    with a wrong vector.
+    """
 
-    def size(each: CaseResult) -> tuple[bool, int]:
+    def size(each: CaseResult) -> tuple[bool, bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
-        return each.result.example is None, math.prod(max(int(number), 1) for number in numbers)
+        return (
+            not each.verdict.sent_by,
+            each.result.example is None,
+            math.prod(max(int(number), 1) for number in numbers),
+        )
 
     return min(wrong, key=size)
 
@@ -326,7 +332,7 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
     results.
 
     Args:
-        regions: the regions of wrong results, causes before consequences.
+        regions: the regions of wrong results, in the order of `Diagnosis.regions`.
         unexplained: number of wrong results outside the regions of their kind.
         is_whole: True if no case was left out.
     """
@@ -336,7 +342,9 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
     parts += [f"and {each.where} ({each.wrong:,} of {each.results:,})" for each in same_kind[:MOST_SHOWN]]
     for held in dict.fromkeys(region.held for region in later if region.held != first.held):
         of_kind = [region for region in later if region.held == held][:MOST_SHOWN]
-        parts.append(f"{_within(of_kind[0].what)} {' or '.join(region.where for region in of_kind)}")
+        sent = [region.where for region in of_kind if not region.is_corner]
+        parts.append(f"{_within(of_kind[0].what)} {' or '.join(sent) or of_kind.pop(0).where}")
+        parts += [f"and {region.where}" for region in of_kind if region.is_corner]
     if unexplained:
         parts.append(f"{counted(unexplained, 'other result')} {'is' if unexplained == 1 else 'are'} wrong too")
     elif not later and first.outside:

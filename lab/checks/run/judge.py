@@ -24,7 +24,7 @@ from lab.checks.run.support_protocol import Refusals, resolve_refusals
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
-from lab.loading import load, module_of
+from lab.loading import is_same_module, load, module_of
 from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
@@ -110,7 +110,7 @@ def judge(
     if profile:
         profile_named(profile)
     name, subject = (implementation, implementation) if isolated else _named(implementation)
-    path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
+    path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else Refusals(refusals)
     is_open = isinstance(workers, Workers)
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if is_open else opened as pool:
@@ -218,7 +218,7 @@ def judge_recorded(
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_settings(isolated, name, 1, time_limit_s, None)
-    refused = _recorded_refusals(Path(path), name) if refusals is None else tuple(refusals)
+    refused = _recorded_refusals(Path(path), name) if refusals is None else Refusals(refusals)
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
         judged = pool.submit(was.check, was.case)()
@@ -229,16 +229,16 @@ def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
     """Return the refusals that a report records; None if it has none. A module that a file names is imported only if it is in
     the kernel's package, which is imported anyway.
     """
-    names = read_record(path).get("refusals") or ()
-    where = kernel.partition(":")[0]
-    package = module_of(Path(where))[0] if where.endswith(".py") else where.partition(".")[0]
+    names = list(map(str, read_record(path).get("refusals") or ()))
+    own = kernel.partition(":")[0]
+    package = module_of(Path(own))[0] if own.endswith(".py") else own.partition(".")[0]
     for name in names:
-        module = str(name).rpartition(".")[0]
-        if module and module.partition(".")[0] not in ("builtins", package):
+        module = name.rpartition(":" if ":" in name else ".")[0]
+        if module and module.partition(".")[0] not in ("builtins", package) and not is_same_module(module, own):
             raise ReportError(
                 f"{path} counts {name} as a refusal, which is not in the kernel's package {package}: name it by --refusals"
             )
-    return resolve_refusals(",".join(map(str, names))) if names else None
+    return resolve_refusals(",".join(names), kernel) if names else None
 
 
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
@@ -286,8 +286,8 @@ def _empty_report(
     settings: tuple[Any, ...],
 ) -> Report:
     """Return a report without verdicts. Its `run` is a digest of `sources`, of `settings` and of the report's own fields."""
-    about, names = environment(), tuple(f"{each.__module__}.{each.__qualname__}" for each in refusals or ())
-    run = (name, level, ranges, str(device), refusals, [about.get(part) for part in VERDICT_PARTS])
+    about, names = environment(), () if refusals is None else refusals.names
+    run = (name, level, ranges, str(device), names, [about.get(part) for part in VERDICT_PARTS])
     digest = digest_of_run(sources, run, settings)
     return Report(name, level, about, str(device), (), 0, ranges, refusals=names, run=digest)
 

@@ -188,7 +188,9 @@ class Run:
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
             rate = (time.monotonic() - self._start) / max(self._num_new, 1)
-            left = rate * (total - done) if self._num_new >= LEAST_DONE else None
+            left = (
+                min(rate * (total - done), max(self.end - time.monotonic(), 0)) if self._num_new >= LEAST_DONE else None
+            )
             self.progress(Progress(verdict, done, total, left, is_new))
 
     def note(self, verdict: CaseVerdict) -> None:

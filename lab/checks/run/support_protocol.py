@@ -3,15 +3,16 @@
 A call that is refused is made again in equivalent forms with the same meaning, such as without `out`.
 """
 
+import builtins
 import dis
 import functools
-import importlib
 import inspect
 import re
 import signal
+import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,11 +24,11 @@ from torch import Tensor
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.interpreter import limit_of
+from lab.loading import LoadError, is_same_module, load, name_of
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.masks import packed_mask
 
 TENSORS = (Tensor, torch.nn.Parameter)  # a subclass of torch.Tensor may answer what it likes when it is compared
-Refusals = tuple[type[BaseException], ...]
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
 FRAMEWORKS = ("numpy", "torch", "triton")  # whose errors are no refusals: they know no attention call
@@ -39,6 +40,22 @@ _UNKNOWN = re.compile(
     re.IGNORECASE,
 )
 _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arguments?")
+
+
+class Refusals(tuple[type[BaseException], ...]):
+    """The exceptions that count as refusals. A worker finds them by `names`, which `lab.loading.load` reads, so that they may
+    be in a file that is in no package.
+    """
+
+    names: tuple[str, ...]
+
+    def __new__(cls, classes: Iterable[type[BaseException]], names: Iterable[str] = ()) -> "Refusals":
+        made = super().__new__(cls, classes)
+        made.names = tuple(names) or tuple(map(name_of, made))
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return resolve_refusals, (",".join(self.names),)
 
 
 class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
@@ -138,29 +155,36 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def resolve_refusals(names: str) -> Refusals:
-    """Return the exception classes that a comma-separated list names, such as "NotImplementedError,my.kernel.Unsupported".
+def resolve_refusals(names: str, kernel: str = "") -> Refusals:
+    """Return the exception classes that a comma-separated list names, such as "NotImplementedError,my/kernel.py:Unsupported".
 
     Args:
-        names: names separated by commas: a built-in exception, or a dotted name with its module.
+        names: names separated by commas: a built-in exception; or an attribute of a module or file, after a colon or a module's
+            last dot; or an attribute of the kernel's own module, alone.
+        kernel: name of the kernel. What is in its module is looked up in the module that the judge loads, however it is named.
 
     Raises:
         ValueError: a name is not an exception.
     """
-    found = []
+    own, found = kernel.partition(":")[0], dict[str, type[BaseException]]()
     for name in filter(None, map(str.strip, names.split(","))):
-        module, _, attribute = name.rpartition(".")
+        where, _, attribute = name.rpartition(":" if ":" in name else ".")
+        if not where:
+            where = "builtins" if hasattr(builtins, attribute) or not own else own
+        elif is_same_module(where, own):
+            where = own
+        why, each = "", None
         try:
-            each = getattr(importlib.import_module(module or "builtins"), attribute, None)
-        except ImportError as error:
-            raise ValueError(f"{name!r} is no exception: {error}") from error
+            each = load(f"{where}:{attribute}")
+        except LoadError as error:
+            why = f" ({error})"
         if not (isinstance(each, type) and issubclass(each, BaseException)):
             raise ValueError(
-                f"{name!r} is no exception: name one of Python's, such as NotImplementedError, or one with its module, such "
-                "as my.kernel.Unsupported"
+                f"{name!r} is no exception: name one of Python's, such as NotImplementedError, one of the kernel's module, "
+                f"such as Unsupported, or one with its module or file, such as my.errors.Refused or my/errors.py:Refused{why}"
             )
-        found.append(each)
-    return tuple(found)
+        found[f"{where}:{attribute}"] = each
+    return Refusals(found.values(), found)
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
@@ -227,6 +251,16 @@ def _package_of(frame: FrameType) -> str:
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
     return LIBRARY if file.startswith(LIBRARY) else ""
+
+
+def _own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
+    """Return the name by which --refusals finds an exception of the function's module or package; "" for any other."""
+    kind, module = type(error), str(getattr(function, "__module__", ""))
+    if kind.__module__ == "builtins":
+        return ""
+    if getattr(sys.modules.get(module), kind.__name__, None) is kind:
+        return kind.__name__
+    return name_of(kind) if kind.__module__.partition(".")[0] == module.partition(".")[0] else ""
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
@@ -336,16 +370,23 @@ class KernelCalls:
 
     Attributes:
         count: number of calls so far.
+        remarks: a sentence for each exception of the implementation's own that it raised and that is no refusal, so far.
     """
 
     def __init__(self, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
         self.note, self.refusals, self.count = note, refusals, 0
         self.needed: dict[Any, list[EquivalentForm]] = {}  # by shape of a call
+        self.remarks: dict[str, None] = {}
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
         """Call a function once, in this form. The errors are those of `invoke`."""
         self.count += 1
-        return invoke(function, args, arguments, self.refusals)
+        try:
+            return invoke(function, args, arguments, self.refusals)
+        except KernelError as failure:
+            if own := _own_name(failure.__cause__, function):
+                self.remarks[f"if the kernel refuses a call by raising {own}, say so: --refusals {own}"] = None
+            raise
 
     def prepared(self, prepare: Callable[..., Any], /, **arguments: Any) -> Callable[[], Any]:
         """Call a function that prepares a call, and return a function that makes the prepared call."""

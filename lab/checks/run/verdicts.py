@@ -36,7 +36,7 @@ BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 @dataclass(frozen=True)
 class WrongVector:
-    """One wrong vector of a result: its row and head, and the first elements of the expected and of the computed vector."""
+    """One wrong vector of a result: its row and head, and the elements of both vectors with the largest errors."""
 
     where: str
     expected: tuple[float, ...]

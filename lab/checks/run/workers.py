@@ -28,7 +28,7 @@ from lab.checks.run import transport
 from lab.checks.run.support_protocol import KernelError, Refusals, Unjudgeable, Unsupported, raised
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
-from lab.interpreter import limit_of, quicken
+from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16, quicken
 from lab.loading import LoadError, load
 from lab.ranges import Ranges
 
@@ -41,6 +41,8 @@ IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile i
 # Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
 MOST_LAST_WORDS = 10_000  # characters
+ROUNDED = ("output", "LSE", "merged")  # kinds of results that are held for their errors
+MOST_BY_TRUNCATION = 16.0  # of an error over its bound; one cut makes 4, and 10 of a mean slope
 SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: a case has spoiled it, or ended it with status 0
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
 SHOWN_FRAMES = 3  # of these calls, the innermost
@@ -350,9 +352,10 @@ def run_case(
     and DECLINED if nothing was compared.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
-    by_lab = False
+    by_lab, bf16 = False, Bf16()
     try:
-        check.judge(run)
+        with noting_bf16() as bf16:
+            check.judge(run)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Unsupported as declined:
@@ -371,8 +374,20 @@ def run_case(
         else:
             run.decline(f"a part of the lab failed, and not the implementation: {limit or sentence}")
             by_lab = True
+    if run.wrongs and _explains(bf16, run):
+        run.wrongs, run.results, run.judged = [], [], 0
+        run.declines, by_lab = [OTHERWISE_THAN_A_GPU], True
     outcome = Outcome.RIGHT if run.judged else Outcome.DECLINED
     if run.wrongs or run.failures:
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED
     found = (*run.wrongs, *run.failures), tuple(run.declines), run.worst_ratio, run.judged
-    return Judged(outcome, *found, tuple(run.results), run.output, tuple(run.remarks), by_lab, tuple(run.suspicions))
+    remarks = (*run.remarks, *run.kernel.remarks)
+    return Judged(outcome, *found, tuple(run.results), run.output, remarks, by_lab, tuple(run.suspicions))
+
+
+def _explains(bf16: Bf16, run: CaseRun) -> bool:
+    """Return True if what Triton's interpreter did with bf16 can make all wrong results of a case."""
+    held = {result.held for result in run.results if result.wrong} - {"return"}  # what has failed stays so
+    if bf16.computes:
+        return held <= {*ROUNDED, "bits", "other"}
+    return bf16.truncates and held <= {*ROUNDED} and run.worst_ratio <= MOST_BY_TRUNCATION

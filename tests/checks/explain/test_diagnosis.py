@@ -195,6 +195,40 @@ def test_a_region_that_no_engine_sends_follows_and_says_so() -> None:
     assert "wherever a sink is minus infinity, which no engine sends (40 of 40)" in diagnose(verdicts).broken
 
 
+def test_a_corner_follows_all_that_engines_send_and_is_told_apart() -> None:
+    """Whatever is wrong in it: here the output, while what an engine sends returns other bits."""
+
+    def judged(number: int, held: str, *, corner: bool) -> CaseVerdict:
+        features = {"some_inf_sink": True} if corner else {"mask": number % 4 == 1}
+        is_wrong = (held == "output") == corner and (corner or number % 4 == 1)
+        found = result(1, wrong=is_wrong, held=held, **features)
+        return replace(verdict(number, found), sent_by=() if corner else ("sglang",))
+
+    kinds = ("output", "bits")
+    found = diagnose([judged(n, kinds[n % 2], corner=n % 3 > 0) for n in range(120)])
+    assert [(region.held, region.is_corner) for region in found.regions] == [("bits", False), ("output", True)]
+
+    def region(name: str, held: str, is_corner: bool) -> Region:
+        smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
+        return Region((Literal(name, "is"),), held, 3, 3, 5, 6, smallest, is_corner=is_corner)
+
+    later = [region("mask", "output", False), region("sinks", "output", True), region("no_keys", "output", False)]
+    for chosen, says in (
+        (
+            later[:2],
+            "the output is wrong wherever a draft mask is given; and wherever sinks are given, which no engine sends.",
+        ),
+        (later[1:2], "the output is wrong wherever sinks are given, which no engine sends."),
+        (later[::2], "the output is wrong wherever a draft mask is given or wherever a request has no keys."),
+    ):
+        assert _broken([region("has_window", "return", False), *chosen], 0, True).endswith(f"(3 of 3 results); {says}")
+
+
+def test_the_smallest_case_is_one_that_an_engine_sends() -> None:
+    found = diagnose([verdict(0, result(2, wrong=True)), replace(verdict(1, result(9, wrong=True)), sent_by=("vllm",))])
+    assert found.regions[0].smallest.verdict.number == 1
+
+
 def test_merged_outputs_follow_from_the_lse_that_merges_them() -> None:
     def judged(number: int) -> CaseVerdict:
         features = {"mask": number % 4 == 0}

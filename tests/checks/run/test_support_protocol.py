@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import ipaddress
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from lab.checks.properties.check import Check
 from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke, resolve_refusals
 from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import run_case
+from lab.loading import load
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache as right
 from tests.checks import hostile_kernels
@@ -257,6 +259,52 @@ def test_the_user_says_which_exceptions_are_refusals_instead() -> None:
             refusing(raising(other), named)()
     judged = run_case(decoding(raising(Odd("no"))), ORACLE, CASE, CPU, Ranges(), named)
     assert (judged.outcome, judged.declines) == (Outcome.DECLINED, ("no",))
+
+
+KERNEL_OF_A_FILE = """
+from errors_of_mine import Elsewhere
+class Mine(Exception):
+    pass
+def trtllm_batch_decode_with_kv_cache(**arguments):
+    raise Mine("not today")
+"""
+
+
+@pytest.mark.parametrize(
+    "names", ["Mine", "my/kernel.py:Mine", "my.kernel.Mine", "kernel.Mine", "my.kernel:Mine", "Elsewhere"]
+)
+@pytest.mark.parametrize("kernel", ["my/kernel.py", "my.kernel", "my/kernel.py:trtllm_batch_decode_with_kv_cache"])
+def test_an_exception_of_the_kernel_s_module_is_found_in_the_module_that_is_judged(
+    names: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my/kernel.py").write_text(KERNEL_OF_A_FILE)
+    (tmp_path / "my/errors_of_mine.py").write_text("class Elsewhere(Exception):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "my"), *sys.path])
+    for module in ("my", "my.kernel", "errors_of_mine"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    implementation = load(kernel)
+    (named,) = found = resolve_refusals(names, kernel)
+    module = sys.modules[implementation.trtllm_batch_decode_with_kv_cache.__module__]
+    assert named is getattr(module, named.__name__)
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert resolve_refusals(",".join(found.names), kernel) == found
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [(Odd("no"), "Odd"), (RuntimeError("no"), ""), (asyncio.QueueFull("no"), "")],
+)
+def test_an_exception_of_the_kernel_s_own_is_said_to_be_perhaps_a_refusal(error: Exception, named: str) -> None:
+    judged = run_case(decoding(raising(error)), ORACLE, CASE, CPU, Ranges())
+    says = f"if the kernel refuses a call by raising {named}, say so: --refusals {named}"
+    assert (judged.outcome, judged.remarks) == (Outcome.FAILED, (says,) if named else ())
+    if named:
+        assert (
+            run_case(decoding(raising(error)), ORACLE, CASE, CPU, Ranges(), resolve_refusals(named, __name__)).remarks
+            == ()
+        )
 
 
 @pytest.mark.parametrize("name", ["Nothing", "nowhere.Error", "lab.checks.judge", "len"])
