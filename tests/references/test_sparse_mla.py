@@ -9,6 +9,8 @@ import torch
 
 from lab.calls import MLADecodeCall
 from lab.references import trtllm_batch_decode_with_kv_cache_mla as mla
+from lab.references.assertion import histories_of
+from lab.references.selected_truth import selections_of
 from tests.cases import (
     Batch,
     assert_same,
@@ -142,3 +144,20 @@ def test_the_table_of_pages_is_not_in_the_problem() -> None:
     assert problem.selected.data_ptr() == arguments["block_tables"].data_ptr()
     assert problem.selected.stride() == (11, 1)
     assert problem.batch_size == 2
+
+
+def test_a_requests_entries_are_its_places_once_each_and_rows_index_them() -> None:
+    """Three rows of a request of 9 keys, of which the last row uses 9 columns, and two rows of a request of 2."""
+    arguments = sparse_arguments(latent_batch([3, 2], [9, 2]), [[0] * 4] * 5, 16, ragged=True)
+    arguments["block_tables"] = torch.tensor(
+        [[7, 0, -1, 7], [3, -1, 0, 0], [-1, -1, -1, -1], [5, 6, 7, 8], [9, 0, 7, 8]], dtype=torch.int32
+    )
+    problem = MLADecodeCall(**arguments).problem()
+    (first, of_first), (second, of_second) = selections_of(problem, [0, 1])
+    assert (first.tolist(), second.tolist()) == ([0, 3, 7], [0, 5, 9])
+    assert of_first.tolist() == [[2, 0, -1, 2], [1, -1, 0, 0], [-1, -1, -1, -1]]
+    assert of_second.tolist() == [[1, -1, -1, -1], [2, 0, -1, -1]]
+    (keys, values), _ = histories_of(problem)
+    entries = problem.k_cache.transpose(1, 2).flatten(0, 1)[[0, 3, 7]]
+    assert torch.equal(keys, entries)
+    assert torch.equal(values, entries[..., : problem.v_head_dim])

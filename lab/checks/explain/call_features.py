@@ -198,8 +198,7 @@ def _read_selections(problem: PagedAttention) -> list[Read]:
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)
         before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
-        highest = selected[start:end].cummax(1).values.roll(1, 1)
-        highest[:, :1] = -1
+        highest = selected[start:end].cummax(1).values
         found.append(
             {
                 "no_entry": (counts == 0).any(),
