@@ -1,6 +1,7 @@
 """The models that wrong kernels change are right, and the model of split keys uses its workspace as a kernel does."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from corpus.models.attention import Attention
 from corpus.models.lists import DraftListsModel, Lists, WindowLists
 from corpus.models.metadata import MHABuilder, MLABuilder
 from corpus.models.ragged import Ragged
+from corpus.models.selected import SelectedSplitKV
 from corpus.models.split_kv import SplitKV
+from corpus.wrong import MLA
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import judge
 from tests.cases import decode_arguments, random_batch
@@ -22,9 +25,18 @@ MODELS = (Attention, SplitKV, Ragged, DraftListsModel, WindowLists, MHABuilder, 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_right(model: type[Any]) -> None:
-    report = judge(model(), ranges=RANGES, only=CHECKS, device="cpu", drawn=0)
+    report = judge(model(), ranges=replace(RANGES, top_ks=(0,)), only=CHECKS, device="cpu", drawn=0)
     assert report.is_right, str(report)
     assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
+
+
+def test_the_model_of_selected_entries_is_right_where_rows_select_them() -> None:
+    settings: Any = {"device": "cpu", "drawn": 0, "discover": False, "functions": (MLA,)}
+    report = judge(SelectedSplitKV(), ranges=RANGES, only=("K1", "K2", "K3"), **settings)
+    assert not list(report.wrong), str(report)
+    selects = [bool(verdict.case.top_k) for verdict in report.verdicts]
+    assert [not verdict.judged.declines for verdict in report.verdicts] == selects
+    assert sum(selects) == 9
 
 
 def test_lists_without_a_window_are_right_where_they_are_taken() -> None:
