@@ -60,7 +60,10 @@ def described(value: Any) -> Any:
 @pytest.mark.parametrize("interface", [*PAGED, AttentionCall.RAGGED_CONTEXT])
 def test_every_value_alone_makes_another_call(interface: Interface) -> None:
     ranges = replace(SMALL, windows=(False, True), sinks=(False, True), q_lens=(1, 4))  # two rows have no other tree
-    points = [point for point in MODELS[interface](ranges).alone() if point["out"] != "given bf16"]  # as all are
+    points: list[Any] = []
+    for point in MODELS[interface](ranges).alone():
+        # An output in bfloat16 is as all are, and values of two axes that need each other are one point.
+        points += [point] if point["out"] != "given bf16" and point not in points else []
     seen = set()
     for point in points:
         given = built_call(Configuration(interface, point), ranges, torch.device("cpu")).given
