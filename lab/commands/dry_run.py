@@ -44,7 +44,7 @@ def dry_run(
 
     from lab.dry_run import passes
     from lab.dry_run.report import dry_run_report, profiled_kernels
-    from lab.workloads.scenarios import scenario as scenario_named
+    from lab.workloads.scenarios import timed_scenario as scenario_named
 
     with refusing_errors():
         named = [(name, scenario_named(name)) for name in scenario] if scenario else [*passes.surveyed_passes()]

@@ -39,7 +39,7 @@ from lab.workloads.inputs.forward_pass import (
     stored_width,
     with_scale_factors,
 )
-from lab.workloads.inputs.mla_pass import MLAPass, new_mla_layer
+from lab.workloads.inputs.mla_pass import MLAPass, SparseMLAPass, new_mla_layer
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import admit
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
@@ -254,6 +254,10 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
     if isinstance(case, MLACase):
         latent = PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
         query = torch.empty(rows, case.num_qo_heads, case.head_dim, dtype=case.dtype)
+        if case.index_topk is not None:
+            chosen = torch.full((rows, case.index_topk), -1, dtype=torch.int32)
+            own = case.backend().build_metadata(batch, pool)
+            return SparseMLAPass(case, pool, batch, own, new_mla_layer(case), latent, query, (), chosen)
         mla = build_mla_decode_metadata(batch, pool, case.attention)
         return MLAPass(case, pool, batch, mla, new_mla_layer(case), latent, query, ())
     query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)

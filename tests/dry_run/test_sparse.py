@@ -9,12 +9,14 @@ from torch import Tensor
 from lab import references
 from lab.dry_run.host_memory import UnsoundLaunchError
 from lab.dry_run.machine import machine
+from lab.dry_run.passes import dry_run
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.mha.block_sparse import build_block_sparse_metadata, prepare_block_sparse_attention
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
+from lab.workloads.scenarios import timed_scenario
 from tests.cases import DECODE, MLA, Arguments, block_sparse_arguments, latent_batch, random_batch, sparse_arguments
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER, hold_params, launches_of, tensor_map
 from tests.kernels.held import BF16, E4M3, ROUNDOFF, assert_rounded
@@ -68,6 +70,18 @@ def test_a_pass(case: MLACase) -> None:
     hold_pool(launch, forward.cache.storage)
     assert "HQk576HV512" in launch.name
     assert "PagedKvDenseStaticTokenSparseP1" in launch.name
+
+
+def test_a_scenario() -> None:
+    """`lab dry-run` shows its launch without contents, and the floor counts the selected entries."""
+    name = "decode/deepseek-v3/4q1s8k/topk2048/tp8"
+    (dry,) = dry_run("b200", [(name, timed_scenario(name))]).passes
+    (call,) = dry.calls
+    assert (call.refusal, call.failure) == (None, None)
+    assert "StaticTokenSparse" in call.launches[0].name
+    hold_params(call.launches[0], sparse_attn_top_k=2048, batch_size=4, max_seq_len_q=1)
+    rows_bytes = 4 * 16 * (576 + 512) * 2
+    assert dry.case.bytes_moved == 4 * 2048 * 576 * 2 + rows_bytes
 
 
 def hold_pool(launch: Any, cache: Tensor) -> None:
