@@ -2,6 +2,7 @@
 # `make report` renders a recorded run: RUN=results/nvidia-h200/timings.json OUT=results/nvidia-h200/report
 # `make html` makes one self-contained page of recorded results: RESULTS=results/nvidia-h200 HTML=report.html
 # `make experiments` measures SGLang's five changes, or without a GPU shows the recorded ones: EXPERIMENTS=.benchmarks/experiments
+# `make newest` runs the tests that Triton's version can change, in the interpreter, with that of constraints-newest.txt.
 # `make mutation` changes one operator or constant at a time and finds out whether the tests see it: SEED=1 COUNT=200
 # `make notebooks` makes each notebook from its script and runs it. `make docs` builds the site: SITE=docs/_build
 PYTHON ?= python3
@@ -20,7 +21,10 @@ WORKERS ?= $(if $(wildcard /dev/nvidia0),auto,2)
 # How they share them: one by one, or by files where there is no GPU, so that what the tests of a file share is made once.
 DIST ?= $(if $(wildcard /dev/nvidia0),load,loadfile)
 
-.PHONY: bench report html experiments notebooks docs test mutation check format clean
+NEWEST := $(abspath $(VENV)/newest)
+NEWEST_TESTS := tests/test_interpreter.py tests/kernels/test_draft_decode_kv_indices.py tests/kernels/test_key_shares.py
+
+.PHONY: bench report html experiments notebooks docs test newest mutation check format clean
 
 bench: $(VENV)/.installed
 	$(BIN)/lab bench
@@ -44,6 +48,10 @@ docs: $(VENV)/.installed
 test: check
 	$(BIN)/python -m pytest --benchmark-skip --numprocesses=$(WORKERS) --dist=$(DIST)
 
+newest: $(NEWEST)/.installed
+	PYTHONPATH=$(NEWEST) $(BIN)/python -c "import triton; print('Triton', triton.__version__)"
+	TRITON_INTERPRET=1 PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=$(DIST) $(NEWEST_TESTS)
+
 mutation: $(VENV)/.installed
 	$(BIN)/python -m tests.mutation --seed $(SEED) --count $(COUNT)
 
@@ -59,6 +67,10 @@ format: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --constraint constraints.txt --editable '.[all,dev,docs,html,plots]'
+	touch $@
+
+$(NEWEST)/.installed: $(VENV)/.installed constraints-newest.txt
+	$(BIN)/pip install --no-deps --upgrade --target $(NEWEST) --constraint constraints-newest.txt triton
 	touch $@
 
 clean:
