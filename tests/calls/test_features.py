@@ -15,7 +15,8 @@ from lab.calls import (
     RaggedAttention,
     RaggedContextCall,
 )
-from lab.calls.problem import FIELDS, AttentionProblem
+from lab.calls.features import FIELDS
+from lab.calls.problem import AttentionProblem
 from tests.cases import context_arguments, decode_arguments, latent_batch, random_batch, sparse_arguments
 from tests.kernels.adapter_calls import ragged
 

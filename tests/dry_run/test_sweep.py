@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lab.calls.problem import AttentionCall, Feature
+from lab.calls.features import Feature
+from lab.calls.problem import AttentionCall
 from lab.dry_run import sweep
 from lab.dry_run.machine import machine
 from lab.dry_run.sweep_points import SWEPT, points

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab.calls import AttentionCall, Feature
-from lab.calls.problem import FIELDS
+from lab.calls.features import FIELDS
 from lab.gpus import Capability, family_of
 from lab.kernels import support
 from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not

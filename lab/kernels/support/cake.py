@@ -1,6 +1,7 @@
 """What FlashInfer 0.7.2's Cake kernel of decode context parallelism supports. The lab has not run it: no SM100 was at hand."""
 
-from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import SM100, Capability
 from lab.kernels.support.common import BF16, STRIDED_QUERY
 from lab.kernels.support.kernel import Dtypes, Kernel, head_dims, sizes

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionProblem, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionProblem, PagedAttention
 from lab.kernels.support.kernel import Dtypes, dims, page_sizes
 
 BF16 = torch.bfloat16

@@ -1,6 +1,7 @@
 """What fmha_v2 (`trtllm_fmha_v2_prefill`) supports. Limits are FlashInfer 0.7.2's, and each names its source."""
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, PagedAttention
 from lab.gpus import SM90, SM120, Capability, family_of, sm_name
 from lab.kernels.support.common import HALVES, QUERYS_OUT, STRIDED_QUERY, TAKEN_PAGES, USUAL, misplaced_paged
 from lab.kernels.support.kernel import Dtypes, Kernel, head_dims, triples

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lab.calls import Problem
-from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability, GpuFamily, family_of, names_of, sm_name
 

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import FAMILIES, SM90, SM100, Capability, family_of
 from lab.kernels.support.common import (
     ANY_ROWS,

@@ -3,7 +3,8 @@
 from functools import partial
 from typing import Any
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import FAMILIES, SM90, Capability, family_of
 from lab.kernels.support.common import (

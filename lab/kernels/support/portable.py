@@ -4,7 +4,8 @@ from functools import partial
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall
 from lab.gpus import FAMILIES
 from lab.kernels.support.common import ANY_ROWS, CONTIGUOUS_LSE
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, head_dims, mla_dims, page_sizes, sizes, triples

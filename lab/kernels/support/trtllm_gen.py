@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, PagedAttention
 from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
     BF16,

@@ -2,7 +2,8 @@
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, Feature, PagedAttention
+from lab.calls.features import Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, PagedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, GpuFamily, family_of, sm_name
 from lab.kernels.support.common import KS_STRIDES, MLA_DTYPES, NO_LSE, ONE_TABLE, STRIDED_QUERY, USUAL, misplaced_paged
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
