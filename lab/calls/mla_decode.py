@@ -68,11 +68,11 @@ class MLADecodeCall:
         return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
         return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink included.
             None is "basee" with backend "cute-dsl", else "base2". With `cum_seq_lens_q` or `enable_dcp` backend "auto" needs a
-            given base: FlashInfer then has only CuTe DSL.
+            given base: FlashInfer then has only CuTe DSL. Else "auto" on SM100 and SM103 is the first of trtllm-gen and CuTe
+            DSL, or the faster if FlashInfer's autotuner ran (mla/_core.py 4728-4845): give a base, since None is then either.
         sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of its first columns, and later columns may hold
             anything. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
             entry, and refuses it otherwise.
-
         skip_softmax_threshold_scale_factor: as in `DecodeCall`. FlashInfer excludes it with `sparse_mla_top_k`.
         enable_dcp: True makes the call one rank's part of context parallelism, as in `DecodeCall`. FlashInfer requires
             `return_lse` and excludes sinks.
