@@ -245,7 +245,8 @@ class CheckOfFunction(pytest.Item):
                 f"the axes, such as {PREFIX}head-dims 96 (pytest --help, under {OPTION})"
             )
         if any(report.wrong):
-            raise NotRight("\n".join((*summary(report), str(row.worst))))
+            worst = () if report.diagnosis.regions else (str(row.worst),)  # a region shows its smallest case
+            raise NotRight("\n".join((*summary(report), *worst)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:
         """Show a verdict as plain text, and any other error with its traceback."""

@@ -123,7 +123,8 @@ def test_a_kernel_that_refuses_everything_fails(elsewhere: pytest.Pytester) -> N
 def test_what_is_a_refusal_can_be_said(elsewhere: pytest.Pytester) -> None:
     done = run(elsewhere, f"--lab-judge kernels.py:refusing {NARROW} -k K1- --lab-refusals NotImplementedError")
     done.assert_outcomes(failed=1, deselected=len(checks_of_decode()) - 1)
-    done.stdout.fnmatch_lines(["K1 of * is failed: *", "*ValueError: only bf16*"])
+    done.stdout.fnmatch_lines(["*smallest case: K1 of decode*", "*ValueError: only bf16*"])
+    assert "K1 of trtllm_batch_decode_with_kv_cache is failed" not in done.stdout.str()
 
 
 def test_the_judge_s_tests_are_alone_unless_a_path_is_named(elsewhere: pytest.Pytester) -> None:

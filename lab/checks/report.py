@@ -23,6 +23,10 @@ from lab.workloads.interfaces import Interface
 
 WORST_FIRST = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
 
+LEAST_COMPARED = (
+    0.1  # of the begun cases that an engine sends: with fewer, a quick run that left cases out says too little
+)
+
 
 @dataclass(frozen=True)
 class CheckSummary:
@@ -130,8 +134,14 @@ class Report:
     def _is_whole(self) -> bool:
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
         functions = {*self.functions, *(verdict.interface for verdict in self.verdicts)}
-        is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended)
+        is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended or self._is_hardly_judged)
         return not is_left_out and judged == functions
+
+    @property
+    def _is_hardly_judged(self) -> bool:
+        """Return True if of the begun cases that an engine sends fewer than a tenth were compared."""
+        sent = [verdict.judged.judged > 0 for verdict in self.verdicts if verdict.sent_by]
+        return sum(sent) < LEAST_COMPARED * len(sent)
 
     @property
     def exit_status(self) -> ExitStatus:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from lab.checks.explain.diagnosis import CaseResult
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.parameters.coverage import Coverage, Reach
+from lab.checks.parameters.discovery import is_mostly_declined
 from lab.checks.properties import checks_by_key
+from lab.checks.properties.check import Level
 from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.ranges import Ranges, options_of
@@ -27,6 +29,7 @@ from lab.reports.tables import (
     words,
 )
 from lab.wording import counted, shortened
+from lab.workloads.interfaces import PAGED_CALLS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,6 +80,13 @@ def notes(report: Report) -> Iterator[str]:
         yield f"{report.num_random:,} random cases of K18 were judged after those of the level"
     refusals = f"--refusals {','.join(report.refusals)} " if report.refusals else ""
     several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
+    for function in dict.fromkeys(verdict.interface for verdict in report.verdicts if report.level is Level.QUICK):
+        of_function = [verdict for verdict in report.verdicts if verdict.interface is function]
+        if function in PAGED_CALLS and is_mostly_declined(of_function) and function not in dict(report.narrowed):
+            yield (
+                f"{function.value} refuses most cases. This finds the options that choose what it supports: "
+                f"lab judge {report.implementation} {refusals}--functions {function.value} --only K1 --drawn 0"
+            )
     for interface, ranges in report.narrowed:
         only = f"--functions {interface.value} " if several_functions else ""
         yield (

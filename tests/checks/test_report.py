@@ -55,6 +55,39 @@ def test_the_quick_level_is_right_although_its_time_left_cases_out_if_each_funct
     assert not replace(right, level=Level.QUICK, functions=both).is_right
 
 
+def test_a_quick_run_that_compared_next_to_nothing_of_what_engines_send_is_no_answer() -> None:
+    def quick(compared: int, refused: int, **changes: Any) -> Report:
+        sent = [verdict_of(Outcome.RIGHT, sent_by=("sglang",))] * compared
+        sent += [verdict_of(Outcome.DECLINED, sent_by=("sglang",))] * refused
+        return report_of(*sent, *[verdict_of(Outcome.RIGHT)] * 20, **{"level": Level.QUICK, "left_out": 3} | changes)
+
+    assert (quick(1, 9).exit_status, quick(1, 10).exit_status) == (0, 125)
+    assert str(quick(1, 10)).startswith(
+        "Not judged as a whole: 3 cases were left out, the time was over; the kernel refused 10"
+    )
+    assert quick(1, 10, left_out=0).exit_status == quick(1, 10, left_out=0, level=Level.SMOKE).exit_status == 0
+    (hint,) = (line for line in notes(quick(1, 22, refusals=("a.py:No",))) if "refuses most cases" in line)
+    assert hint.endswith(
+        "lab judge somebody.kernel --refusals a.py:No --functions trtllm_batch_decode_with_kv_cache --only K1 --drawn 0"
+    )
+    for other in (
+        quick(1, 10),
+        quick(1, 22, level=Level.SMOKE),
+        quick(1, 22, narrowed=((AttentionCall.DECODE, SMALL),)),
+    ):
+        assert not any("refuses most cases" in line for line in notes(other))
+
+
+def test_what_all_failed_cases_share_stands_with_them_and_else_below() -> None:
+    def failed(*remarks: str) -> CaseVerdict:
+        verdict = verdict_of(Outcome.FAILED)
+        return replace(verdict, judged=replace(verdict.judged, remarks=remarks))
+
+    same, other = report_of(failed("perhaps", "a"), failed("perhaps")), report_of(failed("perhaps"), failed())
+    assert ("  perhaps" in summary(same), "perhaps" in notes(same), "a" in notes(same)) == (True, False, True)
+    assert ("  perhaps" in summary(other), "perhaps" in notes(other)) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("outcomes", "row", "is_right"),
     [

@@ -30,7 +30,9 @@ def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged
     judged = [each for each in verdicts if each.outcome is not Outcome.DECLINED]
     missing = "; ".join(not_judged)
     if not judged:
-        return f"Not judged: {missing}." if verdicts and missing else "Not judged: no case began."
+        if verdicts and missing:
+            return f"Not judged: {missing}."
+        return f"Not judged: no case began{f': {missing}; to start the workers takes some of it' if missing else ''}."
     is_recorded = any(isinstance(verdict.case, RecordedCase) for verdict in judged)  # an engine sent each of them
     says = _of_recorded(judged) if is_recorded else _of_cases(verdicts, judged, engines, is_whole)
     if not missing:
@@ -130,6 +132,8 @@ def not_judged(
     by_lab = Counter(verdict.reason for verdict in declined if verdict.judged.by_lab)
     for reason, count in by_lab.items():
         yield f"the lab cannot judge {counted(count, 'case')} here ({shortened(reason, SHOWN_CHARACTERS)})"
+    if any(verdict.outcome is Outcome.FAILED for verdict in verdicts):
+        chosen_by = f"a failed call or {chosen_by}"
     pairs = sum((Counter(each.pairs) for each in coverages), Counter[Reach]())
     for what, counts in (("values", values), ("pairs of values", pairs)):
         if counts[Reach.LEFT_OUT]:

@@ -105,6 +105,7 @@ def test_of_a_profile_the_other_engine_is_a_corner() -> None:
         ("W", ("a",), False, "Wrong in 1 of 1 case that SGLang 0.5.23 sends: 3 results of 1 case. Not judged: a."),
         ("D", ("a",), False, "Not judged: a."),
         ("", (), True, "Not judged: no case began."),
+        ("", ("a",), False, "Not judged: no case began: a; to start the workers takes some of it."),
     ],
 )
 def test_what_was_not_judged_stands_in_the_same_line(
