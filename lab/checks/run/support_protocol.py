@@ -256,8 +256,6 @@ def _package_of(frame: FrameType) -> str:
 def _own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
     """Return the name by which --refusals finds an exception of the function's module or package; "" for any other."""
     kind, module = type(error), str(getattr(function, "__module__", ""))
-    if kind.__module__ == "builtins":
-        return ""
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
     return name_of(kind) if kind.__module__.partition(".")[0] == module.partition(".")[0] else ""

@@ -565,6 +565,24 @@ def test_a_result_says_which_requests_are_wrong_and_shows_one_vector() -> None:
     assert noted.example.got == tuple(result.out[5, 1, worst].tolist())
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_elements_that_are_shown_are_the_wrong_ones(bad: float) -> None:
+    run = CaseRun(references, CASE, CPU)
+    inputs = run.build()
+    result = run.call(inputs, bmm2_scale=torch.tensor([1.0]))
+    result.out[5, 1, 40] += 100.0
+    result.out[5, 1, 33] = bad
+    run.expect_close("this", result, inputs.truth())
+    example = run.results[0].example
+    assert example is not None
+    shown = {
+        int(element): got
+        for element, got in zip(example.where.split("elements ")[1].split(", "), example.got, strict=True)
+    }
+    assert str(shown[33]) == str(bad)
+    assert shown[40] > 50
+
+
 def later(**changes: Any) -> set[str]:
     """The features of a second call of a case that the first does not have."""
     log, arguments = CallLog(), arguments_of(replace(CASE, window_left=-1))
