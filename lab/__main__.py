@@ -11,6 +11,7 @@ from types import FrameType
 
 from lab.exit_status import ExitStatus
 from lab.extras import EXTRA_OF, sentence
+from lab.loading import ENDING_SIGNALS
 from lab.wording import printable
 
 QUIET_S = 3.0  # after an interruption, further ones do not disturb what it began to clean up
@@ -21,14 +22,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         MISUSED (2) if a package of one of the extras is missing, or a file or the output cannot be read or written; INTERRUPTED
-        (130) after Ctrl-C or SIGTERM.
+        (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
     """
+    # Python has None for a stream that was closed when the process began.
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a text that the encoding does not have is printed in escapes
             stream.reconfigure(errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _Interruption())
+        interruption = _Interruption()
+        for number in ENDING_SIGNALS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, interruption)
     try:
         from lab.commands.app import app
 
@@ -62,7 +67,7 @@ def _flush() -> None:
 
 
 class _Interruption:
-    """Handles Ctrl-C and SIGTERM: raises KeyboardInterrupt, but only once in `QUIET_S` seconds."""
+    """Handles `ENDING_SIGNALS`: raises KeyboardInterrupt, but only once in `QUIET_S` seconds."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0

@@ -7,19 +7,48 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 UNPACKAGED = "file "  # the name of a module whose file is in no package begins so, and its path follows
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which end a command of the lab
 
 
 class LoadError(ImportError):
     """An implementation cannot be imported. The message has the reason, and the line of its code that raised the error."""
 
 
+@contextmanager
+def working_folder_kept() -> Iterator[None]:
+    """Return to the current working folder when the context ends. A kernel may change it, and paths may be relative."""
+    folder = Path.cwd()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return True for the KeyboardInterrupt of Ctrl-C. In a worker, which ignores Ctrl-C, it is the kernel's own error."""
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of a kernel's error. If the error's class is the kernel's, its message may raise another error."""
+    try:
+        return str(error)
+    except BaseException as other:
+        return f"a message that cannot be made, for that raises {type(other).__name__}"
+
+
+@working_folder_kept()
 def load(name: str) -> Any:
     """Import an implementation and return it.
 
@@ -36,7 +65,9 @@ def load(name: str) -> Any:
             raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
         loaded = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         found = functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
-    except (Exception, SystemExit) as error:  # foreign code may raise anything
+    except BaseException as error:  # foreign code may raise anything
+        if is_interruption(error):
+            raise
         raise LoadError(f"{name} cannot be imported: {_sentence(error)}") from error
     return _with_one_function(attribute.rpartition(".")[2], found) if inspect.isroutine(found) else found
 
@@ -74,7 +105,7 @@ def is_same_module(one: str, other: str) -> bool:
 def _import_file(path: Path) -> ModuleType:
     """Import a file as Python imports it from the folder of its package, or from its own folder if it is in no package."""
     if not path.is_file():
-        raise FileNotFoundError("there is no such file")
+        raise FileNotFoundError("it is no file" if path.exists() else "there is no such file")
     path = path.resolve()
     names = module_of(path)
     root = path.parents[len(names) - 1]
@@ -98,8 +129,9 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _sentence(error: BaseException) -> str:
-    message = str(error) if isinstance(error, ImportError | AttributeError | FileNotFoundError) else ""
-    message = message or f"{type(error).__name__}: {error}"
+    message = message_of(error)
+    if not message or not isinstance(error, ImportError | AttributeError | FileNotFoundError):
+        message = f"{type(error).__name__}: {message}"
     raised = traceback.extract_tb(error.__traceback__)[-1]
     is_its_own = not raised.filename.startswith((str(Path(__file__).parent), str(importlib.__file__), "<frozen"))
     return f"{message} ({Path(raised.filename).name}, line {raised.lineno})" if is_its_own else message

@@ -39,7 +39,7 @@ class Kind:
         except ValueError:
             value = None
         if value is None or not self.holds(value):
-            raise ValueError(f"{text} is not {self.words()}")
+            raise ValueError(f"{text or repr(text)} is not {self.words()}")
         return value
 
 

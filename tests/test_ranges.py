@@ -47,6 +47,7 @@ def test_options_are_short_and_spelt_as_people_do() -> None:
     ("name", "text", "says"),
     [
         ("head_dims", "64,0", "0 is not a whole number of at least 2"),
+        ("head_dims", "", "'' is not a whole number of at least 2"),
         ("head_dims", "64,x", "x is not a whole number of at least 2"),
         ("page_sizes", "48", "48 is not a power of two"),
         ("mla_head_dims", "576", "576 is not two whole numbers of at least 2 such as 576/512"),

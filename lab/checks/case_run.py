@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ class CaseRun:
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
-        function = functools.partial(self.kernel.once, getattr(self.implementation, interface.value))
+        function = functools.partial(self.kernel.once, self._offered(interface.value))
         returned = self.kernel.invoke(interface, function, arguments)
         self._wait()
         if interface is AttentionCall.MLA_DECODE:
@@ -154,6 +154,13 @@ class CaseRun:
         result = as_result(returned, interface)._replace(call=call)
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
         return result if rows is None else result.leading(rows)
+
+    def _offered(self, name: str) -> Callable[..., Any]:
+        """Return a function of the implementation; raise KernelError if the implementation does not have it."""
+        try:
+            return cast("Callable[..., Any]", getattr(self.implementation, name))
+        except AttributeError as error:
+            raise KernelError(f"it has no {name}") from error
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Repeat a call that was accepted before. A refusal now counts as a failure and raises KernelError."""
@@ -230,14 +237,14 @@ class CaseRun:
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
         """Prepare or plan a call, and return the function that makes it. The errors are those of `call`."""
-        prepare = functools.partial(self.kernel.prepared, getattr(self.implementation, form.value + interface.value))
+        prepare = functools.partial(self.kernel.prepared, self._offered(form.value + interface.value))
         self.note_call(interface, arguments)
         call: Callable[[], Any] = self.kernel.invoke(interface, prepare, arguments)
         return call
 
     def function(self, interface: Interface) -> Callable[..., Any]:
         """Return the implementation's function, wrapped so that it raises Unsupported for a refused call."""
-        function = getattr(self.implementation, interface.value)
+        function = self._offered(interface.value)
 
         @functools.wraps(function)
         def call(*args: Any, **arguments: Any) -> Any:
@@ -395,4 +402,4 @@ def as_result(returned: Any, interface: AttentionCall) -> Result:
     if interface is AttentionCall.MLA_DECODE:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
-    return Result(out, lse)
+    return Result(out.detach(), None if lse is None else lse.detach())

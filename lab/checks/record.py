@@ -5,6 +5,8 @@ A case is written as its `repr`. Reading it builds only known dataclasses, enums
 
 import ast
 import functools
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from enum import Enum
@@ -79,11 +81,20 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return the path if a report may be written to it.
+    """Return the path if a report may be written to it. Missing parent folders are created.
 
     Raises:
-        ReportError: the path is a file that is neither empty nor a report.
+        ReportError: the path is a file that is neither empty nor a report, a pipe, or in a folder where no file can be written.
     """
+    if path.is_fifo():
+        raise ReportError(f"{path} is a pipe, and a report is written several times: name a file")
+    if path.is_file() or not path.exists():
+        folder = Path(os.path.realpath(path)).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ReportError(f"{path} cannot be written: {error.strerror}") from error
     if path.exists() and path.stat().st_size:
         try:
             read_record(path)

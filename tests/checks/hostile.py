@@ -1,10 +1,13 @@
 """A decode that does something else for each group of query heads: never returns, dies, raises; and is right for the others."""
 
+import builtins
 import ctypes
 import os
 import resource
 import shutil
+import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +20,8 @@ import torch
 
 from lab.references import trtllm_batch_decode_with_kv_cache as right
 
+LAST_WORD = "the last word of a kernel"
+
 
 class Odd(Exception):  # noqa: N818 - an exception of somebody's own
     """What no judge has heard of."""
@@ -28,6 +33,7 @@ def hang() -> None:
 
 
 def leave() -> None:
+    print(LAST_WORD, flush=True)
     os._exit(7)
 
 
@@ -123,10 +129,50 @@ def _remove_scratch_folders() -> None:
         shutil.rmtree(folder)
 
 
+class Mute(Exception):  # noqa: N818 - as `Odd`
+    """An exception without a message."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def _raise_mute() -> None:
+    raise Mute
+
+
+def _empty_modules() -> None:
+    for name in [name for name in sys.modules if name.startswith("lab")]:
+        del sys.modules[name]
+
+
+def _remove_working_folder() -> None:
+    os.chdir(tempfile.mkdtemp())
+    Path.cwd().rmdir()
+
+
+def _break_len() -> None:
+    builtins.len = lambda _: 0  # type: ignore[assignment]
+
+
+def _send_half_a_message() -> None:
+    frame: Any = sys._getframe()
+    while "channel" not in frame.f_locals:
+        frame = frame.f_back
+    os.write(frame.f_locals["channel"].writer.fileno(), bytes([0, 1, 0, 0, 7]))
+
+
 hangs = SimpleNamespace(trtllm_batch_decode_with_kv_cache=lambda **_: hang())
 KEPT: list[Any] = []
 ends_with_0 = _in_calls_of_group_3(lambda: os._exit(0))
 takes_all_descriptors = _in_calls_of_group_3(_take_all_descriptors)
 closes_all_descriptors = _in_calls_of_group_3(lambda: os.closerange(3, 1000))
 removes_scratch_folders = _in_calls_of_group_3(_remove_scratch_folders)
+changes_folder = _in_calls_of_group_3(lambda: os.chdir("/"))
+removes_folder = _in_calls_of_group_3(_remove_working_folder)
+raises_mute = _in_calls_of_group_3(_raise_mute)
+kills_its_group = _in_calls_of_group_3(lambda: os.killpg(0, signal.SIGTERM))
+empties_modules = _in_calls_of_group_3(_empty_modules)
+kills_its_parent = _in_calls_of_group_3(lambda: os.kill(os.getppid(), signal.SIGKILL))
+breaks_len = _in_calls_of_group_3(_break_len)
+sends_half_a_message = _in_calls_of_group_3(_send_half_a_message)
 dies_later = SimpleNamespace(trtllm_batch_decode_with_kv_cache=_right_and_dead_a_second_later)

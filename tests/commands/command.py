@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 from lab.__main__ import main
+from lab.loading import ENDING_SIGNALS
 
 
 def run(line: str | Sequence[str]) -> int:
@@ -14,7 +15,7 @@ def run(line: str | Sequence[str]) -> int:
 
     Lines are not wrapped, and what the command sets in the environment, and for signals, is forgotten.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     with mock.patch.dict(os.environ, COLUMNS="1000"):
         try:
             return main(shlex.split(line) if isinstance(line, str) else line)

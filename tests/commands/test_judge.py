@@ -24,6 +24,7 @@ from lab.checks.run.verdicts import Judged
 from lab.commands import judge as judge_module
 from lab.commands import progress as progress_module
 from lab.commands.judge import rounds
+from tests.checks.hostile import LAST_WORD
 from tests.checks.test_report import report_of, verdict_of
 from tests.commands.command import run
 
@@ -122,32 +123,65 @@ def test_the_whole_command_runs_isolated_in_a_shell() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert "it crashed its process (exit status 7)" in done.stdout
+    assert LAST_WORD in done.stderr
+    assert LAST_WORD not in done.stdout
     assert "FAILED" not in done.stderr
     assert "\x1b" not in done.stdout
     assert "starting" not in done.stdout
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT,) * 3], ids=["SIGTERM", "three times Ctrl-C"])
-def test_an_interrupted_command_ends_quietly_and_removes_its_scratch_folder(
-    signals: tuple[signal.Signals, ...], tmp_path: Path
-) -> None:
+def interrupted(folder: Path, pattern: str, signals: tuple[signal.Signals, ...]) -> tuple[int, str, str]:
+    """Send signals to a judge when a path in a folder matches a pattern. Return its status, stdout and stderr."""
     narrow = shlex.split(shlex.join(NARROW).replace("--in-process", ""))
     command = [sys.executable, "-m", "lab", "judge", "tests.checks.hostile:hangs", *narrow]
-    settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "TMPDIR": str(tmp_path)}, "start_new_session": True}
+    settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "TMPDIR": str(folder)}, "start_new_session": True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings) as judging:
         until = time.monotonic() + 120.0
-        while not list(tmp_path.glob("lab-judge-*/*.stack")) and time.monotonic() < until:
+        while not list(folder.glob(pattern)) and time.monotonic() < until:
             time.sleep(0.1)
         for number in signals:
             os.killpg(judging.pid, number)
             time.sleep(0.05)
         out, err = judging.communicate(timeout=60)
-    # A shell shows 130 for both; the second is of a signal after Python has taken its handlers back.
-    assert judging.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in err
     assert "KeyboardInterrupt" not in err
+    assert not list(folder.glob("lab-judge-*"))
+    return judging.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT,) * 3], ids=lambda all: all[0].name
+)
+def test_an_interrupted_command_ends_quietly_and_removes_its_scratch_folder(
+    signals: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    status, out, _ = interrupted(tmp_path, "lab-judge-*/*.stack", signals)
+    # A shell shows 130 for both; the second is of a signal after Python has taken its handlers back.
+    assert status in (130, -signal.SIGINT)
     assert out.startswith("Not judged: ")
-    assert not list(tmp_path.glob("lab-judge-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_command_that_is_interrupted_while_its_workers_start_ends_quietly(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    assert interrupted(tmp_path, "lab-judge-*", (number,))[0] == 130
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_a_case_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    for out, sentence in ((pipe, "is a pipe"), (Path("/proc/none/report.json"), "cannot be written: ")):
+        assert run(["judge", WINDOW, "--only", "coded", *NARROW, "--out", str(out)]) == 2
+        assert f"lab: {out} {sentence}" in capsys.readouterr().err
+
+
+def test_a_command_ends_quietly_without_an_output() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$0" -m lab checks >&-', sys.executable], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_elsewhere_than_on_a_terminal_a_line_a_minute_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +293,7 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("lab.references --q-lens 1 4", "unexpected extra argument"),
         ("lab.references --level most", "'most' is not one of 'quick', 'smoke', 'full'"),
         ("lab.references --workers 0", "--workers"),
+        (f"lab.references --for {'9' * 400}s", "is no time: a number and s, m or h"),
         ("lab.references --device gpu", "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
         ("lab.references --device cuda:99", "there is no GPU 'cuda:99' here"),
     ],

@@ -1,6 +1,7 @@
 """Judge an implementation: run every check on every function that the implementation has."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,7 +36,8 @@ Named = TypeVar("Named")
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
 MOST_SECONDS = {Level.QUICK: 17.0}  # with its start and end a run takes 30
-TIME_LIMIT_S = 120.0
+TIME_LIMIT_S, LONGEST_LIMIT_S = 120.0, 7 * 86_400.0
+WORKERS_PER_CORE, LEAST_MOST_WORKERS, MOST_DRAWN = 4, 16, 1_000_000
 VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # of the environment, which a verdict depends on
 
 
@@ -310,12 +312,15 @@ def _check_settings(
     """Raise ValueError if an object is to be judged in worker processes, or a number is out of range."""
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
-    if isinstance(workers, int) and workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s={time_limit_s} must be more than 0 seconds for each case")
-    if drawn is not None and drawn < 0:
-        raise ValueError(f"drawn={drawn} must be 0 or more cases, or None for the level's number")
+    most_workers = max(LEAST_MOST_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
+    if isinstance(workers, int) and not 1 <= workers <= most_workers:
+        raise ValueError(f"workers={workers} must be from 1 to {most_workers} on this machine")
+    if not 0 < time_limit_s <= LONGEST_LIMIT_S:
+        raise ValueError(
+            f"time_limit_s={time_limit_s} must be more than 0 and at most {LONGEST_LIMIT_S:g} seconds for each case"
+        )
+    if drawn is not None and not 0 <= drawn <= MOST_DRAWN:
+        raise ValueError(f"drawn={drawn} must be from 0 to {MOST_DRAWN} cases, or None for the level's number")
 
 
 def _named(implementation: Any) -> tuple[str, Any]:

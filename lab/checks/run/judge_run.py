@@ -78,6 +78,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()
+        self._file = None if self.path is None else self.path.absolute()  # a kernel may change the working folder
 
     @property
     def is_over(self) -> bool:
@@ -176,9 +177,9 @@ class Run:
         return report
 
     def _save(self, report: Report, *, goes_on: bool = False) -> None:
-        if self.path is not None:
+        if self._file is not None:
             start = time.monotonic()
-            report.write(self.path, is_diagnosed=not goes_on)
+            report.write(self._file, is_diagnosed=not goes_on)
             end = time.monotonic()
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 

@@ -8,7 +8,6 @@ import dis
 import functools
 import inspect
 import re
-import signal
 import sys
 import sysconfig
 import traceback
@@ -24,7 +23,7 @@ from torch import Tensor
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.interpreter import limit_of
-from lab.loading import LoadError, is_same_module, load, name_of
+from lab.loading import LoadError, is_interruption, is_same_module, load, message_of, name_of
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.masks import packed_mask
 
@@ -81,7 +80,8 @@ class KernelError(Exception):
 
 def raised(error: BaseException) -> KernelError:
     """Return a KernelError for an error of the implementation; of a CUDA error it has only the first line."""
-    sentence = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
+    message = message_of(error)
+    sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
 
 
@@ -123,8 +123,7 @@ def invoke(
     try:
         return function(*args, **arguments)
     except BaseException as error:  # somebody else's code may raise anything
-        # Workers ignore Ctrl-C: there a KeyboardInterrupt is the implementation's own.
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        if is_interruption(error):
             raise
         _check_gpu(error)
         if limit := limit_of(error):
@@ -222,7 +221,7 @@ def _is_refusal(
     if refusals is not None:
         return isinstance(error, refusals)
     if isinstance(error, TypeError):
-        return _is_of_an_argument(str(error), signature, arguments)
+        return _is_of_an_argument(message_of(error), signature, arguments)
     return isinstance(error, (NotImplementedError, ValueError, AssertionError)) and _has_raised(error, packages)
 
 
@@ -274,7 +273,7 @@ def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, argum
 
 def _sentence(error: BaseException) -> str:
     """Return the message of a refusal; for an assertion without a message, its source line."""
-    message = str(error)
+    message = message_of(error)
     if isinstance(error, AssertionError):
         return f"AssertionError: {message or traceback.extract_tb(error.__traceback__)[-1].line}"
     if isinstance(error, TypeError):
@@ -284,8 +283,9 @@ def _sentence(error: BaseException) -> str:
 
 def _of_arguments(error: TypeError) -> str:
     """Return the message of a TypeError, preceded by words that say whether an argument is unknown or missing."""
-    is_missing = _MISSING.search(str(error)) is not None
-    return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {error}"
+    message = message_of(error)
+    is_missing = _MISSING.search(message) is not None
+    return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {message}"
 
 
 Arguments = dict[str, Any]

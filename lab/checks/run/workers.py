@@ -6,14 +6,17 @@ import math
 import multiprocessing.context
 import os
 import re
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -29,7 +32,7 @@ from lab.checks.run.support_protocol import KernelError, Refusals, Unjudgeable, 
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16, quicken
-from lab.loading import LoadError, load
+from lab.loading import ENDING_SIGNALS, LoadError, load, working_folder_kept
 from lab.ranges import Ranges
 
 Answer = TypeVar("Answer")
@@ -37,6 +40,8 @@ Answer = TypeVar("Answer")
 AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.run.audit`
 
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
+START_LIMIT_S = 60.0  # of a new worker, in addition to the time limit of its first case
+WATCHED_EVERY_S = 1.0
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
 # Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
@@ -44,6 +49,7 @@ MOST_LAST_WORDS = 10_000  # characters
 ROUNDED = ("output", "LSE", "merged")  # kinds of results that are held for their errors
 MOST_BY_TRUNCATION = 16.0  # of an error over its bound; one cut makes 4, and 10 of a mean slope
 SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: a case has spoiled it, or ended it with status 0
+FORKS_ENDED = 255  # exit status of each worker if the process of which all are forks has ended
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
 SHOWN_FRAMES = 3  # of these calls, the innermost
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -98,6 +104,8 @@ class Workers:
         self._pool: Any = None
         self._pool_without_kernel: Any = None
         self._has_worked, self._num_tasks = False, 0
+        self._limits_s = dict[Future[Any], float]()  # of the cases that are not finished
+        self._last_end, self._is_over, self._lock = 0.0, threading.Event(), threading.Lock()
         self._stack = ExitStack()
 
     def __enter__(self) -> "Workers":
@@ -108,7 +116,8 @@ class Workers:
             self._folder = Path(self._stack.enter_context(made))
             self._stack.enter_context(transport.guarded())
             self._stack.callback(self._end_pools)
-            self._pool = self._new_pool(self.workers)
+            self._stack.callback(self._is_over.set)
+            threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,10 +133,21 @@ class Workers:
         )
 
     def _end_pools(self) -> None:
-        for pool in filter(None, (self._pool, self._pool_without_kernel)):
-            pool.stop()
-            pool.join()
-        self._pool_without_kernel = None
+        with self._lock:
+            for pool in filter(None, (self._pool, self._pool_without_kernel)):
+                pool.stop()
+                pool.join()
+            self._pool = self._pool_without_kernel = None
+
+    def _watch(self) -> None:
+        """End a pool in which no case has ended within its time limit: a kernel may have damaged the pipe of all workers."""
+        while not self._is_over.wait(WATCHED_EVERY_S):
+            limits_s = dict(self._limits_s)
+            if limits_s and time.monotonic() > self._last_end + max(limits_s.values()) + START_LIMIT_S:
+                self._end_pools()
+                for future in limits_s:
+                    with suppress(InvalidStateError):
+                        future.set_exception(BrokenProcessPool("its worker does not answer"))
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
         """Call a function with the implementation as its argument, in a worker, and return the result. This process does not
@@ -160,9 +180,15 @@ class Workers:
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
         """Call a function in a process that loads no implementation, and return its result."""
-        self._pool_without_kernel = self._pool_without_kernel or self._new_pool(1)
-        found: Judged = self._pool_without_kernel.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
-        return found
+        for _ in range(2):  # a kernel may have ended the process of which all workers are forks
+            try:
+                if self._pool_without_kernel is None or not self._pool_without_kernel.active:
+                    self._pool_without_kernel = self._new_pool(1)
+                future = self._pool_without_kernel.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S)
+                return credible(future.result())
+            except Exception as error:  # an output may have any form
+                failed = Judged(Outcome.FAILED, (f"its output cannot be judged: {type(error).__name__}: {error}",))
+        return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
         """Submit a case to the check with the key `check`. Return a `Pending`, which raises TooLate if the case was not begun
@@ -177,10 +203,20 @@ class Workers:
         return Pending(functools.partial(self._result, future, arguments), future)
 
     def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float | None = None) -> Any:
-        if not self._pool.active:  # a worker that died between two cases ended its pool
+        pool = self._pool
+        if pool is None or not pool.active:  # a worker that died between two cases ended its pool
             self._end_pools()
-            self._pool = self._new_pool(self.workers)
-        return self._pool.schedule(work, args=arguments, timeout=limit_s or self.time_limit_s)
+            pool = self._pool = self._new_pool(self.workers)
+        limit_s = limit_s or self.time_limit_s
+        future = pool.schedule(work, args=arguments, timeout=limit_s)
+        self._last_end = self._last_end if self._limits_s else time.monotonic()
+        self._limits_s[future] = limit_s
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: Any) -> None:
+        self._last_end = time.monotonic()
+        self._limits_s.pop(future, None)
 
     def _result(self, future: Any, arguments: tuple[Any, Task, float, Path], attempts: int = 2) -> Judged:
         from pebble import ProcessExpired
@@ -194,10 +230,12 @@ class Workers:
                 return self._result(self._schedule(_work, arguments), arguments, attempts - 1)
             if not self._has_worked:
                 raise RuntimeError(CANNOT_BEGIN) from error
-            return Judged(Outcome.FAILED, ("its worker died before it began",))
+            return Judged(Outcome.FAILED, (f"its worker died before it began, or broke its pipe: {error}",))
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s{_calls_in(last_words)}",))
         except ProcessExpired as error:
+            if error.exitcode == FORKS_ENDED and attempts > 1:  # perhaps by another case
+                return self._result(self._schedule(_work, arguments), arguments, attempts - 1)
             # The kernel may have written the last words. They say why the case failed, and nothing else.
             if error.exitcode == SPOILED and last_words.is_file():
                 with last_words.open(errors="replace") as words:
@@ -223,12 +261,20 @@ def _context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, ENDING_SIGNALS
+    )  # Ctrl-C ends this process, and then that one ends
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
 def _begin(environment: dict[str, str], device: torch.device, begun: "Synchronized[int]") -> None:
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
+    os.dup2(2, 1)  # what a kernel prints is no part of the report
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+    os.setpgid(0, 0)  # a signal that a kernel sends to its process group reaches no other process of the lab
     noted()
     # A pool takes a worker that ends with 0 for one that has done its work, and waits for the case until its time limit.
     os._exit = functools.partial(_end_with_another, os._exit)
@@ -262,6 +308,7 @@ def noted() -> Bindings:
     return bindings()
 
 
+@working_folder_kept()
 def _judge(implementation: Any, task: Task) -> Judged:
     """Judge one case in this process. The outcome is DISHONEST if the kernel changed functions or settings of the judge.
 

@@ -1,9 +1,10 @@
 """The judge as its user meets it: what is right, wrong, declined or failed, and which mistakes it answers with a sentence."""
 
+import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,9 +96,17 @@ def test_a_check_goes_by_its_key_or_name() -> None:
         (INSIDE, {"level": "brief"}, ValueError, "there is no level 'brief'; there are quick, smoke, full"),
         (INSIDE, {"device": "gpu"}, ValueError, "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
         (INSIDE, {"device": "cuda:99"}, ValueError, "there is no GPU 'cuda:99' here: torch finds "),
-        (INSIDE, {"workers": 0}, ValueError, "workers=0 must be at least 1"),
-        (INSIDE, {"time_limit_s": 0}, ValueError, "time_limit_s=0 must be more than 0 seconds"),
-        (INSIDE, {"drawn": -1}, ValueError, "drawn=-1 must be 0 or more cases"),
+        (INSIDE, {"workers": 0}, ValueError, "workers=0 must be from 1 to "),
+        (INSIDE, {"workers": 100_000}, ValueError, "workers=100000 must be from 1 to "),
+        (
+            INSIDE,
+            {"time_limit_s": math.inf},
+            ValueError,
+            "time_limit_s=inf must be more than 0 and at most 604800 seconds",
+        ),
+        (INSIDE, {"drawn": 10**30}, ValueError, "must be from 0 to 1000000 cases"),
+        (INSIDE, {"time_limit_s": 0}, ValueError, "time_limit_s=0 must be more than 0 and at most "),
+        (INSIDE, {"drawn": -1}, ValueError, "drawn=-1 must be from 0 to "),
         (INSIDE, {"isolated": True}, ValueError, "an isolated judge imports the implementation by name; got namespace"),
     ],
 )
@@ -106,6 +115,29 @@ def test_a_mistake_of_the_user_is_told_in_a_sentence(
 ) -> None:
     with pytest.raises(error, match=sentence):
         judge(implementation, **how)
+
+
+def returning(changed: Callable[[torch.Tensor], torch.Tensor]) -> SimpleNamespace:
+    """Return the reference decode with its output changed."""
+
+    def decode(**arguments: Any) -> Any:
+        returned = references.trtllm_batch_decode_with_kv_cache(**arguments)
+        return (changed(returned[0]), returned[1]) if isinstance(returned, tuple) else changed(returned)
+
+    return decoding(decode)
+
+
+def test_an_output_has_the_dtype_of_the_call() -> None:
+    kernel = returning(torch.Tensor.double)
+    verdict = judge_case(kernel, "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.WRONG
+    assert verdict.reason.startswith(f"the output is torch.float64, and the call's is {CASE.dtype}")
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_output_may_require_a_gradient() -> None:
+    kernel = returning(torch.Tensor.requires_grad_)
+    assert judge_case(kernel, "K1", CASE, "cpu").outcome is Outcome.RIGHT
 
 
 def refusing(error: type[Exception], sentence: str) -> SimpleNamespace:

@@ -1,12 +1,15 @@
 """A case that crashes, hangs or raises costs itself alone; `test_workers_gpu` has the twins that do it in a kernel."""
 
+import os
 import re
+import signal
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import Value
+from multiprocessing import Value, forkserver
 from pathlib import Path
 from threading import Timer
 
@@ -15,7 +18,7 @@ import torch
 
 from lab import references
 from lab.calls.problem import AttentionCall
-from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge
+from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge, judge_case
 from lab.checks.run import workers as workers_module
 from lab.checks.run.judge_run import Waits, in_turns
 from lab.checks.run.verdicts import Judged, TooLate
@@ -38,6 +41,7 @@ RANGES = Ranges(
 )
 RANGES_OF_RAISERS = replace(RANGES, groups=(5, 6, 8, 16))
 TIME_LIMIT_S = 5.0
+RELATIVE = os.path.relpath(hostile.__file__)
 LINE_OF_HANG = hostile.hang.__code__.co_firstlineno + 2
 
 
@@ -99,22 +103,58 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
         ("takes_all_descriptors", "it crashed its process, for no file can be opened: Too many open files"),
         ("closes_all_descriptors", "it crashed its process (exit status "),
         ("removes_scratch_folders", ""),
+        ("changes_folder", ""),
+        ("removes_folder", ""),
+        ("raises_mute", "the call: it raised Mute: a message that cannot be made, for that raises KeyboardInterrupt"),
+        ("kills_its_group", "it crashed its process (exit status 15)"),
+        ("kills_its_parent", None),  # the case may be over before its worker is missed
+        ("empties_modules", "its worker could not go on: PicklingError: "),
+        ("breaks_len", "its worker died before it began, or broke its pipe: Unpicklable object from worker"),
     ],
 )
 def test_what_a_kernel_takes_from_its_process_or_machine_costs_its_case_alone(
-    deed: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deed: str, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And at once, not at the time limit."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     cases = [AttentionCase(AttentionCall.DECODE, (20,), (1,), group=group) for group in (1, 3, 1)]
     start = time.monotonic()
-    with Workers(f"tests.checks.hostile:{deed}", torch.device("cpu"), Ranges(), 300.0) as pool:
+    with Workers(f"{RELATIVE}:{deed}", torch.device("cpu"), Ranges(), 300.0) as pool:
         before, during, after = (wait() for wait in [pool.submit("K1", each) for each in cases])
     assert (before.outcome, after.outcome) == (Outcome.RIGHT, Outcome.RIGHT)
-    assert during.outcome is (Outcome.FAILED if sentence else Outcome.RIGHT)
-    assert "; ".join(during.wrongs).startswith(sentence)
+    if sentence is not None:
+        assert during.outcome is (Outcome.FAILED if sentence else Outcome.RIGHT)
+        assert "; ".join(during.wrongs).startswith(sentence)
     assert time.monotonic() - start < 200.0
+
+
+def test_a_pipe_that_a_kernel_damages_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool waits for the rest of a message, and then no time limit of its own holds."""
+    monkeypatch.setattr(workers_module, "START_LIMIT_S", 5.0)
+    cases = [AttentionCase(AttentionCall.DECODE, (20,), (1,), group=group) for group in (1, 3, 1)]
+    start = time.monotonic()
+    with Workers("tests.checks.hostile:sends_half_a_message", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
+        outcomes = [wait().outcome for wait in [pool.submit("K1", each) for each in cases]]
+    assert outcomes == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
+    assert time.monotonic() - start < 60.0
+
+
+def test_the_audit_goes_on_after_the_end_of_the_process_of_which_all_are_forks() -> None:
+    with Workers("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
+        assert pool.apart(_right).outcome is Outcome.RIGHT
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        time.sleep(1.0)
+        assert pool.apart(_right).outcome is Outcome.RIGHT
+        found = pool.apart(hostile.raise_odd)
+    assert found.outcome is Outcome.FAILED
+    assert found.wrongs[0].startswith("its output cannot be judged: ")
+
+
+def test_a_function_that_an_implementation_lacks_is_its_failure() -> None:
+    found = judge_case(Mapping, "K1", AttentionCase(AttentionCall.DECODE, (20,), (1,)), "cpu")
+    assert found.outcome is Outcome.FAILED
+    assert found.reason == "the call: it has no trtllm_batch_decode_with_kv_cache"
 
 
 def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
@@ -222,6 +262,11 @@ def test_workers_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("import os\nos._exit(9)\n", "ends its process when it is imported (exit status 9)"),
         ("import time\ntime.sleep(60)\n", "was not imported within 3 s"),
+        ("raise KeyboardInterrupt\n", "cannot be imported: KeyboardInterrupt"),
+        (
+            "class Mute(Exception):\n    def __str__(self):\n        raise ValueError\nraise Mute\n",
+            "cannot be imported: Mute: a message that cannot be made, for that raises ValueError (kernel.py, line 4)",
+        ),
         ("def broken(:\n", "cannot be imported: SyntaxError: invalid syntax (kernel.py, line 1)"),
     ],
 )
