@@ -9,9 +9,8 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from lab.exit_status import ExitStatus
+from lab.exit_status import ENDING_SIGNALS, ExitStatus
 from lab.extras import EXTRA_OF, sentence
-from lab.loading import ENDING_SIGNALS
 from lab.wording import printable
 
 QUIET_S = 3.0  # after an interruption, further ones do not disturb what it began to clean up

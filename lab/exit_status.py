@@ -1,6 +1,9 @@
-"""The exit statuses of the lab's commands."""
+"""The exit statuses of the lab's commands, and the signals that end them."""
 
 import enum
+import signal
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which end a command with INTERRUPTED
 
 
 class ExitStatus(enum.IntEnum):
@@ -13,7 +16,7 @@ class ExitStatus(enum.IntEnum):
         REFUSED: a time or a verdict is refused: the hardware cannot reach the time, or the kernel changed functions that time
             or judge kernels.
         NOT_JUDGED: nothing could be judged, measured or compared; `git bisect run` skips a commit with this status.
-        INTERRUPTED: Ctrl-C ended the command.
+        INTERRUPTED: Ctrl-C, or another signal of `ENDING_SIGNALS`, ended the command.
     """
 
     DONE = 0

@@ -18,7 +18,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 UNPACKAGED = "file "  # the name of a module whose file is in no package begins so, and its path follows
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which end a command of the lab
 
 
 class LoadError(ImportError):
@@ -131,7 +130,7 @@ def _import_file(path: Path) -> ModuleType:
 def _sentence(error: BaseException) -> str:
     message = message_of(error)
     if not message or not isinstance(error, ImportError | AttributeError | FileNotFoundError):
-        message = f"{type(error).__name__}: {message}"
+        message = f"{type(error).__name__}: {message}".removesuffix(": ")
     raised = traceback.extract_tb(error.__traceback__)[-1]
     is_its_own = not raised.filename.startswith((str(Path(__file__).parent), str(importlib.__file__), "<frozen"))
     return f"{message} ({Path(raised.filename).name}, line {raised.lineno})" if is_its_own else message

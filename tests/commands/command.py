@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 from lab.__main__ import main
-from lab.loading import ENDING_SIGNALS
+from lab.exit_status import ENDING_SIGNALS
 
 
 def run(line: str | Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -30,9 +30,10 @@ from lab.checks.properties.check import Check
 from lab.checks.run import transport
 from lab.checks.run.support_protocol import KernelError, Refusals, Unjudgeable, Unsupported, raised
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible, dishonest
+from lab.exit_status import ENDING_SIGNALS
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16, quicken
-from lab.loading import ENDING_SIGNALS, LoadError, load, working_folder_kept
+from lab.loading import LoadError, load, message_of, working_folder_kept
 from lab.ranges import Ranges
 
 Answer = TypeVar("Answer")
@@ -171,6 +172,7 @@ class Workers:
             ) from None
         except BrokenProcessPool as error:
             raise RuntimeError(CANNOT_BEGIN) from error
+        self._has_worked = True
         return answer
 
     def stop(self) -> None:
@@ -261,6 +263,7 @@ def _context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    resource_tracker.ensure_running()  # which takes the signals back
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, ENDING_SIGNALS
     )  # Ctrl-C ends this process, and then that one ends
@@ -298,7 +301,11 @@ def _take_gpu(begun: "Synchronized[int]") -> None:
 
 
 def _call_with(function: Callable[[Any], Answer], name: str) -> Answer:
-    return function(load(name))
+    implementation = load(name)
+    try:
+        return function(implementation)
+    except Exception as error:  # of an attribute that raises one
+        raise LoadError(f"{name} cannot be judged: {type(error).__name__}: {message_of(error)}") from error
 
 
 @functools.cache

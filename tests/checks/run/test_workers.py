@@ -26,6 +26,7 @@ from lab.checks.run.workers import Pending, Workers
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.interfaces import interfaces_of
 from tests.checks import hostile
 
 HALF = ((torch.bfloat16, torch.bfloat16),)
@@ -138,6 +139,14 @@ def test_a_pipe_that_a_kernel_damages_costs_its_case_alone(monkeypatch: pytest.M
         outcomes = [wait().outcome for wait in [pool.submit("K1", each) for each in cases]]
     assert outcomes == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
     assert time.monotonic() - start < 60.0
+
+
+def test_a_kernel_that_damages_the_pipe_in_each_case_fails() -> None:
+    """The import of the kernel has shown that workers can begin."""
+    case = AttentionCase(AttentionCall.DECODE, (20,), (1,), group=3)
+    with Workers("tests.checks.hostile:breaks_len", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
+        pool.call(interfaces_of)
+        assert pool.submit("K1", case)().outcome is Outcome.FAILED
 
 
 def test_the_audit_goes_on_after_the_end_of_the_process_of_which_all_are_forks() -> None:
@@ -262,6 +271,10 @@ def test_workers_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("import os\nos._exit(9)\n", "ends its process when it is imported (exit status 9)"),
         ("import time\ntime.sleep(60)\n", "was not imported within 3 s"),
+        (
+            "def __getattr__(name):\n    raise RuntimeError(name)\n",
+            "cannot be judged: RuntimeError: trtllm_batch_decode_with_kv_cache",
+        ),
         ("raise KeyboardInterrupt\n", "cannot be imported: KeyboardInterrupt"),
         (
             "class Mute(Exception):\n    def __str__(self):\n        raise ValueError\nraise Mute\n",
