@@ -269,6 +269,10 @@ def _context() -> multiprocessing.context.BaseContext:
     )  # Ctrl-C ends this process, and then that one ends
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # A worker whose start Ctrl-C interrupts would look for the locks of its pool, which are gone. This process has none.
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
     return context
 
 
