@@ -263,10 +263,10 @@ def _context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # which takes the signals back
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, ENDING_SIGNALS
-    )  # Ctrl-C ends this process, and then that one ends
+    # Ctrl-C ends this process, and then the processes that it starts here end.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    resource_tracker.ensure_running()  # which unblocks two of the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # A worker whose start Ctrl-C interrupts would look for the locks of its pool, which are gone. This process has none.
