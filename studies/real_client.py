@@ -11,8 +11,8 @@ For each request with other tokens, the first other token is recorded with the g
 and with the distance of neighbouring numbers of the engine's dtype at these logits. A gap of a few such distances is a tie. A
 negative gap says that the float32 model prefers the other token.
 
-Then the first implementation, and a kernel that is known to be wrong, serve the requests under the recorder in shadow: every
-n-th call is judged at once, and a wrong call is kept.
+Then the first implementation, and a kernel that is known to be wrong, serve the requests under the recorder in shadow: one
+of each n calls is judged at once, and a wrong call is kept.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class Attention:
 
     Attributes:
         name: the name of an attention function of transformers, or of an implementation of FlashInfer's functions.
-        shadow: each n-th call is judged while the engine runs; 0: no call, and there is no recorder.
+        shadow: one of each n calls is judged while the engine runs; 0: no call, and there is no recorder.
     """
 
     name: str
@@ -81,7 +81,7 @@ class RealClient(Study):
     wrong: Annotated[str | None, typer.Option(help="a wrong kernel to serve with in shadow, such as corpus:zeros")] = (
         None
     )
-    shadow: Annotated[int, count("in shadow, judge each n-th call; an even n judges one of the model's two layers")] = 7
+    shadow: Annotated[int, count("in shadow, judge one of each n calls")] = 7
     recordings: Annotated[Path | None, typer.Option(file_okay=False, help="the folder for the calls found wrong")] = (
         None
     )
@@ -160,7 +160,10 @@ class RealClient(Study):
         listed: list[StudyRow] = []
         if recorder is not None:
             wrong = {call.number for call in own_calls(recorder.out)}
-            listed = [{**what, **call, "verdict": verdict(n, attention, wrong)} for n, call in enumerate(made, start=1)]
+            listed = [
+                {**what, **call, "verdict": verdict(n, recorder.judged_numbers, wrong)}
+                for n, call in enumerate(made, start=1)
+            ]
             judged = [call["host_us"] / 1e3 for call in listed if call["verdict"]]
             row |= {name: getattr(recorder, name) for name in ("judged", "wrong", "kept", "kept_bytes")}
             row["judged_ms"] = statistics.median(judged) if judged else None
@@ -208,11 +211,11 @@ def _module(name: str, functions: Mapping[str, Any]) -> ModuleType:
     return module
 
 
-def verdict(call_number: int, attention: Attention, wrong: set[int]) -> str:
+def verdict(call_number: int, judged: Collection[int], wrong: Collection[int]) -> str:
     """Return "wrong", "right" or, for a call that was not judged, ""."""
     if call_number in wrong:
         return "wrong"
-    return "" if call_number % attention.shadow else "right"
+    return "right" if call_number in judged else ""
 
 
 def idle_recorder() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
+from lab.checks.explain.features import features_of_case
 from lab.checks.properties import checks_by_key
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome
 from lab.files import DAMAGED, read_json
@@ -35,9 +36,11 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
     Raises:
         ReportError: the record is not a report, or was written before cases had numbers.
     """
+    where = ""
     try:
         ranges = read_expression(record["ranges"])
         for case in record["cases"]:
+            where = f"case {case.get('number')!r}: "
             yield CaseVerdict(
                 implementation=str(record["implementation"]),
                 check=str(case["check"]),
@@ -61,7 +64,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                 sent_by=tuple(case.get("sent_by", ())),
             )
     except DAMAGED as error:
-        raise ReportError(f"it is no report of this lab's judge: {type(error).__name__}: {error}") from error
+        raise ReportError(f"{where}it is no report of this lab's judge: {type(error).__name__}: {error}") from error
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -117,7 +120,13 @@ def read_case(path: Path, number: int) -> CaseVerdict:
         numbers = [case["number"] for case in record["cases"] if isinstance(case.get("number"), int)]
         there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
         raise ReportError(f"{path} has no case {number}: {there}")
-    verdict, *_ = read_cases(record | {"cases": chosen})
+    try:
+        verdict, *_ = read_cases(record | {"cases": chosen})
+        features_of_case(verdict.case)
+    except ReportError as error:
+        raise ReportError(f"{path}: {error}") from error
+    except DAMAGED as error:
+        raise ReportError(f"{path}: case {number} is no case of a check: {error}") from error
     if verdict.check not in checks_by_key():
         raise ReportError(f"case {number} of {path} is of a check {verdict.check!r}, which this lab does not have")
     return replace(verdict, recorded_in=str(path))

@@ -60,13 +60,13 @@ def compare(
     Exit status: 1 if a row is SLOWER or missing, or a case is newly wrong or declined; 125 if a row or case could not be
     compared.
     """
-    from lab.reports.changed_verdicts import are_reports, compare_verdicts
+    from lab.reports.changed_verdicts import compare_verdicts, has_report
     from lab.reports.compare import compare as compare_files
 
     if (after is None) == (by is None):
         refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
     with refusing_recordings("not compared"):
-        if after is not None and are_reports(before, after):
+        if after is not None and has_report(before, after):
             report = compare_verdicts(Path(before), Path(after))
         else:
             report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)

@@ -29,6 +29,7 @@ from lab.exit_status import ExitStatus
 from lab.files import last_report
 from lab.loading import LoadError
 from lab.ranges import ranges_of
+from lab.wording import printable
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
@@ -178,10 +179,14 @@ def judge(
             prepare_machine(device)
             settings["refusals"] = _exceptions(refusals, implementation)
         from lab.recorded.case import recording_below
+        from lab.recorded.own_form import ends
 
         if (below := recording_below(calls)) != calls:
             typer.echo(f"{calls} has no calls: those of {below} are judged")
         arguments = (below,) if implementation is None else (below, implementation)
+        with refusing_errors():
+            for sentence in ends(Path(below.rpartition("#")[0] or below)):
+                typer.echo(printable(f"the recording may lack the wrong calls: {sentence}"))
         _judge_and_exit(partial(_judge_and_show, partial(judging.judge_calls, *arguments, **settings), False), watch)
     prepare_machine(device)
     from lab.kernels import default_implementation
@@ -289,11 +294,15 @@ def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, con
 def _print_recorded_coverage(path: Path) -> None:
     """Print the coverage that a report's file records."""
     from lab.checks.parameters.coverage import coverages
-    from lab.checks.record import read_cases, read_expression, read_record
+    from lab.checks.record import ReportError, read_cases, read_expression, read_record
 
     with refusing_recordings("no coverage"):
         record = read_record(path)
-        found = coverages(list(read_cases(record)), read_expression(record["ranges"]))
+        try:
+            verdicts = list(read_cases(record))
+        except ReportError as error:
+            raise ReportError(f"{path}: {error}") from error
+        found = coverages(verdicts, read_expression(record["ranges"]))
     _print_coverage(Console(), found)
 
 

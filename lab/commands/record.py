@@ -21,7 +21,7 @@ def record(
     functions: Annotated[
         list[str], list_option(str, "packages that have the functions", "NAME,...", default="flashinfer")
     ],
-    every: Annotated[int, Option(min=1, help="record each n-th call of the chosen layers")] = 1,
+    every: Annotated[int, Option(min=1, help="record one of each n calls of the chosen layers, drawn at random")] = 1,
     layers: Annotated[list[int] | None, list_option(int, "record calls of these layers; all if left out")] = None,
     from_s: Annotated[
         float, Option(min=0, help="begin this number of seconds after the first import of FlashInfer")
@@ -34,11 +34,15 @@ def record(
     ] = 0,
     non_finite: Annotated[bool, Option("--non-finite", help="record calls with NaN or Inf in the output")] = False,
     shadow: Annotated[
-        int, Option(min=0, help="in place of --every: judge each n-th call at once, record it if it is wrong; 0: none")
+        int,
+        Option(min=0, help="in place of --every: judge one of each n calls at once, record it if it is wrong; 0: none"),
     ] = 0,
     e4m3_arithmetic: Annotated[
         bool, Option("--e4m3-arithmetic", help="--shadow: the kernel rounds its operands to e4m3")
     ] = False,
+    switch: Annotated[
+        Path | None, Option("--while", metavar="FILE", help="record calls only while this file exists")
+    ] = None,
     before: Annotated[
         bool, Option("--before", help="write the inputs before each call, for a call that crashes")
     ] = False,
@@ -55,7 +59,8 @@ def record(
 
     chosen = tuple(layers or ())
     with refusing_errors():
-        triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic)
+        seen = "" if switch is None else str(switch.resolve())
+        triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic, seen)
     limits = {"most_calls": most_calls, "most_bytes": int(most_gb * 1e9), "before": before}
     settings = {"out": str(out.resolve()), "triggers": asdict(triggers), "functions": functions, **limits}
     if (program := shutil.which(command[0])) is None:

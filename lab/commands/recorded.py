@@ -1,5 +1,6 @@
 """`lab recorded`: make files from calls that were recorded in an engine."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from lab.exit_status import ExitStatus
 from lab.loading import load
 from lab.wording import counted, printable
 
+MOST_SHOWN = 8  # sentences about calls and requests that are left out
 recorded = typer.Typer(no_args_is_help=True)
 
 
@@ -60,13 +62,13 @@ def shrink(
     from lab.provenance import version_of
     from lab.recorded import own_form
     from lab.recorded.reductions import contents_of
-    from lab.recorded.repro import import_line, write_repro
+    from lab.recorded.repro import import_line, is_foreign, write_repro
     from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
 
     with refusing_errors():
         find, called, versions, gpu = None, "", dict(call.versions), call.gpu or "(please fill in)"
         if not from_outputs:
-            name = implementation or CALL_TYPES[call.function].module
+            name = implementation or (call.module if is_foreign(call) else CALL_TYPES[call.function].module)
             function = getattr(load(name), call.function.value, None)
             if function is None:
                 raise ValueError(f"{name} has no {call.function.value}")
@@ -114,7 +116,39 @@ def scenario(
     with refusing_errors():
         if out.suffix != ".jsonl":
             raise ValueError(f"{out}: a trace in Mooncake's format ends in .jsonl")
-        requests = traced_requests(recorded_cases(recording))
+        left_out: list[str] = []
+        requests = traced_requests(recorded_cases(recording), left_out.append)
         write_text(out, as_mooncake(requests))
+    for sentence in left_out[:MOST_SHOWN]:
+        typer.echo(printable(f"left out: {sentence}"), err=True)
+    if len(left_out) > MOST_SHOWN:
+        typer.echo(f"left out: {len(left_out) - MOST_SHOWN} more", err=True)
     passes = Counter(each.arrival_ms for each in requests)
     print(f"{out}: {counted(len(passes), 'forward pass')} of up to {max(passes.values())} requests")
+
+
+@recorded.command("list")
+def list_calls(
+    recording: Annotated[str, typer.Argument(metavar="FOLDER[#3]", help="a folder of recorded calls, or one call")],
+) -> None:
+    """List recorded calls with their sizes. The rows of a request tell the verification of a draft from a decode."""
+    from lab.recorded.call import RecordingError
+    from lab.recorded.case import recorded_cases
+    from lab.reports.tables import table_of_lines, terminal, terminal_of
+
+    lines = []
+    with refusing_errors():
+        for case in recorded_cases(recording):
+            try:
+                _, problem = case.posed()
+            except RecordingError as error:
+                sizes, last = ["", "", ""], str(error)
+            else:
+                rows = sorted({end - start for start, end in itertools.pairwise(problem.row_offsets())})
+                widths = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else str(rows[0])
+                sizes = [str(problem.batch_size), widths, str(int(problem.seq_lens.max()))]
+                last = Path(case.path).stem.rpartition(case.interface.value)[2].strip("_")
+            about = [str(case.number), case.interface.name.lower(), "" if case.layer is None else str(case.layer)]
+            lines.append([*about, *sizes, printable(last)])
+    headings = ("call", "function", "layer", "requests", "rows of each", "most keys", "file")
+    terminal().print(terminal_of(table_of_lines(headings, lines, caption=recording)))

@@ -4,7 +4,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,10 @@ class RecordingError(ValueError):
 
     def __init__(self, sentence: str) -> None:
         super().__init__(" ".join(sentence.splitlines()))  # it quotes names in the file
+
+
+class InvalidArgumentsError(RecordingError):
+    """The engine made a call with invalid arguments, such as a page id outside the pool."""
 
 
 @contextmanager
@@ -76,11 +80,13 @@ class RecordedCall:
     Attributes:
         function: the function that was called.
         given: the arguments by name, with tensors on the CPU. For `out` and `lse` only dtype, shape and strides matter.
-        out: the output after the call; None if the call did not end.
+        out: the output after the call; None if the call did not return.
         lse: the LSE after the call; None if the call did not end or returns no LSE.
         versions: the version of each package in the engine's process.
         lost: sentences about data that the recorder did not keep.
         gpu: the name of the GPU; "" if the recorder did not write it.
+        raised: the error that the call raised, with its type; "" if it raised none, or if the recorder did not write it.
+        module: the module of the function that was called; "" if the recorder did not write it.
         pages: the engine's id of each page in `kv_cache`, if the recorder kept some of the pages only; else None.
         drawn: names of the arguments whose contents were replaced by drawn values.
     """
@@ -92,6 +98,8 @@ class RecordedCall:
     versions: Mapping[str, str]
     lost: tuple[str, ...] = ()
     gpu: str = ""
+    raised: str = ""
+    module: str = ""
     pages: tuple[int, ...] | None = None
     drawn: frozenset[str] = frozenset()
 
@@ -99,7 +107,11 @@ class RecordedCall:
         for name in RESULTS:
             if not isinstance(result := getattr(self, name), Tensor | None):
                 raise RecordingError(f"the recorded {name} is of type {type(result).__name__}, and no tensor")
-        unknown = sorted(set(self.given) - set(CALL_TYPES[self.function].__dataclass_fields__))
+        fields = CALL_TYPES[self.function].__dataclass_fields__
+        needed = (each.name for each in fields.values() if each.default is each.default_factory is MISSING)
+        if missing := [name for name in needed if name not in {*self.given, "workspace_buffer"}]:
+            raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
+        unknown = sorted(set(self.given) - set(fields))
         if unknown:
             raise RecordingError(
                 f"{self.function.value} was recorded with {', '.join(unknown)}, which FlashInfer 0.7.2 does not have: "
@@ -127,14 +139,20 @@ class RecordedCall:
         """Check the arguments, and return the attention that they define, for the computation of references.
 
         Raises:
-            RecordingError: the arguments are invalid, such as a page id outside the pool; the lab does not model one of them;
-                or no request has a query row.
+            InvalidArgumentsError: the arguments are invalid, such as a page id outside the pool.
+            RecordingError: the lab does not model one of the arguments, or no request has a query row.
         """
         try:
             problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
-        except (ArithmeticError, TypeError, ValueError, NotImplementedError) as error:
+            if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
+                problem.check_values()
+        except (ArithmeticError, NotImplementedError) as error:
+            raise RecordingError(str(error)) from error
+        except (TypeError, ValueError) as error:
             kept = "" if self.pages is None else f"the pool of {len(self.pages)} pages"  # the engine's pool has more
-            raise RecordingError(str(error).replace(kept, "the engine's pool") if kept else str(error)) from error
+            raise InvalidArgumentsError(
+                str(error).replace(kept, "the engine's pool") if kept else str(error)
+            ) from error
         if problem.has_no_rows or not problem.row_offsets()[-1]:
             raise RecordingError("no request has a query row")
         return problem

@@ -57,13 +57,13 @@ class RecordedCase:
         """Read the call, and return it with the attention that its arguments define.
 
         Raises:
-            RecordingError: the call cannot be read, or is refused by `RecordedCall.problem`.
+            RecordingError: the call cannot be read, or is refused by `RecordedCall.problem`, with an error of the same type.
         """
         try:
             call = self.read()
             return call, call.problem()
         except RecordingError as error:
-            raise RecordingError(f"call {self.number}: {error}") from error
+            raise type(error)(f"call {self.number}: {error}") from error
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -1,43 +1,54 @@
 """The lengths of the requests in recorded calls, as a trace from which scenarios take their batches."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lab.calls import AttentionCall, PagedAttention
 from lab.recorded.call import RecordingError
 from lab.recorded.case import RecordedCase
+from lab.wording import counted
 from lab.workloads.traces import TracedRequest
 
 DECODES = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 PASS_MS = 1000.0  # from one pass to the next, so that `lab.workloads.traces.snapshot` never mixes two passes
 
 
-def traced_requests(cases: Sequence[RecordedCase]) -> list[TracedRequest]:
+def traced_requests(
+    cases: Sequence[RecordedCase], note: Callable[[str], object] = lambda _: None
+) -> list[TracedRequest]:
     """Return the requests of recorded decode calls as a trace. The length of a request is the number of its keys before the
     call. If there is no decode call, return the prompts: the query rows of context calls.
 
     Consecutive calls with the same lengths are layers of one forward pass, and count once. Calls that cannot be read are left
-    out, and so are block-sparse calls, whose lengths count selected keys only, and requests of length 0, which pad a batch. The
-    requests of a pass arrive together, and each answer is one token.
+    out, and so are block-sparse calls, whose lengths count selected keys only, requests with fewer keys than rows, and requests
+    of length 0, which pad a batch. `note` is called with a sentence about each of them but the last. The requests of a pass
+    arrive together, and each answer is one token.
 
     Raises:
         RecordingError: no call has a request with a length.
     """
+    why = ""
     passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for case in cases:
         try:
             _, problem = case.posed()
-        except RecordingError:
+        except RecordingError as error:
+            why = why or f": {error}"
+            note(f"{error}")
             continue
         if isinstance(problem, PagedAttention) and problem.is_block_sparse:
+            note(f"call {case.number} is block-sparse: its lengths count selected keys only")
             continue
         q_lens = [end - start for start, end in itertools.pairwise(problem.row_offsets())]
         is_decode = case.interface in DECODES
-        both = zip(problem.seq_lens.tolist(), q_lens, strict=True)
+        both = list(zip(problem.seq_lens.tolist(), q_lens, strict=True))
+        for request, (kv_len, q_len) in enumerate(both):
+            if is_decode and kv_len < q_len:
+                note(f"call {case.number}: request {request} has {q_len} rows and {counted(kv_len, 'key')}")
         lengths = tuple(length for kv_len, q_len in both if (length := kv_len - q_len if is_decode else q_len) > 0)
         if lengths and passes[is_decode][-1:] != [lengths]:
             passes[is_decode].append(lengths)
     found = passes[True] or passes[False]
     if not found:
-        raise RecordingError("no recorded call has a request with a length")
+        raise RecordingError(f"no recorded call has a request with a length{why}")
     return [TracedRequest(PASS_MS * turn, length, 1) for turn, lengths in enumerate(found) for length in lengths]

@@ -40,6 +40,7 @@ from lab.references.quantization import indexed
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 FORM, VERSION = b"a call recorded by trtllm-attention-lab\n", 2
 SUFFIX = ".call"
+END = ".end"  # of a file that says why a process recorded no further call
 SIZE_BYTES = 8  # of the record's size, an unsigned little-endian integer
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
@@ -49,7 +50,9 @@ _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(
 
 @dataclass(frozen=True)
 class MadeCall:
-    """A call of an engine, as it is written. `out` is None until it returns. The last fields are as in `ListedCall`."""
+    """A call of an engine, as it is written. `out` is None until it returns. The fields `number` to `replay` are as in
+    `ListedCall`, and the last ones as in `RecordedCall`.
+    """
 
     function: AttentionCall
     given: Mapping[str, Any]
@@ -59,6 +62,8 @@ class MadeCall:
     replay: int = 0
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    raised: str = ""
+    module: str = ""
 
     def returning(self, returned: Any) -> "MadeCall":
         """Return the call with the results that the function returned or wrote."""
@@ -78,6 +83,15 @@ def own_calls(folder: Path) -> list[ListedCall]:
         ListedCall(time, int(number), int(replay or 0), path, function, None if layer is None else int(layer))
         for path, (time, function, layer, number, replay) in found
     )
+
+
+def ends(folder: Path) -> list[str]:
+    """Return sentences about the processes whose recording in a folder ended at its limit."""
+    texts = []
+    for path in sorted(folder.glob(f"*{END}")):
+        with reading(path) as regular:
+            texts.append(regular.read_text())
+    return texts
 
 
 def read(path: Path) -> RecordedCall:
@@ -107,6 +121,8 @@ def read(path: Path) -> RecordedCall:
             restored("lse", record["lse"]),
             {str(name): str(version) for name, version in record["versions"].items()},
             gpu=str(record["gpu"]),
+            raised=str(record.get("raised", "")),
+            module=str(record.get("module", "")),
             pages=None if record["pages"] is None else tuple(map(int, record["pages"])),
         )
 
@@ -139,6 +155,7 @@ def write(folder: Path, call: MadeCall, versions: Mapping[str, str]) -> Path:
             }
             record: dict[str, Any] = {"version": VERSION, "function": call.function.value, "arguments": arguments}
             record |= {"out": _kept(call.out, file), "lse": _kept(call.lse, file)}
+            record |= {"raised": call.raised, "module": call.module}
             record |= {"pages": None if pages is None else pages.tolist(), "versions": dict(versions), "gpu": gpu()}
             content = zlib.compress(json.dumps(record).encode())
             file.write(content + len(content).to_bytes(SIZE_BYTES, "little"))

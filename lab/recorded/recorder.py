@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import sys
 import threading
@@ -31,10 +32,11 @@ import torch
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
-from lab.recorded.call import DAMAGED
+from lab.recorded.call import DAMAGED, RESULTS, InvalidArgumentsError, RecordedCall, RecordingError
 from lab.recorded.own_form import MadeCall
+from lab.recorded.shrink import Fault, Reason, fault_of
 from lab.recorded.wrapping import Wrapping
-from lab.references.assertion import assert_close_to_reference
+from lab.wording import counted
 
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
 MOST_FRAMES = 12  # callers that are searched for the layer
@@ -47,14 +49,16 @@ class Triggers:
     """Which calls are kept: those for which all of these hold, and among the chosen calls also those that raise.
 
     Attributes:
-        every: each n-th call, or replay of a captured call, of these layers in this time.
+        every: one of each n calls, or replays of captured calls, of these layers in this time. It is drawn anew among each n,
+            because each n-th call may always be of the same layer.
         layers: calls of these layers; () for all. A caller's `layer`, `module` or `self` names the layer: by its attribute
             `layer_id` or `layer_idx`, or by the number in `layer_name`.
         from_s, until_s: calls in this span of seconds after the recorder's start.
+        switch: path of a file: calls while it exists; "": always.
         longest: calls whose longest request has at least this number of keys.
         non_finite: calls with NaN or infinity in the output. Each chosen call waits for the GPU.
-        shadow: if not 0, each n-th call, in place of `every`, is judged at once on its device, as by
-            `lab.references.assert_close_to_reference`. It is kept if it is wrong, or if its arguments are invalid.
+        shadow: if not 0, one of each n calls, in place of `every`, is judged at once on its device, without the requests that
+            see a key that is not finite. It is kept if it is wrong, or if its arguments are invalid.
         e4m3_arithmetic: the bound of `shadow` is that of kernels that round their operands to e4m3.
     """
 
@@ -66,6 +70,7 @@ class Triggers:
     non_finite: bool = False
     shadow: int = 0
     e4m3_arithmetic: bool = False
+    switch: str = ""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.shadow < 0:
@@ -86,7 +91,9 @@ class Recorder:
 
     Attributes:
         kept, kept_bytes: number and bytes of the files that were written.
-        judged, wrong: number of calls that `Triggers.shadow` judged, and that were wrong.
+        judged_numbers: the numbers of the calls that `Triggers.shadow` judged, from 1 in the order of the calls.
+        wrong: how many of these calls were wrong.
+        layers: the layers of the calls that were judged or, without `Triggers.shadow`, kept; None for one that is not known.
         has_ended: True after the end or after a limit. No call is recorded then.
     """
 
@@ -94,10 +101,13 @@ class Recorder:
         self, out: Path, triggers: Triggers, functions: Sequence[Any], most_calls: int, most_bytes: int, before: bool
     ) -> None:
         self.out, self.triggers, self.has_ended = out, triggers, False
-        self.kept = self.kept_bytes = self.judged = self.wrong = 0
+        self.kept = self.kept_bytes = self.wrong = 0
+        self.judged_numbers: list[int] = []
+        self.layers = set[int | None]()
+        self._dice, self._place = random.Random(0), 0  # all ranks of a server choose the same calls
         self._most_calls, self._most_bytes, self._writes_before = most_calls, most_bytes, before
         self._start, self._said, self._layers = time.monotonic(), set[str](), set[int | None]()
-        self._numbers, self._matching = itertools.count(1), itertools.count(1)
+        self._numbers, self._matching = itertools.count(1), itertools.count()
         self._versions = own_form.versions()  # once, since they are read from the disk
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, list[MadeCall]] = WeakKeyDictionary()
@@ -121,15 +131,25 @@ class Recorder:
             setattr(torch.cuda.CUDAGraph, name, method)
         self._graphs.clear()
 
+    @property
+    def judged(self) -> int:
+        """Return the number of calls that `Triggers.shadow` judged."""
+        return len(self.judged_numbers)
+
     def summary(self) -> str:
         """Say at the end of the recording how many calls are recorded, or why none is."""
+        known = sorted(each for each in self.layers if each is not None)
+        of_layers = f" of layers {', '.join(map(str, known))}" if known else ""
         if self.kept:
-            return f"{self.kept} call{'s' * (self.kept > 1)} recorded in {self.out}"
+            judged = f"; {counted(self.judged, 'call')}{of_layers} judged, {self.wrong} wrong" * bool(
+                self.triggers.shadow
+            )
+            return f"{counted(self.kept, 'call')}{'' if judged else of_layers} recorded in {self.out}{judged}"
         if not (made := next(self._numbers) - 1):
             return "no call is recorded: the package was imported, and none of its four functions was called"
         why = [
             f"{made} calls were made",
-            *([f"{self.judged} judged, {self.wrong} wrong"] if self.triggers.shadow else []),
+            *([f"{self.judged}{of_layers} judged, {self.wrong} wrong"] if self.triggers.shadow else []),
         ]
         why += (
             [f"of layers {sorted(each for each in self._layers if each is not None) or 'that are not known'}"]
@@ -152,7 +172,8 @@ class Recorder:
             if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
-            call = MadeCall(function, given, number, layer if self.triggers.layers else _layer_of_caller(), _now())
+            layer = layer if self.triggers.layers else _layer_of_caller()
+            call = MadeCall(function, given, number, layer, _now(), module=original.__module__)
             return self._make(call, functools.partial(original, *args, **kwargs), is_captured)
 
         return recorded
@@ -163,9 +184,17 @@ class Recorder:
         return (
             not self.has_ended
             and triggers.from_s <= time.monotonic() - self._start <= triggers.until_s
+            and (not triggers.switch or os.path.exists(triggers.switch))
             and self._is_of_layer(layer)
-            and next(self._matching) % (triggers.shadow or triggers.every) == 0
+            and self._is_drawn(triggers.shadow or triggers.every)
         )
+
+    def _is_drawn(self, count: int) -> bool:
+        """Return True for one of each `count` calls, whose place among them is drawn anew."""
+        place = next(self._matching) % count
+        if place == 0:
+            self._place = self._dice.randrange(count)
+        return place == self._place
 
     def _is_of_layer(self, layer: int | None) -> bool:
         return not self.triggers.layers or layer in self.triggers.layers
@@ -181,10 +210,10 @@ class Recorder:
         self._of_thread.is_busy = True
         try:
             returned = run()
-        except BaseException:
+        except BaseException as error:
             with self._surviving():
                 if not is_captured:
-                    self._keep(call)
+                    self._keep(replace(call, raised=f"{type(error).__name__}: {error}"))
             raise
         finally:
             self._of_thread.is_busy = False
@@ -235,21 +264,21 @@ class Recorder:
     def _is_wrong(self, call: MadeCall) -> bool:
         """Judge a call on its device. If it is wrong or its arguments are invalid, log why and return True."""
         assert call.out is not None
-        given = {name: value for name, value in call.given.items() if name != "lse"}
-        self.judged += 1
+        given = {name: value for name, value in call.given.items() if name not in RESULTS}
+        self.judged_numbers.append(call.number)
+        self.layers.add(call.layer)
         try:
-            arithmetic = E4M3 if self.triggers.e4m3_arithmetic else None
-            assert_close_to_reference(call.out, call.lse, arithmetic=arithmetic, **given)
-        except NotImplementedError as error:
+            recorded = RecordedCall(call.function, given, call.out, call.lse, self._versions)
+            fault = fault_of(recorded, call.out, call.lse, E4M3 if self.triggers.e4m3_arithmetic else None)
+        except InvalidArgumentsError as error:
+            fault = Fault(Reason.ARGUMENTS, str(error))
+        except RecordingError as error:
             self._say_once(f"{call.function.value} is not judged: {error}")
-        except AssertionError as error:
+            return False
+        if fault is not None:
             self.wrong += 1
-            _LOG.warning("lab record: %s is wrong: %s", call, error)
-            return True
-        except (TypeError, ValueError) as error:
-            _LOG.warning("lab record: %s cannot be judged: %s", call, error)
-            return True
-        return False
+            _LOG.warning("lab record: %s, %s: %s: %s", call, call.function.value, fault.reason.value, fault.sentence)
+        return fault is not None
 
     def _keep(self, call: MadeCall) -> None:
         """Write a call, in place of a file with its inputs alone, and end the recording at a limit."""
@@ -258,8 +287,11 @@ class Recorder:
                 return
             path = own_form.write(self.out, call, self._versions)
             self.kept, self.kept_bytes = self.kept + 1, self.kept_bytes + path.stat().st_size
+            self.layers |= set() if self.triggers.shadow else {call.layer}
             if self.kept == self._most_calls or self.kept_bytes >= self._most_bytes:
-                self._end(f"{self.kept} calls of {self.kept_bytes / 1e9:.3g} GB are recorded, which is the limit")
+                why = f"{self.kept} calls of {self.kept_bytes / 1e9:.3g} GB are recorded, which is the limit"
+                (self.out / f"{_now()}_pid{os.getpid()}{own_form.END}").write_text(f"process {os.getpid()}: {why}")
+                self._end(why)
 
     def _end(self, why: str) -> None:
         self.has_ended = True

@@ -60,7 +60,7 @@ def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict
     """
     problem = call.problem()
     values = {
-        "title": _title(call, fault, called),
+        "title": in_markdown(_title(call, fault, called)).replace("\\", "\\\\").replace('"', '\\"'),
         "module": CALL_TYPES[call.function].module,
         "function": call.function.value,
         "arguments": "\n".join(
@@ -89,7 +89,7 @@ def _raises(call: RecordedCall, fault: Fault | None) -> str:
     """Return the condition under which an error of the function is the fault that was recorded or found."""
     if fault is None:
         return str(call.out is None)
-    return f'type(error).__name__ == "{fault.error}"' if fault.error else str(fault.reason is Reason.RAISED)
+    return f"type(error).__name__ == {fault.error!r}" if fault.error else str(fault.reason is Reason.RAISED)
 
 
 def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
@@ -110,11 +110,17 @@ def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
         subject = "" if _is_flashinfer(call, called) else f"{called} as "
         symptom = fault.reason.value if fault else "the result is right with drawn contents"
     else:
-        subject = "a recorded call of "
+        subject = f"a recorded call of {f'{call.module}, as ' if is_foreign(call) else ''}"
         symptom = f"{fault.reason.value}, reduced" if fault else "reduced, with drawn contents, not made yet"
         if call.out is None:  # it is whole
-            symptom = "it did not return" if fault else "it did not return; with drawn contents, not made yet"
+            ended = f"it raised {call.raised.partition(':')[0]}" if call.raised else "it did not return"
+            symptom = ended if fault else f"{ended}; with drawn contents, not made yet"
     return f"{subject}{call.function.value}: {symptom} ({size})"
+
+
+def is_foreign(call: RecordedCall) -> bool:
+    """Return True if the recorded function is of another package than FlashInfer."""
+    return call.module.partition(".")[0] not in ("", "flashinfer")
 
 
 def _is_flashinfer(call: RecordedCall, called: str) -> bool:
@@ -125,13 +131,15 @@ def _issue(
     call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str, has_file: bool = False
 ) -> Iterator[str]:
     """Yield the lines of the issue, in Markdown."""
-    yield f"# {_title(call, fault, called)}\n"
+    yield f"# {in_markdown(_title(call, fault, called))}\n"
     yield from (f"* {name}: {in_markdown(version)}" for name, version in versions.items())
     yield f"\n```text\n{call.function.value}("
     yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
     yield ")\n```\n"
     if not called:
         yield f"The {'' if call.out is None else 'reduced '}call was not made here: run `repro.py`.\n"
+        if is_foreign(call):
+            yield f"The engine called `{in_markdown(call.module)}`. `repro.py` calls FlashInfer, which may be right.\n"
     elif _is_flashinfer(call, called):
         yield f"The call was made here: of FlashInfer's `{called}.{call.function.value}`.\n"
     else:

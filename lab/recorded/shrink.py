@@ -23,6 +23,7 @@ SHOWN_ELEMENTS = 4
 class Reason(NamedEnum):
     """Why a result is wrong."""
 
+    ARGUMENTS = "the arguments are invalid"
     RAISED = "the call raises an error"
     NOT_FINITE = "the output is not finite"
     OUTPUT = "the output is wrong"
@@ -76,14 +77,18 @@ def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find
 
 def recorded_fault(call: RecordedCall) -> Fault | None:
     """Return the fault of the recorded result; None if it is right."""
-    return Fault(Reason.RAISED, "it did not return") if call.out is None else fault_of(call, call.out, call.lse)
+    if call.out is None:
+        return Fault(Reason.RAISED, call.raised or "it did not return", call.raised.partition(":")[0])
+    return fault_of(call, call.out, call.lse)
 
 
-def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | None:
+def fault_of(
+    call: RecordedCall, out: Tensor, lse: Tensor | None, arithmetic: torch.dtype | None = None
+) -> Fault | None:
     """Compare a result with float64 arithmetic on the call's inputs, by the judge's bound of each output vector. Requests that
-    see a key that is not finite are left out.
+    see a key that is not finite are left out. `arithmetic` is as in `truth_of_problem`.
     """
-    truth, out, lse = call.compared(truth_of_problem(call.problem()), out, lse)
+    truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)
     if not len(truth.expected):
         return None
     compared = truth.compare(out)

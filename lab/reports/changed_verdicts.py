@@ -9,11 +9,11 @@ with the same seed. A report has no times; `lab.reports.compare` compares the ti
 Exit status, the first that holds:
     2    a file is no report of the judge
     1    a case is newly wrong or newly declined
-    125  no case is in both reports, a report left cases out, or the reports differ in level, checks, axes or seed
+    125  a report lacks most cases of the other one or left cases out, or they differ in level, checks, axes or seed
     0    otherwise
 
-A case that only one report has does not change the exit status, because check K18 (combinations) chooses some
-cases by the values that a kernel accepts.
+A few cases that only one report has do not change the exit status, because check K18 (combinations) chooses some cases by the
+values that a kernel accepts. Nor does another device or kernel, which the comparison names.
 """
 
 import os
@@ -27,9 +27,10 @@ from lab.checks.explain.diagnosis import diagnose
 from lab.checks.record import ReportError, read_cases
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
+from lab.files import DAMAGED
 from lab.named_enum import TextEnum
 from lab.reports.compare import NotComparableError
-from lab.reports.recorded import FileKind, RecordedFile, facts_of_sides, grouped, read_file
+from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, facts_of_sides, grouped, read_file
 from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
 from lab.wording import counted
 
@@ -97,9 +98,26 @@ def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
     return words(", ".join(dict.fromkeys(verdict.outcome.value for verdict in verdicts)))
 
 
-def are_reports(*paths: str) -> bool:
-    """Return True if all files are reports of the judge."""
-    return all(Path(path).is_file() and read_file(Path(path)).kind is FileKind.JUDGE for path in paths)
+def has_report(*paths: str) -> bool:
+    """Return True if one of the files is a report of the judge."""
+    return any(Path(path).is_file() and read_file(Path(path)).kind is FileKind.JUDGE for path in paths)
+
+
+def read_report(path: Path) -> RecordedFile:
+    """Read a report whose settings and environment are in the form that the lab writes.
+
+    Raises:
+        lab.reports.recorded.RecordedFileError: the file cannot be read, is no report, or is in another form.
+    """
+    file = read_file(path)
+    if file.kind is not FileKind.JUDGE:
+        raise RecordedFileError(f"{path}: no report of the judge, so that no report can be compared with it")
+    try:
+        facts_of_sides([file.environment], [])
+        f"{[_setting(file, name) for name in SETTINGS]} {file.content.get('left_out', 0):,}"
+    except DAMAGED as error:
+        raise RecordedFileError(f"{path}: not in the form that the lab writes: {error!r}") from error
+    return file
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:
@@ -133,7 +151,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     """
     if os.path.realpath(before_path) == os.path.realpath(after_path):
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
-    before, after = read_file(before_path), read_file(after_path)
+    before, after = read_report(before_path), read_report(after_path)
     was, now = (
         {(each.check, each.interface, repr(each.case)): each for each in cases_of(file)} for file in (before, after)
     )
@@ -157,7 +175,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         if counts[change]
     }
     partial = [file for file in (before, after) if file.content.get("left_out")]
-    status = ExitStatus.DONE if pairs and not unlike and not partial else ExitStatus.NOT_JUDGED
+    has_most = 2 * len(pairs) > max(len(was), len(now))
+    status = ExitStatus.DONE if has_most and not unlike and not partial else ExitStatus.NOT_JUDGED
     return TableReport(
         above=(
             *(
@@ -175,7 +194,9 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         below=(
             *(f"{change}: {sentence}" for change, sentence in regions.items()),
             *(line for row in rows if row.change in WORSE for line in _reasons(row, after_path)),
-            summary if pairs else "nothing was compared: the reports have no case in common",
+            f"{summary}{'' if has_most else ': most cases are in one report alone'}"
+            if pairs
+            else "nothing was compared: the reports have no case in common",
         ),
         record={
             "before": str(before.path),

@@ -5,8 +5,10 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lab.checks.explain.answer import SHOWN_CHARACTERS as SHOWN_REASON
 from lab.checks.explain.diagnosis import CaseResult
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.parameters.coverage import Coverage, Reach
@@ -187,7 +189,8 @@ def _example(smallest: CaseResult) -> Iterator[str]:
         yield f"    {example.where}: {shown}{also}"
     else:
         named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result.name))
-        yield f"    {shortened(next(named, verdict.reason), SHOWN_CHARACTERS)}"
+        sentence = next(named, verdict.reason)
+        yield f"    {sentence if isinstance(verdict.case, RecordedCase) else shortened(sentence, SHOWN_CHARACTERS)}"
     yield from _commands(smallest)
 
 
@@ -205,7 +208,10 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
             first[verdict.interface.value] = min(case, verdict.case, key=lambda each: each.number)
     for function, case in first.items():
         replay = f", replay {case.replay}" if case.replay else ""
-        yield f"first wrong call of {function}: {case.address}, called at {case.time}{replay}"
+        yield f"first wrong call of {function}: {case.address}, called at {case.time}{replay}, in {Path(case.path).name}"
+    for verdict in report.verdicts:
+        if isinstance(verdict.case, RecordedCase) and verdict.judged.by_lab and len(verdict.reason) > SHOWN_REASON:
+            yield f"not judged: {verdict.reason}"
     notes = [(*verdict.judged.suspicions, *verdict.judged.remarks) for verdict in report.verdicts]
     shown = _hints(report)
     remarks = list(dict.fromkeys(note for of_case in notes for note in of_case if note not in shown))

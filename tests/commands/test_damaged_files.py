@@ -177,6 +177,23 @@ def test_a_case_of_a_damaged_report_is_read_or_refused(tmp_path: Path) -> None:
             list(read_cases(read_record(path)))
 
 
+@pytest.mark.parametrize("changes", [{"case": "Ranges()"}, {"worst_ratio": []}])
+def test_a_damaged_case_is_named_with_its_file(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = report().as_record()
+    record["cases"][1] |= changes
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(record))
+    assert run(["judge", "--case", f"{path}#2", "--in-process"]) == 2
+    assert f"{path}: case 2" in capsys.readouterr().err.replace("\n", "")
+    if "worst_ratio" in changes:
+        assert run(["judge", "--coverage", str(path)]) == 2
+        assert f"{path}: case 2: " in capsys.readouterr().err
+    for digits in ("9" * 5000, "²"):
+        assert run(["judge", "--case", f"{path}#{digits}"]) == 2
+
+
 def test_a_damaged_trace_is_a_sentence(tmp_path: Path) -> None:
     rows = '{"timestamp": 7, "input_length": 5, "output_length": 6}\n' * 3
     path, dice = tmp_path / "trace.jsonl", random.Random(0)

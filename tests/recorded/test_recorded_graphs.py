@@ -57,7 +57,6 @@ def test_each_replay_of_a_graph_is_recorded_with_what_it_read(module: ModuleType
 @pytest.mark.parametrize(
     ("triggers", "kept"),
     [
-        (Triggers(every=3), [(1, 2), (2, 2)]),
         (Triggers(layers=(2,)), [(1, 2), (2, 2)]),
         (Triggers(shadow=1), [(1, 1), (2, 1)]),
     ],

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab import references
 from lab.calls.problem import E4M3
 from lab.checks import Outcome
-from lab.recorded import Triggers, recorded_cases
+from lab.recorded import Triggers, own_form, recorded_cases
 from lab.recorded import record as record_calls
 from lab.recorded import recorder as recorder_module
 from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, arguments_of
@@ -159,10 +159,7 @@ def test_arguments_that_the_call_overwrites_are_recorded_as_they_were(module: Mo
     ("triggers", "kept"),
     [
         (Triggers(), [1, 2, 3, 4, 5, 6]),
-        (Triggers(every=2), [2, 4, 6]),
         (Triggers(layers=(1,)), [2, 4, 6]),
-        (Triggers(layers=(0, 1), every=4), [4]),
-        (Triggers(layers=(1,), every=2), [4]),
         (Triggers(longest=33), [1, 2, 3, 4, 5, 6]),
         (Triggers(longest=34), []),
         (Triggers(longest=100), []),
@@ -188,6 +185,33 @@ def test_triggers_choose_calls(
     assert recorder.kept == len(kept)
 
 
+@pytest.mark.parametrize("name", ["every", "shadow"])
+def test_one_of_each_ten_calls_is_chosen_and_over_time_of_each_layer(
+    module: ModuleType, tmp_path: Path, name: str
+) -> None:
+    """Of 40 layers each 10th call would be of four layers alone; and a draft of four steps has a period of its own."""
+    setattr(module, DECODE, decode_kernel(1.5))
+    triggers = Triggers(layers=(*range(4),), **{name: 4})  # type: ignore[arg-type]
+    with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+        for number in range(40):
+            _of_layer(module, number % 4)
+    numbers = [int(Path(case.path).stem.rpartition("call")[2]) - 1 for case in recorded_cases(tmp_path)]
+    assert [number // 4 for number in numbers] == [*range(10)]
+    assert {number % 4 for number in numbers} == recorder.layers == {0, 1, 2, 3}
+    assert "10 calls" in recorder.summary()
+    assert " of layers 0, 1, 2, 3 " in recorder.summary()
+
+
+def test_calls_are_recorded_while_a_file_exists(module: ModuleType, tmp_path: Path) -> None:
+    switch = tmp_path / "switch"
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(switch=str(switch))) as recorder:
+        for change in (lambda: None, switch.touch, lambda: None, switch.unlink):
+            change()
+            decode(module)
+    assert [case.path[-7:-5] for case in recorded_cases(tmp_path)] == ["02", "03"]
+    assert recorder.kept == 2
+
+
 @pytest.mark.parametrize("wrong", ["every=0", "shadow=-1"])
 def test_counts_that_make_no_sense_are_refused(wrong: str) -> None:
     name, value = wrong.split("=")
@@ -210,15 +234,24 @@ def test_shadow_keeps_wrong_calls_alone_and_logs_why(
     module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     right, wrong = decode_kernel(), decode_kernel(1.5)
-    kernels = iter([right, wrong, wrong, wrong, right, right])
+    kernels = iter([right, wrong, right, wrong, right, right])
     setattr(module, DECODE, lambda **arguments: next(kernels)(**arguments))
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=2)) as recorder:
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
         for _ in range(6):
             decode(module, out=torch.zeros(3, 4, 64, dtype=torch.float16))
-    assert (recorder.judged, recorder.wrong, recorder.kept) == (3, 2, 2)
+    assert (recorder.judged, recorder.wrong, recorder.kept) == (6, 2, 2)
     assert outcomes(tmp_path) == [Outcome.WRONG] * 2
-    assert "call 2 is wrong: trtllm_batch_decode_with_kv_cache: 12 of 12 vectors are wrong" in caplog.messages[0]
+    assert f"call 2, {DECODE}: the output is wrong: 12 of 12 vectors are wrong" in caplog.messages[0]
     assert len(caplog.messages) == 2
+
+
+def test_shadow_judges_the_requests_whose_keys_are_finite(module: ModuleType, tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    arguments["kv_cache"][0][arguments["block_tables"][0, 0], 0, 0, 0] = torch.nan
+    setattr(module, DECODE, lambda query, **_: torch.zeros_like(query))
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+        getattr(module, DECODE)(**arguments)
+    assert (recorder.wrong, outcomes(tmp_path)) == (1, [Outcome.WRONG])
 
 
 def test_shadow_judges_the_lse_that_the_call_wrote(module: ModuleType, tmp_path: Path) -> None:
@@ -253,12 +286,12 @@ def test_shadow_keeps_invalid_calls_and_leaves_those_that_the_lab_does_not_model
     table[0, 0] = 77
     with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
         decode(module, block_tables=table)
-        decode(module, cp_world=2)
-        decode(module, cp_world=2)
-    assert (recorder.judged, recorder.wrong, recorder.kept) == (3, 0, 1)
+        decode(module, backend="cake")
+        decode(module, backend="cake")
+    assert (recorder.judged, recorder.wrong, recorder.kept) == (3, 1, 1)
     first, second = caplog.messages
-    assert "call 1 cannot be judged: block_tables: K page id 77" in first
-    assert "is not judged: cp_world=2" in second
+    assert f"call 1, {DECODE}: the arguments are invalid: block_tables: K page id 77" in first
+    assert "is not judged: backend='cake'" in second
 
 
 def test_a_call_that_raises_keeps_its_inputs_and_its_error(module: ModuleType, tmp_path: Path) -> None:
@@ -272,7 +305,9 @@ def test_a_call_that_raises_keeps_its_inputs_and_its_error(module: ModuleType, t
         with pytest.raises(RuntimeError, match="launch failed"):
             decode(module)
     assert recorder.kept == 2
-    assert recorded_cases(tmp_path)[0].read().out is None
+    call = recorded_cases(tmp_path)[0].read()
+    assert (call.out, call.raised, call.module) == (None, "RuntimeError: launch failed", __name__)
+    assert outcomes(tmp_path) == [Outcome.FAILED] * 2
 
 
 def test_inputs_are_on_the_disk_before_the_call(module: ModuleType, tmp_path: Path) -> None:
@@ -303,8 +338,9 @@ def test_a_limit_ends_the_recording_with_one_sentence(
         for _ in range(5):
             decode(module)
     assert (recorder.kept, recorder.has_ended) == (2, True)
-    assert recorder.kept_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
-    (sentence,) = caplog.messages
+    assert recorder.kept_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.call"))
+    (sentence,), (end,) = caplog.messages, own_form.ends(tmp_path)
+    assert end.endswith("2 calls of 0.000106 GB are recorded, which is the limit")
     assert "2 calls of 0.000106 GB are recorded, which is the limit" in sentence
 
 
@@ -330,7 +366,7 @@ def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
     with record_calls(tmp_path, functions=[module]) as recorder:
         for _ in range(2):
             getattr(module, DECODE)(query=torch.ones(2), block_tables="none")
-        getattr(module, DECODE)(**decode_arguments(sparse_mla_top_k=4, block_tables=torch.ones(3, 1, 4)))
+        getattr(module, DECODE)(**decode_arguments(block_tables=torch.ones(3, 1, 4)))
     assert recorder.kept == 0
     first, second = caplog.messages
     assert "a call is not recorded: KeyError: 'kv_cache'" in first
@@ -346,7 +382,7 @@ def test_the_summary_says_what_is_recorded_or_why_nothing(module: ModuleType, tm
                     _of_layer(module, 5)
             summaries.append(recorder.summary())
     assert "none of its four functions was called" in summaries[0]
-    assert summaries[1:3] == [f"1 call recorded in {tmp_path}", f"2 calls recorded in {tmp_path}"]
+    assert summaries[1:3] == [f"{each} of layers 5 recorded in {tmp_path}" for each in ("1 call", "2 calls")]
     assert summaries[5] == "no call is recorded: 2 calls were made, of layers [5]; none was chosen"
 
 

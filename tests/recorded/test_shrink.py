@@ -1,5 +1,6 @@
 """Wrong recorded calls are shrunk to what makes them wrong, and a program shows it without the lab."""
 
+import ast
 import base64
 import itertools
 import subprocess
@@ -23,7 +24,7 @@ from lab.recorded import Triggers, record, shrink
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages, fewer_requests, fewer_rows, without_dead_slots
 from lab.recorded.repro import _issue, import_line, repro, write_repro
-from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, shrunk
+from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, recorded_fault, shrunk
 from lab.workloads.inputs.masks import packed_mask
 from tests.cases import arguments_of, random_batch
 from tests.commands.command import run
@@ -620,7 +621,25 @@ def test_a_call_in_the_labs_own_form_is_shrunk(tmp_path: Path, monkeypatch: pyte
     with record(tmp_path / "calls", triggers=Triggers(shadow=1), functions=[module]):
         getattr(module, DECODE.value)(**decode_arguments(bmm2_scale=2.0))
     assert run(f"recorded shrink {tmp_path}/calls#1 --from-outputs --out {tmp_path}/repro") == 0
-    assert "\n* GPU: (please fill in)\n* torch: 2.11.0\n" in (tmp_path / "repro" / "ISSUE.md").read_text()
+    text = (tmp_path / "repro" / "ISSUE.md").read_text()
+    assert "\n* GPU: (please fill in)\n* torch: 2.11.0\n" in text
+    assert text.startswith(f"# a recorded call of {__name__}, as {DECODE.value}: the output is wrong")
+    assert f"The engine called `{__name__}`. `repro.py` calls FlashInfer, which may be right." in text
+
+
+def test_the_error_that_an_engines_call_raised_is_in_the_issue_and_no_name_is_code(tmp_path: Path) -> None:
+    name = 'a"""; raise SystemExit(9)\n"""\\'
+    call = replace(_decode(), raised=f"{name}: launch failed", module="flashinfer.decode")
+    fault = recorded_fault(call)
+    assert fault is not None
+    assert fault.sentence.endswith(": launch failed")
+    write_repro(tmp_path, call, fault, {})
+    program = ast.parse((tmp_path / "repro.py").read_text())
+    assert name.replace("\n", " ") in str(ast.get_docstring(program))
+    assert name in {node.value for node in ast.walk(program) if isinstance(node, ast.Constant)}
+    text = (tmp_path / "ISSUE.md").read_text()
+    assert "launch failed" in text
+    assert "which may be right" not in text
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:

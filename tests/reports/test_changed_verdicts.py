@@ -98,6 +98,45 @@ def test_reports_that_left_cases_out_are_no_proof(reports: dict[str, Path], tmp_
     assert f"not judged as a whole: 5 cases were left out of {partial[1]}" in report.above
 
 
+def test_a_report_that_lacks_most_cases_is_no_proof(reports: dict[str, Path], tmp_path: Path) -> None:
+    record = json.loads(reports["right"].read_text())
+    count = len(record["cases"])
+    shorter = tmp_path / "shorter.json"
+    for kept, status in ((count // 2, 125), (count // 2 + 1, 0)):
+        shorter.write_text(json.dumps(record | {"cases": record["cases"][:kept]}))
+        for pair in ((reports["right"], shorter), (shorter, reports["right"])):
+            report = compare_verdicts(*pair)
+            assert report.exit_status == status
+            assert any("most cases are in one report alone" in line for line in report.below) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"environment": [1]}, "other.json: not in the form that the lab writes"),
+        ({"checks": [1]}, "other.json: not in the form that the lab writes"),
+        ({"left_out": "x"}, "other.json: not in the form that the lab writes"),
+        ({"cases": 5}, "other.json: it is no report of this lab's judge"),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_one_of_two_files_that_is_damaged_is_named(
+    reports: dict[str, Path],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    sentence: str,
+    is_first: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(reports["right"].read_text()) | changes))
+    pair = [str(other), str(reports["right"])]
+    assert run_lab(["compare", *(pair if is_first else reversed(pair))]) == 2
+    assert sentence in capsys.readouterr().err
+    assert run_lab(["compare", str(reports["right"]), str(tmp_path / "absent.json")]) == 2
+    assert "absent.json: cannot be read" in capsys.readouterr().err
+
+
 def test_a_report_that_cannot_be_read_is_named(reports: dict[str, Path], tmp_path: Path) -> None:
     record = json.loads(reports["right"].read_text())
     del record["ranges"]

@@ -15,7 +15,7 @@ import torch
 
 from lab.recorded import recorded_cases
 from studies.pictures.real_client import calls_figure
-from studies.real_client import Attention, RealClient, verdict
+from studies.real_client import RealClient, verdict
 from studies.real_engine import CONTEXT, DECODE
 from tests.commands.command import run
 
@@ -98,8 +98,7 @@ def test_every_nth_call_is_judged_with_each_implementation_once_before() -> None
 
 
 def test_a_call_is_wrong_right_or_not_judged() -> None:
-    attention = Attention("some.kernel", shadow=3)
-    assert [verdict(number, attention, {6}) for number in range(1, 8)] == ["", "", "right", "", "", "wrong", ""]
+    assert [verdict(number, [3, 6], {6}) for number in range(1, 8)] == ["", "", "right", "", "", "wrong", ""]
 
 
 def test_without_the_engine_the_command_names_the_extra(

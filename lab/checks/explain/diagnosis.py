@@ -18,6 +18,7 @@ from lab.wording import counted, joined
 
 # What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
 HELD = {
+    "arguments": "The arguments are invalid",
     "return": "The call fails",
     "lists": "The lists are wrong",
     "metadata": "The metadata is wrong",
@@ -33,6 +34,7 @@ NAN_READ = "NaN in memory that no row may read reaches the result, as 0 times Na
 NEARLY = 0.9  # of the results: where as many are wrong, it is nearly everywhere
 # Results of these kinds are noted only where they are wrong: the outputs stand for the right ones.
 WITHOUT_RIGHT_ONES = ("return", "other")
+CALLS = ("arguments", "return")  # kinds of calls without a result
 STAND_INS = ("output", "lists", "metadata")
 FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")
 THE_CASE = "the case"  # a result's name where its calls are not known
@@ -92,8 +94,11 @@ class Region:
     def where(self) -> str:
         """Return where results are wrong: "wherever ..." only if each result in the region is wrong."""
         share = self.wrong / self.results
+        if self.held == "arguments":  # which are not known
+            return f"in {counted(self.wrong, 'case')}"
         if not self.literals:
-            return "everywhere" if share == 1 else "nearly everywhere" if share >= NEARLY else "in most cases"
+            part = "in most cases" if share > 0.5 else "in some cases"
+            return "everywhere" if share == 1 else "nearly everywhere" if share >= NEARLY else part
         extent = "wherever" if share == 1 else "in most cases where" if share > 0.5 else "in some cases where"
         return f"{extent} {self.words}{', which no engine sends' if self.is_corner else ''}"
 
@@ -276,7 +281,8 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
             return False
     inside = np.zeros(len(units.features), dtype=bool)
     for region in regions:
-        inside |= units.with_rule(region.literals)
+        if region.literals or region.held not in CALLS:  # without a rule, other calls are wrong for other reasons
+            inside |= units.with_rule(region.literals)
     return bool(inside[units.wrong].mean() >= EXPLAINED)
 
 

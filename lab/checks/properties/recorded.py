@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lab.calls import PagedAttention, Problem
-from lab.calls.problem import E4M3, AttentionCall
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check
-from lab.checks.run.support_protocol import Unjudgeable
-from lab.recorded.call import RecordedCall, RecordingError
+from lab.checks.run.support_protocol import KernelError, Unjudgeable
+from lab.recorded.call import InvalidArgumentsError, RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth
 from lab.workloads.inputs.attention import new_workspace
+
+FINDINGS = "results/nvidia-h200/findings.md"
 
 
 def _judge(run: CaseRun) -> None:
@@ -26,6 +28,9 @@ def _judge(run: CaseRun) -> None:
     try:
         call, problem = case.posed()
     except RecordingError as error:
+        if run.implementation is OUTPUTS and isinstance(error, InvalidArgumentsError):
+            run.expect("the arguments", [f"the arguments are invalid: {error}"], kind="arguments")
+            return
         raise Unjudgeable(str(error)) from error
     run.remarks += call.lost
     parts: Sequence[Problem] = problem.of_kv_heads() if isinstance(problem, PagedAttention) else [problem]
@@ -48,6 +53,21 @@ def _judge(run: CaseRun) -> None:
     if not len(truth.expected):
         raise Unjudgeable(f"call {case.number}: every request sees a key that is not finite")
     run.expect_close("the call", Result(out, lse, result.call), truth)
+    if run.implementation is OUTPUTS:
+        run.remarks += [f"call {case.number}: {each}" for each in _findings(call, problem, run)]
+
+
+def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
+    """Return a sentence for each documented failure of FlashInfer's XQA on an H100 or H200 that a wrong output looks like."""
+    if call.function is not AttentionCall.DECODE or not call.versions.get("flashinfer"):
+        return []
+    offsets, kv_lens, found = problem.row_offsets(), problem.seq_lens.tolist(), list[str]()
+    if run.wrongs and float(problem.bmm2_scale) != 1 and problem.kv_dtype in HALF_DTYPES:
+        found.append("1-xqa-with-bf16-kv-leaves-bmm2_scale-out-and-divides-qkt-by-it")
+    wrong = [at for each in run.results for at, (_, is_wrong) in enumerate(each.requests) if is_wrong]
+    if wrong and all(kv_lens[at] < offsets[at + 1] - offsets[at] for at in wrong):
+        found.append("3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens")
+    return [f"wrong as FlashInfer's XQA is on an H100 or H200, a known failure: {FINDINGS}#{each}" for each in found]
 
 
 def _result(run: CaseRun, call: RecordedCall) -> Result:
@@ -60,7 +80,8 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
         result = run.call(GivenCall(interface, arguments | {"workspace_buffer": new_workspace(run.device)}))
         return result._replace(out=result.out.cpu(), lse=None if result.lse is None else result.lse.cpu())
     if call.out is None:
-        raise Unjudgeable(f"call {run.case.number}: it did not return: name an implementation to call")
+        run.note_call(interface, call.arguments())
+        raise KernelError(f"it raised {call.raised}" if call.raised else "it did not return")
     noted = run.note_call(interface, call.arguments())
     return as_result((call.out, call.lse) if call.lse is not None else call.out, interface)._replace(call=noted)
 
