@@ -44,7 +44,7 @@ def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
     """Raise NotImplementedError for an argument's value that FlashInfer supports and the lab does not. `remedy` says what to
     pass instead.
     """
-    raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
+    raise NotImplementedError(f"{name}={_shown(value)} is not modelled by the lab; {remedy}")
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
@@ -84,8 +84,7 @@ def check_beside(call: Any, argument: str, excluded: Reasons) -> None:
     for name, (allowed, why) in excluded.items():
         value = getattr(call, name)
         if isinstance(value, torch.Tensor) or value not in allowed:
-            given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{name} is {given} with {argument}, but {why}: pass {_listed(allowed)}")
+            raise ValueError(f"{name} is {_shown(value)} with {argument}, but {why}: pass {_listed(allowed)}")
 
 
 def _is_one_of(value: object, values: Sequence[Any]) -> bool:
@@ -94,3 +93,10 @@ def _is_one_of(value: object, values: Sequence[Any]) -> bool:
 
 def _listed(values: Sequence[Any]) -> str:
     return " or ".join(map(repr, values))
+
+
+def _shown(value: object) -> str:
+    """Return a value as text, without the contents of tensors, which may be on a GPU."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

@@ -84,7 +84,9 @@ def keys_of_rank(call: Any, ends: Tensor, first_rows: Tensor) -> Tensor:
     """
     first_rows = first_rows.to(torch.int64)
     rows = torch.arange(call.query.shape[:-2].numel(), device=ends.device)
-    request = torch.searchsorted(first_rows[1:], rows, right=True).clamp(max=max(len(ends) - 1, 0))
+    if not len(ends):
+        return torch.zeros_like(rows, dtype=torch.int32)
+    request = torch.searchsorted(first_rows[1:], rows, right=True).clamp(max=len(ends) - 1)
     seen = ends.to(torch.int64)[request] - (first_rows[request + 1] - 1 - rows)
     own = torch.div(seen - call.cp_rank + call.cp_world - 1, call.cp_world, rounding_mode="floor").clamp(min=0)
     return own.minimum(call.seq_lens.to(torch.int64)[request]).to(torch.int32)

@@ -19,7 +19,7 @@ from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
 from lab.references.quantization import dequantize_nvfp4, indexed
-from lab.references.selected_truth import selections_of, truth_of_selected
+from lab.references.selected_truth import selections_of, truth_of_selected, with_requests
 from lab.references.softmax_attention import Rules, truth_of_requests
 
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
@@ -176,8 +176,10 @@ def truth_of_problem(
         )
     if isinstance(problem, PagedAttention) and problem.num_visible is not None:
         offsets = problem.row_offsets()
-        rows_of = [range(*offsets[each : each + 2]) for each in requests or range(problem.batch_size)]
-        return truth_of_problem(problem.of_rows(), arithmetic, requests=list(itertools.chain(*rows_of)))
+        chosen = range(problem.batch_size) if requests is None else requests
+        rows_of = [range(*offsets[each : each + 2]) for each in chosen]
+        truth = truth_of_problem(problem.of_rows(), arithmetic, requests=list(itertools.chain(*rows_of)))
+        return with_requests(truth, [len(rows) for rows in rows_of])
     chosen = range(problem.batch_size) if requests is None else requests
     offsets = problem.row_offsets()
     q_lens = [offsets[request + 1] - offsets[request] for request in chosen]

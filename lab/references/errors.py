@@ -304,6 +304,8 @@ class Truth:
     @classmethod
     def of_heads(cls, parts: Sequence["Truth"]) -> "Truth":
         """Return the expected results of all heads of a call, from those of the same rows for some consecutive heads each."""
+        if len(parts) == 1:
+            return parts[0]
         by_head = [(part.expected, part.control, part.lse_log2) for part in parts]  # of block-sparse calls: none skip
         expected, control, lse_log2 = (torch.cat(side, dim=1) for side in zip(*by_head, strict=True))
         return replace(parts[0], expected=expected, control=control, lse_log2=lse_log2, skipped=None)

@@ -31,8 +31,13 @@ def truth_of_selected(
         for row in rows
     ]
     truth = truth_of_requests(query[: len(of_rows)], of_rows, [1] * len(of_rows), rules)
-    widths = torch.tensor([len(rows) for rows in selected], device=query.device)
-    return replace(truth, request_of_row=torch.arange(len(widths), device=query.device).repeat_interleave(widths))
+    return with_requests(truth, [len(rows) for rows in selected])
+
+
+def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
+    """Return expected results that were computed with each row as a request, as those of requests with `q_lens` rows."""
+    widths = torch.tensor(q_lens, device=truth.expected.device)
+    return replace(truth, request_of_row=torch.arange(len(widths), device=widths.device).repeat_interleave(widths))
 
 
 def truth_of_heads(

@@ -210,7 +210,7 @@ def _columns_kernel(
             used = tl.load(selected_lens + row)
         else:
             q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
-            used = tl.load(seq_lens + request).to(tl.int32) - q_len + (row - q_start) + 1
+            used = tl.load(seq_lens + request).to(tl.int32) - q_len + (row - q_start).to(tl.int32) + 1
     tl.store(columns + row, tl.minimum(tl.maximum(used, 0), num_columns))
 
 

@@ -110,6 +110,7 @@ MLA_HEADS_OF_A_CTA = 64
 # and the table has no more; the launcher finds others for short requests alone.
 MLA_HEADS = {(512, 64): MLA_HEADS_OF_A_CTA, (256, 64): 32, (512, 0): MLA_HEADS_OF_A_CTA}
 TOP_K_STEP = 4  # columns that a kernel of selected entries loads at a time (kernelParams.h 916)
+COPY_BYTES = 16  # that it copies at once (kernelParams.h 916): the first column must be aligned to them
 # (kv_lora_rank, qk_rope_head_dim) of the kernels of selected entries, and whether they read `sparse_mla_top_k_lens`: FlashInfer
 # takes the numbers of entries without a rotary part alone, and requires them there (mla/_core.py 4032 and 4285).
 SELECTED_DIMS = {(512, 64): False, (512, 0): True}
@@ -263,6 +264,10 @@ def _selected(problem: PagedAttention) -> str | None:
         return (
             f"loads {TOP_K_STEP} selected entries at a time: sparse_mla_top_k must be a multiple of them, not "
             f"{problem.selected.shape[1]}"
+        )
+    if problem.selected.is_contiguous() and problem.selected.data_ptr() % COPY_BYTES:
+        return (
+            f"copies {COPY_BYTES} bytes of selected entries at a time (kernelParams.h 916): align block_tables to them"
         )
     if problem.k_cache.stride()[2:] != (width, 1) or problem.k_cache.stride(0) != width * problem.page_size:
         return f"reads selected entries at multiples of {width} elements: the cache must be contiguous"
