@@ -26,6 +26,18 @@ with gpu_target((9, 0)) as compiled:
         mla(heads, page_size=page_size, q_len=q_len)
 print(json.dumps([dataclasses.asdict(each) for each in compiled]))
 """
+RAGGED_SELECTION = """
+from lab.kernels import portable
+from tests.kernels.every_choice import BF16, PAGES, REQUESTS, tensor
+from tests.kernels.gpu_target import gpu_target
+with gpu_target((9, 0)) as compiled:
+    query, pool = tensor(100, 16, 576, dtype=BF16), tensor(PAGES, 1, 64, 576, dtype=BF16)
+    sizes, ragged = (128, 512, 64), {"cum_seq_lens_q": tensor(REQUESTS + 1), "max_q_len": 4}
+    portable.trtllm_batch_decode_with_kv_cache_mla(
+        query, pool, None, *sizes, tensor(100, 2048), tensor(REQUESTS), 65536, 2048, **ragged
+    )
+print(*(each.kernel for each in compiled))
+"""
 
 
 def run(*words: str) -> str:
@@ -52,6 +64,12 @@ def test_the_page_has_the_tables_of_the_record() -> None:
     page = (ROOT / RECORD).with_suffix(".md").read_text()
     for table in run("-m", "tests.kernels.compiled_choices", "--tables", str(RECORD)).strip().split("\n\n"):
         assert table in page
+
+
+@WITHOUT_A_GPU
+def test_rows_of_different_widths_select_entries() -> None:
+    """The interpreter does not see that a variable of the kernel has another type in a branch."""
+    assert "_columns_kernel" in run("-c", RAGGED_SELECTION).split()
 
 
 @WITHOUT_A_GPU

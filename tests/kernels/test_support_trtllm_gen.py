@@ -273,3 +273,16 @@ REFUSED: list[tuple[Kernel, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kernel", "values", "words"), REFUSED, ids=repr)
 def test_refused(kernel: Kernel, values: dict[str, Any], words: str) -> None:
     assert words in str(refusal(kernel, **values))
+
+
+def test_selected_entries_begin_at_16_bytes() -> None:
+    swept = SWEPT[MLA.calls[0]]
+    point = swept.model.completed({"top_k": 64})
+    assert point is not None
+    problem = swept.make(point).problem()
+    entries = problem.selected
+    for skipped, is_taken in ((0, True), (1, False), (4, True)):
+        storage = entries.new_zeros(entries.numel() + 4)
+        own = replace(problem, selected=storage[skipped : skipped + entries.numel()].view(entries.shape))
+        reason = why_not(MLA, B200, own)
+        assert (reason is None) == is_taken, reason

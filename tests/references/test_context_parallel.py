@@ -233,3 +233,35 @@ def test_wrong_arguments_of_an_mla_decode_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         trtllm_batch_decode_with_kv_cache_mla(**latent(1, 2, 1) | latent_rank(2, 1) | changes)
+
+
+def test_a_wrong_row_is_named_with_its_request() -> None:
+    arguments = decode(3, world=2, causal_seqlens_kv_global=torch.tensor(LENS, dtype=torch.int32), cp_world=2)
+    out, lse = trtllm_batch_decode_with_kv_cache(**arguments)
+    out[4] *= 2  # a row of the second request
+    with pytest.raises(AssertionError, match=r"row 4 \(request 1\)"):
+        assert_close_to_reference((out, lse), **arguments)
+
+
+def test_padding_rows_without_a_request_see_no_key() -> None:
+    call = MLADecodeCall(
+        query=torch.zeros(3, 2, RANK_DIM),
+        kv_cache=torch.zeros(1, PAGE, RANK_DIM),
+        workspace_buffer=None,
+        qk_nope_head_dim=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        block_tables=torch.zeros(0, 1, dtype=torch.int32),
+        seq_lens=torch.zeros(0, dtype=torch.int32),
+        max_seq_len=PAGE,
+        cum_seq_lens_q=torch.zeros(1, dtype=torch.int32),
+        max_q_len=1,
+        enable_dcp=True,
+        cp_world=2,
+        causal_seqlens_kv_global=torch.zeros(0, dtype=torch.int32),
+        return_lse=True,
+        return_lse_base="base2",
+    )
+    num_visible = call.problem().num_visible
+    assert num_visible is not None
+    assert num_visible.tolist() == [0, 0, 0]
