@@ -108,15 +108,15 @@ class RecordedCall:
             if not isinstance(result := getattr(self, name), Tensor | None):
                 raise RecordingError(f"the recorded {name} is of type {type(result).__name__}, and no tensor")
         fields = CALL_TYPES[self.function].__dataclass_fields__
-        needed = (each.name for each in fields.values() if each.default is each.default_factory is MISSING)
-        if missing := [name for name in needed if name not in {*self.given, "workspace_buffer"}]:
-            raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
         unknown = sorted(set(self.given) - set(fields))
         if unknown:
             raise RecordingError(
                 f"{self.function.value} was recorded with {', '.join(unknown)}, which FlashInfer 0.7.2 does not have: "
                 f"the engine had {self.versions.get('flashinfer', 'an unknown release')}"
             )
+        needed = (each.name for each in fields.values() if each.default is each.default_factory is MISSING)
+        if missing := [name for name in needed if name not in {*self.given, "workspace_buffer"}]:
+            raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
 
     def arguments(self, device: torch.device | None = None) -> dict[str, Any]:
         """Return the recorded arguments as keyword arguments of a new call: without the workspace, with NaN in `out` and `lse`,

@@ -3,8 +3,8 @@
 A file begins with the line `FORM`. The elements of the tensors follow, without gaps, one tensor after the other. The file ends
 with the record, which is compressed JSON, and the record's size in bytes. The record has the arguments as FlashInfer's recorder
 writes them (`lab.recorded.flashinfer_dumps`), and for each tensor the dtype, shape, strides, address modulo 256 and place in
-the file. A read tensor has these strides and this alignment again. Pages have new ids, in the order of the engine's ids, which
-the record holds too. Contents of the workspace are not kept.
+the file. A read tensor has these strides and this alignment again, but pages that share memory are kept apart. Pages have new
+ids, in the order of the engine's ids, which the record holds too. Contents of the workspace are not kept.
 """
 
 import json
@@ -44,6 +44,7 @@ END = ".end"  # of a file that says why a process recorded no further call
 SIZE_BYTES = 8  # of the record's size, an unsigned little-endian integer
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
+OVERLAPPING = "pages of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
 MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once, since an engine leaves little memory free
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.call", re.ASCII)
 
@@ -120,6 +121,7 @@ def read(path: Path) -> RecordedCall:
             restored("out", record["out"]),
             restored("lse", record["lse"]),
             {str(name): str(version) for name, version in record["versions"].items()},
+            lost=tuple(map(str, record.get("lost", ()))),
             gpu=str(record["gpu"]),
             raised=str(record.get("raised", "")),
             module=str(record.get("module", "")),
@@ -157,6 +159,7 @@ def write(folder: Path, call: MadeCall, versions: Mapping[str, str]) -> Path:
             record |= {"out": _kept(call.out, file), "lse": _kept(call.lse, file)}
             record |= {"raised": call.raised, "module": call.module}
             record |= {"pages": None if pages is None else pages.tolist(), "versions": dict(versions), "gpu": gpu()}
+            record["lost"] = [OVERLAPPING] if pages is not None and _has_overlap(given["kv_cache"], len(pages)) else []
             content = zlib.compress(json.dumps(record).encode())
             file.write(content + len(content).to_bytes(SIZE_BYTES, "little"))
         unfinished.replace(path)
@@ -168,11 +171,13 @@ def write(folder: Path, call: MadeCall, versions: Mapping[str, str]) -> Path:
 def _kept(value: Any, file: BinaryIO, pages: torch.Tensor | None = None, *, has_contents: bool = True) -> Any:
     """Return an argument or result as a record holds it. Write the contents of a tensor, only those of some pages, or none."""
     if isinstance(value, torch.Tensor):
+        shape = value.shape if pages is None else (len(pages), *value.shape[1:])
+        is_apart = pages is not None and _has_overlap(value, len(pages))
         described = {
             "type": "torch.Tensor",
             "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape if pages is None else (len(pages), *value.shape[1:])),
-            "stride": list(value.stride()),
+            "shape": list(shape),
+            "stride": list(torch.empty(shape, device="meta").stride() if is_apart else value.stride()),
             "address": value.data_ptr() % ALIGNMENT_BYTES,
         }
         if not has_contents:
@@ -220,6 +225,21 @@ def _span(tensor: torch.Tensor) -> range:
     """Return the addresses of a tensor's bytes, those of gaps included."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return range(start := tensor.data_ptr(), start + (last + 1) * tensor.element_size() if tensor.numel() else start)
+
+
+def _has_overlap(pool: Any, num_pages: int) -> bool:
+    """Return True if so many pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
+    block-sparse call is such a pool. An expanded dimension is no overlap.
+    """
+    if not isinstance(pool, torch.Tensor):
+        return any(_has_overlap(side, num_pages) for side in pool)
+    end = 1  # of the elements of the dimensions with smaller strides
+    for step, size in sorted(zip(pool.stride(), (num_pages, *pool.shape[1:]), strict=True)):
+        if step and size > 1:
+            if step < end:
+                return True
+            end += (size - 1) * step
+    return False
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

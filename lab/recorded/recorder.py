@@ -202,9 +202,11 @@ class Recorder:
     def _make(self, call: MadeCall, run: Callable[[], Any], is_captured: bool) -> Any:
         """Make a call, and consider it when it has returned. A captured call is held, for the replays of its graph."""
         lost, path = own_form.Lost("the call overwrote it, in a CUDA graph"), None
+        is_saved = False  # else the call may overwrite an input that was not copied
         with self._surviving():
             saved = (lambda _: lost) if is_captured else torch.clone
             call = replace(call, given=own_form.apart_from_results(call.given, saved))
+            is_saved = True
             if self._writes_before and not is_captured and self._is_long(call):
                 path = own_form.write(self.out, call, self._versions)
         self._of_thread.is_busy = True
@@ -212,16 +214,16 @@ class Recorder:
             returned = run()
         except BaseException as error:
             with self._surviving():
-                if not is_captured:
+                if is_saved and not is_captured:
                     self._keep(replace(call, raised=f"{type(error).__name__}: {error}"))
             raise
         finally:
             self._of_thread.is_busy = False
         with self._surviving():
             call = call.returning(returned)
-            if not is_captured:
+            if is_saved and not is_captured:
                 self._consider(call, path)
-            elif self._of_thread.graph in self._graphs:
+            elif is_saved and self._of_thread.graph in self._graphs:
                 self._graphs[self._of_thread.graph].append(call)
         return returned
 

@@ -59,6 +59,8 @@ def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict
     `saved` is a dictionary, the program reads contents from `repro.pt`, and their tensors are added to `saved`.
     """
     problem = call.problem()
+    if isinstance(problem, PagedAttention) and problem.num_visible is not None and problem.max_q_len > 1:
+        raise RecordingError("repro.py cannot express context parallelism with several rows of a request yet")
     values = {
         "title": in_markdown(_title(call, fault, called)).replace("\\", "\\\\").replace('"', '\\"'),
         "module": CALL_TYPES[call.function].module,

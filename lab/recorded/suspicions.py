@@ -149,6 +149,10 @@ def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) 
     if isinstance(problem, PagedAttention) and problem.selected is not None:
         ((places, indices),) = selections_of(problem, [request])
         return (indices.unsqueeze(2) == torch.arange(len(places), device=indices.device)).any(dim=1)
+    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
+        start = problem.row_offsets()[request]
+        counts = problem.num_visible[start : start + q_len]
+        return torch.arange(kv_len, device=counts.device) < counts[:, None]
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     shown = None if mask is None else shown_draft_tokens(mask[request : request + 1].to(torch.int32))
     (visible,) = visible_to(range(q_len), q_len, kv_len, problem, shown, problem.query.device)

@@ -71,6 +71,17 @@ def test_attention_over_the_selected_pages(mode: ForwardMode, layout: KVLayout) 
             torch.testing.assert_close(out[row, of_head], weights @ v[own, head], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE])
+def test_an_empty_batch_makes_no_call(mode: ForwardMode) -> None:
+    batch, pool = build(Case(mode, (), page_size=128, max_context_len=300, sliding_window=False))
+    metadata = build_block_sparse_metadata(batch, pool, HEADS)
+    cache = pool.new_cache(HEADS, DIM, torch.float32, KVLayout.HND)
+    query, topk = torch.zeros(3, HEADS * GROUP, DIM), torch.zeros(HEADS, 0, 16, dtype=torch.int32)
+    out = torch.full_like(query, 9.0)
+    assert prepare_block_sparse_attention(None, metadata, 0.3, query, cache, topk, out=out)() is out
+    assert not out.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_tokens_that_a_row_does_not_see_are_zeros(dtype: torch.dtype) -> None:
     batch, pool = build(Case(ForwardMode.DECODE, (130, 1), page_size=128, max_context_len=300, sliding_window=False))

@@ -81,8 +81,9 @@ def test_numbers_of_entries() -> None:
     assert places.tolist() == [[5, 9, -1, -1], [0, -1, -1, -1], [0, 3, 2, 7], [0, -1, -1, -1]]
 
 
+@pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("rope", [16, 0])
-def test_each_call_reads_the_positions_anew(rope: int) -> None:
+def test_each_call_reads_the_positions_anew(rope: int, padding: int) -> None:
     """Padding requests that come after the metadata are in no call; a query is cast in each call."""
     batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 33))))
     metadata, padded = build_dsa_metadata(batch, pool, Indexer(3)), pad_requests(batch, 4)
@@ -96,14 +97,15 @@ def test_each_call_reads_the_positions_anew(rope: int) -> None:
 
     layer = MLALayer(0.25, 0.5, kv_lora_rank=64, qk_rope_head_dim=rope, qk_nope_head_dim=20)
     query = torch.full((4, 3, 64 + rope), 0.3, dtype=torch.bfloat16)
-    out, positions = torch.full((4, 3, 64), 9.0), torch.tensor([[7, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    out, positions = torch.full((4, 3, 64), 9.0), torch.tensor([[7, -1, -1], [-1, -1, -1], *[[3, 1, 2]] * padding])
+    positions = positions.to(torch.int32)  # SGLang trims the rows of padding
     backend = DSABackend(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=kernel))
     cache = pool.new_latent_cache(64 + rope, torch.float8_e4m3fn)
     attend = backend.prepare_attention(padded, metadata, layer, query, cache, out=out, topk_indices=positions)
     attend()
     assert out[:2].eq(2.0).all()
     assert not out[2:].any()
-    positions.copy_(torch.tensor([[39, 0, 1], [32, 31, -1]]))
+    positions[:2] = torch.tensor([[39, 0, 1], [32, 31, -1]])
     query.fill_(0.7)
     attend()
     table = metadata.page_table_1
@@ -139,6 +141,14 @@ def test_positions_for_each_row_are_needed(rows: int | None) -> None:
     positions = None if rows is None else torch.zeros(rows, 4, dtype=torch.int32)
     cache = pool.new_latent_cache(80, torch.bfloat16)
     with pytest.raises(ValueError, match=f"topk_indices has {rows} rows, the metadata 2 and the query 2"):
+        DSABackend().prepare_attention(batch, metadata, LAYER, query, cache, out=query, topk_indices=positions)
+
+
+def test_positions_of_padding_are_trimmed_in_a_decode_alone() -> None:
+    batch, pool = build(of_mla(Case(ForwardMode.TARGET_VERIFY, (40, 33), new=2)))
+    metadata, query = build_dsa_metadata(batch, pool, Indexer()), torch.zeros(5, 3, 80, dtype=torch.bfloat16)
+    cache, positions = pool.new_latent_cache(80, torch.bfloat16), torch.zeros(5, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="topk_indices has 5 rows, the metadata 4 and the query 5"):
         DSABackend().prepare_attention(batch, metadata, LAYER, query, cache, out=query, topk_indices=positions)
 
 

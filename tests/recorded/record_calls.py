@@ -82,6 +82,14 @@ def latent_arguments(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
+def rank_arguments(num_rows: int = 3) -> dict[str, Any]:
+    """Make the arguments of an MLA decode of rank 1 of 2, which holds every second key of requests of 80 and 10 keys."""
+    query = latent_arguments()["query"].repeat(1, num_rows, 1, 1)
+    ends = torch.tensor([80, 10], dtype=torch.int32)
+    rank = {"enable_dcp": True, "cp_world": 2, "cp_rank": 1, "causal_seqlens_kv_global": ends}
+    return latent_arguments(query=query, backend="cute-dsl", return_lse=True, **rank)
+
+
 def main(folder: str, own_folder: str) -> None:
     """Record six calls with both recorders: plain, positional, with a given output and LSE, of float16 output, one that fails,
     and for FlashInfer's recorder one that is no attention.

@@ -11,6 +11,7 @@ from lab import references
 from lab.calls import AttentionCall
 from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
+from lab.metadata.mha.block_sparse import NUM_PAGES, PAGE_SIZE, as_pages
 from lab.recorded import own_form
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
@@ -56,6 +57,34 @@ def test_the_pages_that_some_head_selects_are_kept(tmp_path: Path) -> None:
     assert {int(page) for page in live} <= {*(call.pages or ())}
     assert len(call.pages or ()) == 8  # of 4, 1 and 3 pages
     assert torch.equal(call.given["seq_lens"], given["seq_lens"])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pages_that_share_memory_are_kept_apart(tmp_path: Path, rows: int) -> None:
+    """SGLang's compact cache is the pages of each head one after another. Those of one row do not overlap."""
+    heads, draw = 2, torch.Generator().manual_seed(0)
+    compact = torch.randn(2, rows, heads, NUM_PAGES, PAGE_SIZE, 16, generator=draw)
+    first = torch.arange(rows, dtype=torch.int32)[:, None] * heads * NUM_PAGES
+    given = {
+        "query": torch.randn(rows, heads * 2, 16, generator=draw),
+        "kv_cache": as_pages(compact),
+        "workspace_buffer": None,
+        "block_tables": (first + torch.arange(NUM_PAGES, dtype=torch.int32)).repeat(heads, 1, 1),
+        "seq_lens": torch.full((heads, rows), 2000, dtype=torch.int32),
+        "max_seq_len": NUM_PAGES * PAGE_SIZE,
+        "bmm1_scale": 0.25,
+        "q_len_per_req": 1,
+        "enable_block_sparse_attention": True,
+    }
+    call = own_form.read(written(tmp_path, given))
+    assert torch.equal(references.trtllm_batch_decode_with_kv_cache(**call.arguments()), call.out)
+    assert judged(tmp_path).outcome is Outcome.RIGHT
+    for own, side in zip(call.given["kv_cache"], given["kv_cache"], strict=True):
+        assert torch.equal(own, side[list(call.pages or ())])
+        assert (own.stride() == side.stride()) == (rows == 1)
+        assert own.is_contiguous() == (rows == 2)
+    assert len(call.lost) == rows - 1
+    assert all("pages of kv_cache share memory" in each for each in call.lost)
 
 
 def test_the_output_of_another_heads_pages_is_wrong(tmp_path: Path) -> None:

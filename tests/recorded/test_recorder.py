@@ -1,5 +1,6 @@
 """Calls are recorded wherever an engine imported the function; triggers choose calls; an idle recorder does nothing."""
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,6 +155,20 @@ def test_arguments_that_the_call_overwrites_are_recorded_as_they_were(module: Mo
     assert call.out is not None
     assert torch.equal(call.out, arguments["query"])
     assert not torch.equal(call.out, before)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_call_that_overwrites_what_cannot_be_copied_is_not_kept(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    arguments = decode_arguments(**({"max_seq_len": 4} if raises else {}))
+    arguments["out"] = arguments["query"]
+    monkeypatch.setattr("lab.recorded.recorder.torch.clone", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
+    refused = pytest.raises(ValueError, match="max_seq_len") if raises else contextlib.nullcontext()
+    with record_calls(tmp_path, functions=[module]) as recorder, refused:
+        assert getattr(module, DECODE)(**arguments) is arguments["out"]
+    assert recorder.kept == 0
+    assert caplog.messages == ["lab record: a call is not recorded: OutOfMemoryError: full"]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from tests.recorded.record_calls import (
     decode_arguments,
     latent_arguments,
     ragged_arguments,
+    rank_arguments,
 )
 from tests.recorded.write_calls import write_call
 
@@ -497,6 +498,14 @@ def test_a_lost_gpu_ends_the_search_with_what_was_found(monkeypatch: pytest.Monk
     monkeypatch.setattr(shrink, "new_workspace", mock.Mock(side_effect=torch.AcceleratorError("lost")))
     with pytest.raises(RecordingError, match="cannot be shrunk: lost"):
         _smallest(_decode(), crashes)
+
+
+def test_a_program_has_no_rank_of_several_rows() -> None:
+    with pytest.raises(RecordingError, match="cannot express context parallelism with several rows of a request"):
+        repro(_recorded(AttentionCall.MLA_DECODE, rank_arguments(3)), None)
+    program = repro(_recorded(AttentionCall.MLA_DECODE, rank_arguments(1)), None)
+    right = references.trtllm_batch_decode_with_kv_cache_mla
+    assert _status(program, right, AttentionCall.MLA_DECODE) == 0
 
 
 def test_what_a_program_cannot_express_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import DecodeCall, PagedAttention, Problem, RaggedContextCall
+from lab.calls import DecodeCall, MLADecodeCall, PagedAttention, Problem, RaggedContextCall
 from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of
 from tests.recorded.record_calls import (
@@ -17,6 +17,7 @@ from tests.recorded.record_calls import (
     PAGE_SIZE,
     decode_arguments,
     ragged_arguments,
+    rank_arguments,
     several_rows,
 )
 
@@ -148,6 +149,17 @@ def test_a_draft_mask_says_what_a_row_sees(bits: list[int], words: str) -> None:
     (found,) = _origins(_verified(bits), out)
     assert words in found
     assert "key 16" in found
+
+
+@pytest.mark.parametrize(("row", "words"), [(3, "must not see K"), (4, "it sees K"), (5, "it sees K")])
+def test_a_row_sees_the_keys_of_its_rank(row: int, words: str) -> None:
+    """Rows 3 to 5 see 8, 9 and 10 keys of request 1, of which rank 1 holds 4, 4 and 5."""
+    arguments = rank_arguments()
+    arguments["kv_cache"][0, 3 if row > 3 else 4, 0] = math.nan  # rows of one count see the same keys
+    out = torch.zeros(6, HEADS, 64)
+    out[row, 3] = math.nan
+    (found,) = _origins(MLADecodeCall(**arguments).problem(), out)
+    assert words in found
 
 
 def test_a_ragged_call_has_keys_without_pages() -> None:

@@ -132,6 +132,8 @@ def prepare_block_sparse_attention(
         query, out: ``[num_tokens, num_qo_heads, head_dim]``. Rows of `out` after the metadata's rows become 0.
     """
     rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
+    if rows == 0:
+        return out.zero_
     compact = cache.storage.new_empty(2, rows, heads, count, PAGE_SIZE, query.shape[-1])
     call = prepare(
         implementation,

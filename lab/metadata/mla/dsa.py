@@ -180,22 +180,24 @@ class DSABackend:
         rows, which padding adds later, become 0.
 
         Args:
-            topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it anew.
+            topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it anew. In a decode it may have
+                rows for all of the query's. Those after the metadata's are not read (`_trim_trtllm_decode_dp_padding`).
 
         Raises:
-            ValueError: there is no `topk_indices`, it has more rows than the metadata, or the query has fewer.
+            ValueError: there is no `topk_indices`, it has too many rows, or the query has fewer rows than the metadata.
         """
         rows = len(metadata.seq_lens)
-        if topk_indices is None or not len(topk_indices) <= rows <= len(query):
+        most_rows = len(query) if batch.forward_mode.query_rows is QueryRows.ONE else rows
+        if topk_indices is None or len(topk_indices) > most_rows or rows > len(query):
             given_rows = None if topk_indices is None else len(topk_indices)
             raise ValueError(
                 f"topk_indices has {given_rows} rows, the metadata {rows} and the query {len(query)}: pass positions for at "
-                "most the metadata's rows, and a query for each of them"
+                "most the metadata's rows (in a decode: the query's), and a query for each of the metadata's rows"
             )
         if rows == 0:
             return out.zero_
         given = buffer_in(query, self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype))
-        select = partial(metadata.places, topk_indices)
+        select = partial(metadata.places, topk_indices[:rows])
         places, top_k_lens = select(), None
         arguments = layer_arguments(layer, given[:rows].unsqueeze(1), cache) | {
             "block_tables": places.unsqueeze(1),
