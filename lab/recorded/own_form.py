@@ -44,7 +44,9 @@ END = ".end"  # of a file that says why a process recorded no further call
 SIZE_BYTES = 8  # of the record's size, an unsigned little-endian integer
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
-OVERLAPPING = "pages of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
+OVERLAPPING = (
+    "elements of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
+)
 MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once, since an engine leaves little memory free
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.call", re.ASCII)
 
@@ -229,13 +231,13 @@ def _span(tensor: torch.Tensor) -> range:
 
 def _has_overlap(pool: Any, num_pages: int) -> bool:
     """Return True if so many pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
-    block-sparse call is such a pool. An expanded dimension is no overlap.
+    block-sparse call is such a pool, and so is a pool with an expanded dimension.
     """
     if not isinstance(pool, torch.Tensor):
         return any(_has_overlap(side, num_pages) for side in pool)
     end = 1  # of the elements of the dimensions with smaller strides
     for step, size in sorted(zip(pool.stride(), (num_pages, *pool.shape[1:]), strict=True)):
-        if step and size > 1:
+        if size > 1:
             if step < end:
                 return True
             end += (size - 1) * step

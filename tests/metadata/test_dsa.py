@@ -134,13 +134,14 @@ def test_an_empty_batch_makes_no_call() -> None:
     assert not DSABackend().prepare_attention(batch, metadata, LAYER, query, cache, out=out, topk_indices=none)().any()
 
 
-@pytest.mark.parametrize("rows", [None, 3])
-def test_positions_for_each_row_are_needed(rows: int | None) -> None:
+@pytest.mark.parametrize(("rows", "query_rows"), [(None, 2), (3, 2), (1, 1)])
+def test_positions_and_a_query_for_each_row_are_needed(rows: int | None, query_rows: int) -> None:
     batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 33))))
-    metadata, query = build_dsa_metadata(batch, pool, Indexer()), torch.zeros(2, 3, 80, dtype=torch.bfloat16)
+    metadata = build_dsa_metadata(batch, pool, Indexer())
+    query = torch.zeros(query_rows, 3, 80, dtype=torch.bfloat16)
     positions = None if rows is None else torch.zeros(rows, 4, dtype=torch.int32)
     cache = pool.new_latent_cache(80, torch.bfloat16)
-    with pytest.raises(ValueError, match=f"topk_indices has {rows} rows, the metadata 2 and the query 2"):
+    with pytest.raises(ValueError, match=f"topk_indices has {rows} rows, the metadata 2 and the query {query_rows}"):
         DSABackend().prepare_attention(batch, metadata, LAYER, query, cache, out=query, topk_indices=positions)
 
 

@@ -84,7 +84,7 @@ def test_pages_that_share_memory_are_kept_apart(tmp_path: Path, rows: int) -> No
         assert (own.stride() == side.stride()) == (rows == 1)
         assert own.is_contiguous() == (rows == 2)
     assert len(call.lost) == rows - 1
-    assert all("pages of kv_cache share memory" in each for each in call.lost)
+    assert all("elements of kv_cache share memory" in each for each in call.lost)
 
 
 def test_the_output_of_another_heads_pages_is_wrong(tmp_path: Path) -> None:

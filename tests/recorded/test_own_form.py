@@ -294,6 +294,26 @@ def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
     assert f"page {last} holds a non-finite V after the request's last key" in remarks
 
 
+@pytest.mark.parametrize(
+    ("heads", "stride", "is_lost"),
+    [
+        (2, (2048, 1024, 64, 1), False),
+        (2, (2047, 1024, 64, 1), True),
+        (2, (1024, 0, 64, 1), True),  # heads are one in memory
+        (1, (1024, 1, 64, 1), False),  # a stride that no address depends on
+    ],
+)
+def test_pages_that_share_memory_lose_their_strides(
+    tmp_path: Path, heads: int, stride: tuple[int, ...], is_lost: bool
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    pool = torch.randn(9 * 2048, generator=draw).to(torch.bfloat16).as_strided((9, heads, 16, 64), stride)
+    call = own_form.read(_write(tmp_path, decode_arguments(kv_cache=(pool, pool))))
+    own, _ = call.given["kv_cache"]
+    assert torch.equal(own, pool[list(call.pages or ())])
+    assert (own.stride() != stride) == bool(call.lost) == is_lost
+
+
 def _record(path: Path) -> tuple[bytes, Any]:
     """Return what lies in a file before its record, and the record."""
     content = path.read_bytes()
