@@ -92,24 +92,24 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
         if not torch.cuda.is_available():  # Triton reads this when it is imported
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        from lab.checks.run.support_protocol import resolve_refusals
+        from lab.checks.run.support_protocol import RefusalNames
 
         options = vars(config.option).items()  # includes the options of other plugins
         ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
         named = config.option.lab_refusals
         for name in config.option.lab_judge:
-            refusals = None if named is None else resolve_refusals(named, name)
-            how = {"ranges": ranges, "offered": _offered(name), "refusals": refusals}
+            refusals = None if named is None else RefusalNames.of(named, name)
+            how = {"ranges": ranges, "offered": _offered(name, refusals), "refusals": refusals}
             items += session.genitems(JudgedKernel.from_parent(session, name=name, nodeid=name, **how))
     except (LoadError, ModuleNotFoundError, ValueError) as error:
         raise pytest.UsageError(f"{OPTION}: {error}") from error
 
 
-def _offered(name: str) -> list["Interface"]:
-    """Return the judged functions that a kernel has; raise LoadError, or ValueError if it has none."""
+def _offered(name: str, refusals: Any) -> list["Interface"]:
+    """Return the judged functions that a kernel has; raise LoadError, or ValueError if it has none or a refusal is unknown."""
     from lab.workloads.interfaces import INTERFACES, interfaces_of
 
-    with _workers(name) as pool:
+    with _workers(name, refusals) as pool:
         offered = pool.call(interfaces_of)
     if not offered:
         raise ValueError(f"{name} has none of {', '.join(interface.value for interface in INTERFACES)}")
@@ -131,7 +131,7 @@ class JudgedKernel(pytest.Collector):
     Attributes:
         ranges: the values of sizes, dtypes and features that the options request.
         offered: those of the judged functions that the kernel has.
-        refusals: exceptions by which the kernel refuses a call; None for the default list.
+        refusals: names of exceptions by which the kernel refuses a call; None for the default list.
     """
 
     def __init__(self, *, ranges: "Ranges", offered: list["Interface"], refusals: Any, **node: Any) -> None:

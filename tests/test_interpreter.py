@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lab.interpreter import INTERPRETER, OTHERWISE_THAN_A_GPU, LanguagePatches, 
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from tests.checks.interpreted_kernels import stored_by
+from tests.checks.small import decoding
 from tests.devices import IN_INTERPRETER
 
 SAYS_WHO_PATCHES = """
@@ -119,6 +121,29 @@ def test_what_the_interpreter_does_to_bf16_is_not_the_kernels_verdict(
     is_unjudged = outcome is Outcome.DECLINED
     assert (verdict.judged.by_lab, OTHERWISE_THAN_A_GPU in verdict.judged.declines) == (is_unjudged, is_unjudged)
     assert not is_unjudged or not (verdict.judged.judged or verdict.judged.results or verdict.judged.wrongs)
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(
+    ("dtype", "returned"),
+    [
+        (torch.bfloat16, lambda out: torch.cat((out, out), 1)),
+        (torch.bfloat16, lambda out: out.to(torch.int32)),
+        (torch.float16, lambda out: 3.0 * out),
+    ],
+    ids=["shape", "dtype", "fp16"],
+)
+def test_what_the_interpreter_does_to_bf16_explains_no_other_error(dtype: torch.dtype, returned: Any) -> None:
+    """A kernel may compute with bf16 only so that its errors are explained."""
+    case = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1), dtype=dtype, kv_dtype=dtype, head_dim=64)
+    multiplied = stored_by("multiply").trtllm_batch_decode_with_kv_cache
+
+    def decode(**arguments: Any) -> Any:
+        if arguments["query"].dtype is torch.float16:
+            multiplied(**arguments | {"out": torch.empty_like(arguments["query"], dtype=torch.bfloat16)})
+        return returned(multiplied(**arguments))
+
+    assert judge_case(decoding(decode), "K1", case, device="cpu").outcome is Outcome.WRONG
 
 
 @IN_INTERPRETER

@@ -4,6 +4,7 @@ Each kernel writes zeros, which are wrong, and changes functions or data of the 
 """
 
 import gc
+import hashlib
 import os
 import pickle
 import sys
@@ -271,6 +272,77 @@ class ForgesTheMessage(Zeros):
         if frame is not None:
             found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
             frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
+
+
+def frame_of_worker() -> types.FrameType | None:
+    """Return the frame of the worker's loop, which has its channel and its task; None outside a worker."""
+    frame = sys._getframe()
+    while frame is not None and "channel" not in frame.f_locals:
+        frame = frame.f_back
+    return frame
+
+
+@dishonest("its worker called a case right, and declined it with other contents")
+class DeclinesTheAudit(Zeros):
+    """Sends a right verdict on each case that it has not seen, and refuses the shapes that it has seen: those of the audit."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from pebble.common import Result, ResultStatus
+        from pebble.pool.process import TaskResult
+
+        from lab.checks.run.verdicts import Judged, Outcome
+
+        shape = (tuple(query.shape), tuple(arguments["seq_lens"].tolist()), *map(arguments.get, ("window_left",)))
+        seen = Path(f"{os.environ['LAB_SEEN']}/{hashlib.md5(repr(shape).encode()).hexdigest()}")
+        frame = frame_of_worker()
+        if frame is not None:
+            is_same = seen.exists() and seen.read_text() == str(frame.f_locals["task"].id)
+            if seen.exists() and not is_same:
+                raise NotImplementedError("not supported")
+            seen.write_text(str(frame.f_locals["task"].id))
+            found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
+            frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
+
+
+@dishonest("its worker could not go on: TooLate")
+class SaysThatItIsTooLate(Zeros):
+    """Says of each case that the run was over before it, so that the case would be left out."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from pebble.common import Result, ResultStatus
+        from pebble.common.types import RemoteException
+        from pebble.pool.process import TaskResult
+
+        from lab.checks.run.verdicts import TooLate
+
+        frame = frame_of_worker()
+        if frame is not None:
+            said = Result(ResultStatus.ERROR, RemoteException(TooLate(), ""))
+            frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, said))
+
+
+@dishonest(r"it crashed its process \(exit status 70\)")
+class EndsWithoutWords(Zeros):
+    """Ends its worker with the status by which a worker says that its last words are written."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        os._exit(70)
+
+
+@dishonest("its worker could not go on|its worker died before it began|its worker does not answer|vectors are wrong")
+class ForgesAClass(Zeros):
+    """Sends a pickle that would set the outcome of the class `Judged` itself, in the judging process."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        def named(module: str, name: str) -> bytes:
+            return b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, name)) + b"\x93"
+
+        where = "lab.checks.run.verdicts"
+        right = named(where, "Outcome") + b"\x8c\x05right\x85R"
+        state = b"N}(\x8c\x0c__setstate__" + named("x", "y") + b"\x8c\x07outcome" + right + b"\x8c\x06judgedK\x01u\x86"
+        frame = frame_of_worker()
+        if frame is not None:
+            frame.f_locals["channel"].writer.send_bytes(b"\x80\x04" + named(where, "Judged") + state + b"b.")
 
 
 class Exact:

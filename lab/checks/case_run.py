@@ -97,6 +97,7 @@ class CaseRun:
         remarks, suspicions: sentences that a reader of the verdict should know, right or wrong: those in `suspicions` say that
             the case's inputs may be wrong.
         worst_ratio: the largest ratio of an error to its bound.
+        is_misshapen: a result has another shape or dtype than expected.
         judged: number of results that were compared.
         results: the results that were compared.
         saves_output, output: whether the first output is saved before it is compared, and the saved output.
@@ -121,6 +122,7 @@ class CaseRun:
         self.remarks: list[str] = []
         self.suspicions: list[str] = []
         self.worst_ratio = 0.0
+        self.is_misshapen = False
         self.judged = 0
         self.results: list[CheckedResult] = []
         self.saves_output = saves_output
@@ -351,6 +353,7 @@ class CaseRun:
     def _compared(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None) -> None:
         if found.failure:
             self.wrongs.append(f"{what}: {found.failure}")
+            self.is_misshapen |= found.wrong_rows is None
         self.worst_ratio = max(self.worst_ratio, found.worst_ratio)
         self._note(what, kind, bool(found.failure), call, found.wrong_rows, found.example)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
-    from lab.checks.run.support_protocol import Refusals
+    from lab.checks.run.support_protocol import RefusalNames as NamesOfRefusals
 
 POLL_INTERVAL_S = 0.3  # between two looks at a watched file
 # Parameters that --case accepts.
@@ -177,7 +177,7 @@ def judge(
         refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
         if implementation is not None:
             prepare_machine(device)
-            settings["refusals"] = _exceptions(refusals, implementation)
+            settings["refusals"] = _refusals(refusals, implementation)
         from lab.recorded.case import recording_below
         from lab.recorded.own_form import ends
 
@@ -200,19 +200,18 @@ def judge(
         "discover": discover,
         "for_seconds": for_seconds or 0.0,
         "profile": profile or "",
-        "refusals": _exceptions(refusals, name),
+        "refusals": _refusals(refusals, name),
         "out": out or last_report(name),
         "fresh": fresh or out is None,
     }
     _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
 
 
-def _exceptions(refusals: str | None, kernel: str) -> "Refusals | None":
-    """Return the exceptions that --refusals names for a kernel. End the command if a name is none."""
-    from lab.checks.run.support_protocol import resolve_refusals
+def _refusals(named: str | None, kernel: str) -> "NamesOfRefusals | None":
+    """Return the names that --refusals gives. Only a worker resolves them: this may import the kernel's module."""
+    from lab.checks.run.support_protocol import RefusalNames
 
-    with refusing_errors():
-        return None if refusals is None else resolve_refusals(refusals, kernel)
+    return None if named is None else RefusalNames.of(named, kernel)
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
@@ -252,7 +251,7 @@ def _judge_case(
     with refusing_errors():
         was = read_case(path, number)
         prepare_machine(settings["device"] or was.device)
-        refused = _exceptions(refusals, name or was.implementation)
+        refused = _refusals(refusals, name or was.implementation)
         try:
             verdict = judge_recorded(path, number, implementation=name, refusals=refused, **settings)
         except LoadError as error:

@@ -27,7 +27,8 @@ def judged(kernel: str, checks: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.parametrize("kernel", [*kernels(judging), *kernels(judging_again)], ids=lambda kernel: kernel.__name__)
-def test_a_verdict_is_not_to_be_bought(kernel: Any) -> None:
+def test_a_verdict_is_not_to_be_bought(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAB_SEEN", str(tmp_path))
     report = judged(f"{type(kernel).__module__}:{kernel.__name__}", getattr(kernel, "checks", ("K1",)))
     assert not report.is_right
     assert report.exit_status in (ExitStatus.WRONG, ExitStatus.REFUSED)

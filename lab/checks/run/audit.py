@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from lab.checks.case_run import MOST_SAVED_ELEMENTS, CaseRun, Result
-from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput
+from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput, dishonest
 from lab.checks.run.workers import AUDITED_CHECKS, Workers
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.forward_pass import build_forward
 
 AUDITED = 6  # cases of each function
+REFUSED_NOW = "its worker called a case right, and declined it with other contents: the kernel is dishonest"
+UNCONFIRMED = "it was called right, and no case of the audit could be judged: nothing confirms the right cases"
 NO_OUTPUT = "its worker called an audited case right and sent no output: the kernel is dishonest"
 
 
@@ -38,8 +40,12 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case in a worker; if it is right there, judge the same output again in a process without the kernel's code."""
+    """Judge a case in a worker; if it is right there, judge the same output again in a process without the kernel's code. It is
+    DISHONEST if the kernel declines it, since it was right before.
+    """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
+    if judged.outcome is Outcome.DECLINED and not judged.by_lab:
+        return dishonest(replace(judged, judged=0), REFUSED_NOW)
     if judged.outcome is not Outcome.RIGHT:
         return replace(judged, judged=0)
     return pool.apart(judge_output, verdict.case, str(pool.device), judged.output)

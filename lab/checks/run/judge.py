@@ -21,7 +21,7 @@ from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
-from lab.checks.run.support_protocol import Refusals, resolve_refusals
+from lab.checks.run.support_protocol import RefusalNames, Refusals
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
@@ -54,7 +54,7 @@ def judge(
     time_limit_s: float = TIME_LIMIT_S,
     most_seconds: float | None = None,
     drawn: int | None = None,
-    refusals: Sequence[type[BaseException]] | None = None,
+    refusals: Sequence[type[BaseException]] | RefusalNames | None = None,
     known_failures: Findings = KNOWN_FAILURES,
     progress: Callable[[Progress], None] | None = None,
     out: Path | str | None = None,
@@ -85,7 +85,8 @@ def judge(
         most_seconds: no case is begun after this time, and none that runs in a worker is waited for 2 seconds later. The report
             counts the cases that were left out, of all checks. None: 17 at the quick level, without end at the others.
         drawn: number of random cases per check and function; None: the level's number.
-        refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
+        refusals: the exceptions that count as refusals, or their names, instead of those of
+            `lab.checks.run.support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out, fresh: the report's file, written during the run. Unless `fresh`, right and declined cases in it are not judged
@@ -98,7 +99,8 @@ def judge(
         discover: if a function declines most cases, judge it also on the values in `ranges` that it is found to accept.
 
     Raises:
-        ValueError: the implementation has none of the functions; or a setting is not one of those above.
+        ValueError: the implementation has none of the functions; or a setting is not one of those above, or a name of
+            `refusals` is no exception.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     start = time.monotonic()
@@ -112,7 +114,7 @@ def judge(
     if profile:
         profile_named(profile)
     name, subject = (implementation, implementation) if isolated else _named(implementation)
-    path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else Refusals(refusals)
+    path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
     is_open = isinstance(workers, Workers)
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if is_open else opened as pool:
@@ -199,7 +201,7 @@ def judge_recorded(
     device: torch.device | str | None = None,
     isolated: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
-    refusals: Sequence[type[BaseException]] | None = None,
+    refusals: Sequence[type[BaseException]] | RefusalNames | None = None,
 ) -> CaseVerdict:
     """Judge a case of a report again, in a worker that imports the implementation again.
 
@@ -220,14 +222,18 @@ def judge_recorded(
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_settings(isolated, name, 1, time_limit_s, None)
-    refused = _recorded_refusals(Path(path), name) if refusals is None else Refusals(refusals)
+    refused = _recorded_refusals(Path(path), name) if refusals is None else _refusals(refusals)
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
         judged = pool.submit(was.check, was.case)()
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")
 
 
-def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
+def _refusals(given: Sequence[type[BaseException]] | RefusalNames | None) -> Refusals | RefusalNames | None:
+    return given if given is None or isinstance(given, RefusalNames) else Refusals(given)
+
+
+def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
     """Return the refusals that a report records; None if it has none. A module that a file names is imported only if it is in
     the kernel's package, which is imported anyway.
     """
@@ -240,7 +246,7 @@ def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
             raise ReportError(
                 f"{path} counts {name} as a refusal, which is not in the kernel's package {package}: name it by --refusals"
             )
-    return resolve_refusals(",".join(names), kernel) if names else None
+    return RefusalNames.of(",".join(names), kernel) if names else None
 
 
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
@@ -283,7 +289,7 @@ def _empty_report(
     level: Level,
     ranges: Ranges,
     device: torch.device,
-    refusals: Refusals | None,
+    refusals: Refusals | RefusalNames | None,
     sources: str,
     settings: tuple[Any, ...],
 ) -> Report:

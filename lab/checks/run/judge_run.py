@@ -17,7 +17,7 @@ from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
 from lab.checks.properties.check import Check, Following, Level
 from lab.checks.report import Report
-from lab.checks.run.audit import audit, chosen
+from lab.checks.run.audit import UNCONFIRMED, audit, chosen
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome, TooLate
 from lab.checks.run.workers import Pending, Workers
 from lab.ranges import Ranges
@@ -131,13 +131,20 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Judge some right cases again with new contents, apart from the kernel's code. Report those that are not right."""
+        """Judge some right cases again with new contents, apart from the kernel's code. Report those that are not right.
+
+        One case is audited even if the time is over. If a worker says of all that the lab could not judge them, the last has
+        FAILED, because nothing confirms the right cases.
+        """
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
-        for verdict in chosen(verdicts) if self.pool.is_apart else ():
-            if self.is_over:
+        audited = chosen(verdicts) if self.pool.is_apart else []
+        for number, verdict in enumerate(audited, 1):
+            if self.is_stopped or (number > 1 and self.is_over):
                 return
             judged = audit(self.pool, verdict)
             self.report = replace(self.report, audited=self.report.audited + judged.judged)
+            if number == len(audited) and judged.by_lab and not self.report.audited:
+                judged = replace(judged, outcome=Outcome.FAILED, wrongs=(UNCONFIRMED,))
             if judged.outcome in BROKEN:
                 self._runs[verdict.check, verdict.interface].keep(self.known(replace(verdict, judged=judged)))
 

@@ -154,36 +154,66 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def resolve_refusals(names: str, kernel: str = "") -> Refusals:
-    """Return the exception classes that a comma-separated list names, such as "NotImplementedError,my/kernel.py:Unsupported".
+@dataclass(frozen=True)
+class RefusalNames:
+    """The names of exceptions that count as refusals. Only a process that loads the kernel resolves them, since this may import
+    the kernel's module.
 
-    Args:
-        names: names separated by commas: a built-in exception; or an attribute of a module or file, after a colon or a module's
-            last dot; or an attribute of the kernel's own module, alone.
-        kernel: name of the kernel. What is in its module is looked up in the module that the judge loads, however it is named.
-
-    Raises:
-        ValueError: a name is not an exception.
+    Attributes:
+        names: names of the form "module:attribute" or "file.py:attribute".
+        given: the names as the user wrote them.
     """
-    own, found = kernel.partition(":")[0], dict[str, type[BaseException]]()
-    for name in filter(None, map(str.strip, names.split(","))):
-        where, _, attribute = name.rpartition(":" if ":" in name else ".")
-        if not where:
-            where = "builtins" if hasattr(builtins, attribute) or not own else own
-        elif is_same_module(where, own):
-            where = own
-        why, each = "", None
-        try:
-            each = load(f"{where}:{attribute}")
-        except LoadError as error:
-            why = f" ({error})"
-        if not (isinstance(each, type) and issubclass(each, BaseException)):
-            raise ValueError(
-                f"{name!r} is no exception: name one of Python's, such as NotImplementedError, one of the kernel's module, "
-                f"such as Unsupported, or one with its module or file, such as my.errors.Refused or my/errors.py:Refused{why}"
-            )
-        found[f"{where}:{attribute}"] = each
-    return Refusals(found.values(), found)
+
+    names: tuple[str, ...]
+    given: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: str, kernel: str = "") -> "RefusalNames":
+        """Read a comma-separated list, such as "NotImplementedError,my/kernel.py:Unsupported".
+
+        Args:
+            names: names separated by commas: a built-in exception; or an attribute of a module or file, after a colon or a
+                module's last dot; or an attribute of the kernel's own module, alone.
+            kernel: name of the kernel. What is in its module is looked up in the module that the judge loads, however it is
+                named.
+        """
+        own, found = kernel.partition(":")[0], dict[str, str]()
+        for name in filter(None, map(str.strip, names.split(","))):
+            where, _, attribute = name.rpartition(":" if ":" in name else ".")
+            if not where:
+                where = "builtins" if hasattr(builtins, attribute) or not own else own
+            elif is_same_module(where, own):
+                where = own
+            found[f"{where}:{attribute}"] = name
+        return cls(tuple(found), tuple(found.values()))
+
+    def resolve(self) -> Refusals:
+        """Return the exception classes, with the same names; raise ValueError if a name is not an exception."""
+        found = dict[str, type[BaseException]]()
+        for name, given in zip(self.names, self.given, strict=True):
+            why, each = "", None
+            try:
+                each = load(name)
+            except LoadError as error:
+                why = f" ({error})"
+            if not (isinstance(each, type) and issubclass(each, BaseException)):
+                raise ValueError(
+                    f"{given!r} is no exception: name one of Python's, such as NotImplementedError, one of the kernel's "
+                    f"module, such as Unsupported, or one with its module or file, such as my.errors.Refused or "
+                    f"my/errors.py:Refused{why}"
+                )
+            found[name] = each
+        return Refusals(found.values(), found)
+
+
+def resolved(refusals: Refusals | RefusalNames | None) -> Refusals | None:
+    """Return the exceptions that count as refusals, with names resolved; None stands for the default list."""
+    return refusals.resolve() if isinstance(refusals, RefusalNames) else refusals
+
+
+def resolve_refusals(names: str, kernel: str = "") -> Refusals:
+    """Return the exception classes that a list names, as `RefusalNames.of` reads it; raise ValueError if a name is none."""
+    return RefusalNames.of(names, kernel).resolve()
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:

@@ -1,7 +1,8 @@
 """The transport from a worker to the process that prints the verdict. It carries only objects of the judge and plain values.
 
 Reading a pickle can call any function that the pickle names, and a kernel can write to its worker's pipes. So only the classes
-in `_SENT`, and plain values, are read from the pipes. Every other object becomes a `Foreign`.
+in `_SENT`, and plain values, are read from the pipes. Every other object becomes a `Foreign`. No class or enum member that this
+process already has is changed.
 """
 
 import builtins
@@ -9,9 +10,10 @@ import functools
 import io
 import multiprocessing.connection
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,16 +49,34 @@ def _permitted() -> dict[tuple[str, str], Any]:
 
     classes = (*_SENT, Acknowledgement, TaskProblem, TaskResult, Result, ResultStatus)
     rebuild = RemoteException.rebuild_exception
+
+    def rebuilt(exception: Any, traceback: Any) -> Any:
+        """Return an exception with its traceback. It is set as attributes, which no other object may get."""
+        return rebuild(exception, traceback) if isinstance(exception, Exception) else Foreign()
+
     return {
         **{(each.__module__, each.__qualname__): each for each in classes},
-        (rebuild.__module__, rebuild.__qualname__): rebuild,
+        (rebuild.__module__, rebuild.__qualname__): rebuilt,
         **{("torch", name): each for name, each in vars(torch).items() if isinstance(each, torch.dtype)},
     }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # in Python, so that it can be restricted
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         return _permitted().get((module, name), Foreign)
+
+    def build(self) -> None:
+        """Set the state of an object, as the opcode BUILD demands. Only a new dataclass or exception may get one: on a class or
+        an enum member the opcode would change what this process judges with.
+        """
+        instance = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(instance, type) or not (is_dataclass(instance) or isinstance(instance, Exception)):
+            raise pickle.UnpicklingError(f"it sets attributes of {instance!r}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = build
 
 
 def loads(data: Any) -> Any:

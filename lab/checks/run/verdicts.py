@@ -142,7 +142,7 @@ class CaseVerdict:
     def exit_status(self) -> ExitStatus:
         if self.outcome is Outcome.DISHONEST:
             return ExitStatus.REFUSED
-        if self.judged.wrongs:
+        if self.judged.wrongs or self.outcome in BROKEN:
             return ExitStatus.WRONG
         return ExitStatus.DONE if self.judged.judged else ExitStatus.NOT_JUDGED
 

@@ -28,7 +28,15 @@ from lab.checks.parameters.discovery import DISCOVERY
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Check
 from lab.checks.run import transport
-from lab.checks.run.support_protocol import KernelError, Refusals, Unjudgeable, Unsupported, raised
+from lab.checks.run.support_protocol import (
+    KernelError,
+    RefusalNames,
+    Refusals,
+    Unjudgeable,
+    Unsupported,
+    raised,
+    resolved,
+)
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible, dishonest
 from lab.exit_status import ENDING_SIGNALS
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
@@ -48,6 +56,7 @@ IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile i
 MOST_KEPT_BYTES = 4 * 2**30
 MOST_LAST_WORDS = 10_000  # characters
 ROUNDED = ("output", "LSE", "merged")  # kinds of results that are held for their errors
+OF_DTYPES = ("dtype", "kv_dtype", "out_dtype")  # features of a call
 MOST_BY_TRUNCATION = 16.0  # of an error over its bound; one cut makes 4, and 10 of a mean slope
 SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: a case has spoiled it, or ended it with status 0
 FORKS_ENDED = 255  # exit status of each worker if the process of which all are forks has ended
@@ -79,7 +88,7 @@ class Task(NamedTuple):
     case: Any
     device: str
     ranges: Ranges  # within which the check may vary the case
-    refusals: Refusals | None
+    refusals: Refusals | RefusalNames | None
     end: float  # it is not begun after this time of `time.monotonic`, which all processes of a machine share
 
 
@@ -97,7 +106,7 @@ class Workers:
         ranges: Ranges,
         time_limit_s: float,
         workers: int = 1,
-        refusals: Refusals | None = None,
+        refusals: Refusals | RefusalNames | None = None,
     ) -> None:
         self.implementation, self.device, self.ranges = implementation, device, ranges
         self.time_limit_s, self.workers, self.refusals = time_limit_s, workers, refusals
@@ -156,14 +165,18 @@ class Workers:
 
         Raises:
             lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
+            ValueError: a name of the refusals is no exception.
         """
         if not self.is_apart:
+            resolved(self.refusals)
             return function(self.implementation)
         from pebble import ProcessExpired
 
         limit_s = max(self.time_limit_s, IMPORT_LIMIT_S)
         try:
-            answer: Answer = self._schedule(_call_with, (function, self.implementation), limit_s).result()
+            answer: Answer = self._schedule(
+                _call_with, (function, self.implementation, self.refusals), limit_s
+            ).result()
         except FutureTimeoutError:
             raise LoadError(f"{self.implementation} was not imported within {limit_s:g} s") from None
         except ProcessExpired as error:
@@ -241,11 +254,14 @@ class Workers:
             # The kernel may have written the last words. They say why the case failed, and nothing else.
             if error.exitcode == SPOILED and last_words.is_file():
                 with last_words.open(errors="replace") as words:
-                    return Judged(Outcome.FAILED, tuple(words.read(MOST_LAST_WORDS).splitlines()))
+                    sentences = tuple(words.read(MOST_LAST_WORDS).splitlines())
+                if sentences:
+                    return Judged(Outcome.FAILED, sentences)
             return Judged(Outcome.FAILED, (f"it crashed its process (exit status {_status_of(error.exitcode)})",))
-        except (TooLate, LoadError):
-            raise
         except Exception as error:  # a kernel that breaks its worker may make it raise any
+            is_late = isinstance(error, TooLate) and time.monotonic() > arguments[1].end
+            if is_late or (isinstance(error, LoadError) and not self._has_worked):
+                raise
             return Judged(Outcome.FAILED, (f"its worker could not go on: {type(error).__name__}: {error}",))
         return result
 
@@ -304,8 +320,9 @@ def _take_gpu(begun: "Synchronized[int]") -> None:
     torch.cuda.set_device(turn % torch.cuda.device_count())
 
 
-def _call_with(function: Callable[[Any], Answer], name: str) -> Answer:
+def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals | RefusalNames | None) -> Answer:
     implementation = load(name)
+    resolved(refusals)
     try:
         return function(implementation)
     except Exception as error:  # of an attribute that raises one
@@ -329,7 +346,7 @@ def _judge(implementation: Any, task: Task) -> Judged:
     if time.monotonic() > task.end:
         raise TooLate
     check, device = _check(task.check), torch.device(task.device)
-    judged = run_case(implementation, check, task.case, device, task.ranges, task.refusals)
+    judged = run_case(implementation, check, task.case, device, task.ranges, resolved(task.refusals))
     changed = noted().changes()
     return dishonest(judged, in_words(changed)) if changed else judged
 
@@ -444,8 +461,13 @@ def run_case(
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
-    """Return True if what Triton's interpreter did with bf16 can make all wrong results of a case."""
-    held = {result.held for result in run.results if result.wrong} - {"return"}  # what has failed stays so
+    """Return True if what Triton's interpreter did with bf16 can make all wrong results of a case: wrong numbers, of calls with
+    bf16 tensors.
+    """
+    wrong = [result for result in run.results if result.wrong and result.held != "return"]  # what has failed stays so
+    if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):
+        return False
+    held = {result.held for result in wrong}
     if bf16.computes:
-        return held <= {*ROUNDED, "bits", "other"}
+        return held <= {*ROUNDED, "bits"}
     return bf16.truncates and held <= {*ROUNDED} and run.worst_ratio <= MOST_BY_TRUNCATION

@@ -17,11 +17,18 @@ import torch
 
 from lab import interpreter
 from lab.calls.problem import AttentionCall
-from lab.checks import AttentionCase, Outcome
+from lab.checks import AttentionCase, Outcome, judge
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
-from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke, resolve_refusals
+from lab.checks.run.support_protocol import (
+    KernelError,
+    RefusalNames,
+    Unsupported,
+    _has_raised,
+    invoke,
+    resolve_refusals,
+)
 from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import run_case
 from lab.loading import load
@@ -290,6 +297,31 @@ def test_an_exception_of_the_kernel_s_module_is_found_in_the_module_that_is_judg
     assert named is getattr(module, named.__name__)
     assert pickle.loads(pickle.dumps(found)) == found
     assert resolve_refusals(",".join(found.names), kernel) == found
+
+
+def test_a_process_that_names_refusals_does_not_import_the_kernel(tmp_path: Path) -> None:
+    kernel = tmp_path / "kernel_that_looks.py"
+    looks = "import os\nwith open(__file__ + '.seen', 'a') as file:\n    print(os.getpid(), file=file)\n"
+    kernel.write_text(looks + KERNEL_OF_A_FILE.replace("from errors_of_mine import Elsewhere\n", ""))
+    how: dict[str, Any] = {
+        "only": ["K1"],
+        "functions": [AttentionCall.DECODE.value],
+        "device": "cpu",
+        "drawn": 0,
+        "isolated": True,
+    }
+    how |= {
+        "ranges": Ranges(page_sizes=(16,), head_dims=(64,), groups=(2,), q_lens=(1,)),
+        "discover": False,
+        "workers": 1,
+        "level": "quick",
+    }
+    report = judge(str(kernel), refusals=RefusalNames.of("Mine", str(kernel)), **how)
+    assert report.refusals == (f"{kernel}:Mine",)
+    assert {verdict.outcome for verdict in report.verdicts} == {Outcome.DECLINED}
+    assert str(os.getpid()) not in Path(f"{kernel}.seen").read_text().split()
+    with pytest.raises(ValueError, match="'Mein' is no exception"):
+        judge(str(kernel), refusals=RefusalNames.of("Mein", str(kernel)), **how)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,43 @@ def test_only_named_classes_are_read(module: str, name: str, tmp_path: Path) -> 
     assert not made.exists()
 
 
+def _named(module: str, name: str) -> bytes:
+    """Return the opcodes that put what a module holds under a name on the stack."""
+    return b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, name)) + b"\x93"
+
+
+VERDICTS = "lab.checks.run.verdicts"
+RIGHT = _named(VERDICTS, "Outcome") + pickle.dumps("right", 4)[11:-2] + b"\x85R"
+FORGED = b"}" + pickle.dumps("outcome", 4)[11:-2] + RIGHT + b"s"
+REBUILD = _named("pebble.common.types", "RemoteException.rebuild_exception")
+
+
+@pytest.mark.parametrize("state", [FORGED, b"N" + FORGED + b"\x86"], ids=["dict", "slots"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        _named(VERDICTS, "Judged"),
+        _named(VERDICTS, "Outcome"),
+        _named(VERDICTS, "TooLate"),
+        _named("nowhere", "Foreign"),
+        REBUILD,
+        RIGHT,
+    ],
+    ids=["class", "enum", "exception", "foreign", "function", "member"],
+)
+def test_nothing_that_the_judge_has_is_changed(target: bytes, state: bytes) -> None:
+    before = {each: dict(vars(each)) for each in (Judged, Outcome, TooLate, Foreign, Outcome.RIGHT)}
+    with pytest.raises(pickle.PicklingError, match="it sets attributes of"):
+        loads(b"\x80\x04" + target + state + b"b.")
+    assert {each: dict(vars(each)) for each in before} == before
+
+
+def test_only_an_exception_gets_a_traceback() -> None:
+    data = b"\x80\x04" + REBUILD + _named(VERDICTS, "Judged") + pickle.dumps("no", 4)[11:-2] + b"\x86R."
+    assert type(loads(data)) is Foreign
+    assert not hasattr(Judged, "traceback")
+
+
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"no pickle", pickle.dumps(JUDGED)[:-9]])
 def test_damaged_data_ends_the_pool_and_nothing_else(data: bytes) -> None:
     with pytest.raises(pickle.PicklingError, match="a worker sent what cannot be read: "):
