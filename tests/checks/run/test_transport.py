@@ -10,8 +10,18 @@ import torch
 
 from lab.calls.problem import AttentionCall
 from lab.checks.run.transport import Foreign, loads
-from lab.checks.run.verdicts import CheckedResult, Judged, Outcome, SavedOutput, TooLate, WrongVector, credible
+from lab.checks.run.verdicts import (
+    CaseVerdict,
+    CheckedResult,
+    Judged,
+    Outcome,
+    SavedOutput,
+    TooLate,
+    WrongVector,
+    credible,
+)
 from lab.checks.run.workers import Workers
+from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 from lab.ranges import Ranges
 
@@ -157,3 +167,8 @@ def test_a_verdict_that_contradicts_itself_is_dishonest() -> None:
         assert found.outcome is Outcome.DISHONEST
         assert "times its bound" in found.wrongs[0]
     assert credible(Judged(Outcome.RIGHT, worst_ratio=1.0, judged=1)).outcome is Outcome.RIGHT
+
+
+def test_a_case_that_crashed_without_a_word_has_exit_status_1() -> None:
+    case = CaseVerdict("kernel", "K1", AttentionCall.DECODE, 1, "cpu", Judged(Outcome.FAILED))
+    assert case.exit_status is ExitStatus.WRONG
