@@ -166,3 +166,26 @@ def test_numbers_do_not_depend_on_which_check_is_judged_first() -> None:
 
     assert numbers("K98") == numbers("K99")
     assert sorted(numbers("").values()) == [*range(1, 21)]
+
+
+@pytest.mark.parametrize(
+    ("found", "audits", "outcomes"),
+    [
+        (Judged(Outcome.RIGHT, judged=1), 1, []),
+        (Judged(Outcome.DECLINED), 1, []),  # too large to be sent
+        (Judged(Outcome.DECLINED, by_lab=True), 2, [Outcome.FAILED]),
+    ],
+)
+def test_an_audit_begins_though_the_time_is_over_and_confirms_something(
+    found: Judged, audits: int, outcomes: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, made = run_of(a_check()), list[CaseVerdict]()
+    right = judged(run)[:2]
+    monkeypatch.setattr(judge_run, "chosen", lambda verdicts: right)
+    monkeypatch.setattr(judge_run, "audit", lambda pool, verdict: made.append(verdict) or found)
+    run.pool.is_apart = True
+    if audits == 1:
+        run.end = time.monotonic() - 1.0
+    run._audit()
+    assert len(made) == audits
+    assert [each.outcome for each in run._report_so_far().verdicts if each.outcome is not Outcome.RIGHT] == outcomes
