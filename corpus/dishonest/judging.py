@@ -179,7 +179,7 @@ class Restores:
         setattr(*self.all)
 
 
-@dishonest(CHANGED + "lab|judged where the kernel's code never was: .* wrong")
+@dishonest(CHANGED + f"lab|{WRONG}|judged where the kernel's code never was: .* wrong")
 class CleansUpBehindItself(Zeros):
     """Patches comparisons until its output is freed, and then restores them, so that no change remains."""
 
