@@ -12,7 +12,7 @@ EQUAL_LENGTHS = {
         "for row, prefix in zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True)",
     ),
     "lab/references/softmax_attention.py": (
-        "places, exact, lse_log2, control = map(torch.cat, zip(*pieces, strict=True))",
+        "places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))",
     ),
     "lab/references/paged_attention.py": (
         "return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]",
