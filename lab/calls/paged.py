@@ -52,7 +52,7 @@ class DecodeCall:
             the cells before a window. In a block-sparse call contiguous [num_kv_heads, batch_size, max_num_pages_per_seq]: the
             pages that each K/V head selects, ascending in the request and packed in front. Later cells may hold anything.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included. In a block-sparse call
-            contiguous [num_kv_heads, batch_size]: the keys in the selected pages, of which only the last may be partly filled.
+            contiguous [num_kv_heads, batch_size]: the keys in the selected pages. Only the last page may be partly filled.
         max_seq_len: upper bound of `seq_lens` on the host. It may exceed the table; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.

@@ -230,7 +230,7 @@ def _span(tensor: torch.Tensor) -> range:
 
 
 def _has_overlap(pool: Any, num_pages: int) -> bool:
-    """Return True if so many pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
+    """Return True if `num_pages` pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
     block-sparse call is such a pool, and so is a pool with an expanded dimension.
     """
     if not isinstance(pool, torch.Tensor):

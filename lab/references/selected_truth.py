@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.calls.problem import PagedAttention
 from lab.references.errors import Truth
 from lab.references.quantization import indexed
-from lab.references.softmax_attention import Rules, truth_of_requests
+from lab.references.softmax_attention import Rules, requests_of_rows, truth_of_requests
 
 
 def truth_of_selected(
@@ -36,8 +36,7 @@ def truth_of_selected(
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
     """Return expected results that were computed with each row as a request, as those of requests with `q_lens` rows."""
-    widths = torch.tensor(q_lens, device=truth.expected.device)
-    return replace(truth, request_of_row=torch.arange(len(widths), device=widths.device).repeat_interleave(widths))
+    return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
 def truth_of_heads(

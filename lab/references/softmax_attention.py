@@ -235,11 +235,15 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
     pieces = list(solved_requests(query, histories, q_lens, rules, with_control=True))
     places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))
     order = places.argsort()
-    requests = torch.arange(len(q_lens), device=query.device)
-    request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))
+    request_of_row = requests_of_rows(q_lens, query.device)
     shared_error = _error_of_scaled_values(query, histories, rules)
     expected, control = saturated(exact[order], rules.out_dtype), rounded(control[order], rules.out_dtype)
     return Truth(expected, control, lse_log2[order], request_of_row, rules.arithmetic, shared_error, skipped[order])
+
+
+def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
+    """Return the request of each row, int64 [sum(q_lens)], if consecutive requests have `q_lens` rows."""
+    return torch.arange(len(q_lens), device=device).repeat_interleave(torch.tensor(q_lens, device=device))
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:

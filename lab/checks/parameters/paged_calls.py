@@ -157,7 +157,9 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _selection(call: BuiltCall) -> None:
-    """Add rows of entries far outside the pool for the query's rows of padding, and pass lengths of entries amid others."""
+    """Add rows of entries far outside the pool for the query's rows of padding, and pass
+    `sparse_mla_top_k_lens` as a part of a larger tensor.
+    """
     if not call.inputs.case.top_k:
         return
     padding = {"block_tables": FAR_ENTRY, "sparse_mla_top_k_lens": call.inputs.case.top_k}

@@ -59,7 +59,7 @@ ROUNDED = ("output", "LSE", "merged")  # kinds of results that are held for thei
 OF_DTYPES = ("dtype", "kv_dtype", "out_dtype")  # features of a call
 MOST_BY_TRUNCATION = 16.0  # of an error over its bound; one cut makes 4, and 10 of a mean slope
 SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: a case has spoiled it, or ended it with status 0
-FORKS_ENDED = 255  # exit status of each worker if the process of which all are forks has ended
+FORKS_ENDED = 255  # exit status of each worker if the process that forks all workers has ended
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
 SHOWN_FRAMES = 3  # of these calls, the innermost
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -195,7 +195,7 @@ class Workers:
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
         """Call a function in a process that loads no implementation, and return its result."""
-        for _ in range(2):  # a kernel may have ended the process of which all workers are forks
+        for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
                     self._pool_without_kernel = self._new_pool(1)
