@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,11 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The checkout with the reader's files in it: a folder of links, so that what a block writes is not in the checkout."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The checkout with the reader's files in it: a folder of links, so that what a block writes is not in the checkout.
+
+    What a test imports from it is forgotten, and its entries of `sys.path` go: another test has a module `my.kernel` too.
+    """
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
@@ -42,14 +46,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in READERS_RUNS:
         (tmp_path / name).write_text(json.dumps(run))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with importable(tmp_path):
+        yield tmp_path
 
 
 @each_page
 def test_every_block_is_run_or_checked(page: Path, folder: Path) -> None:
-    with importable(folder):
-        for line in evaluate_page(page, folder):
-            print(line)
+    for line in evaluate_page(page, folder):
+        print(line)
 
 
 def prose(page: Path) -> str:
@@ -65,12 +69,11 @@ def spans(page: Path) -> list[str]:
 @each_page
 def test_what_sentences_name_is_there(page: Path, folder: Path) -> None:
     wrong = []
-    with importable(folder):
-        for span in spans(page):
-            try:
-                check_span(span, folder)
-            except PageError as error:
-                wrong.append(str(error))
+    for span in spans(page):
+        try:
+            check_span(span, folder)
+        except PageError as error:
+            wrong.append(str(error))
     assert not wrong
 
 
@@ -139,7 +142,7 @@ CHECKED = "<!-- checked, not run: it takes long -->\n"
 )
 def test_what_is_wrong_with_a_page_is_found(page: str, says: str, folder: Path) -> None:
     (folder / "page.md").write_text(page)
-    with importable(folder), pytest.raises(PageError, match=re.escape(says)):
+    with pytest.raises(PageError, match=re.escape(says)):
         evaluate_page(folder / "page.md", folder)
 
 
