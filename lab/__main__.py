@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 from lab.exit_status import ENDING_SIGNALS, ExitStatus
 from lab.extras import EXTRA_OF, sentence
@@ -25,6 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Python has None for a stream that was closed when the process began.
     sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        sys.stdout.flush()
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_Output(sys.stdout.fileno(), "w", closefd=False)),
+            sys.stdout.encoding,
+            line_buffering=sys.stdout.isatty(),
+        )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a text that the encoding does not have is printed in escapes
             stream.reconfigure(errors="backslashreplace")
@@ -63,6 +71,21 @@ def _flush() -> None:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
+
+
+class _Output(io.FileIO):
+    """Standard output that drops what nobody reads, as after `lab judge ... | head -1`: a command ends with its own status, not
+    with the 1 of a wrong kernel by which typer ends it.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 class _Interruption:

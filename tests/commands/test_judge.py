@@ -184,6 +184,15 @@ def test_a_command_ends_quietly_without_an_output() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("reader", "says"), [("| true", "0"), ("> /dev/full", "lab: standard output: No space left on device\n2")]
+)
+def test_an_output_that_nobody_reads_is_dropped_and_one_that_is_lost_is_an_error(reader: str, says: str) -> None:
+    script = f'{{ sleep 0.1; "$0" -m lab checks; echo $? >&2; }} {reader}'
+    done = subprocess.run(["sh", "-c", script, sys.executable], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.stderr == f"{says}\n"
+
+
 def test_elsewhere_than_on_a_terminal_a_line_a_minute_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, made = io.StringIO(), judge_module.Console
     minutes = itertools.count(step=40.0)
