@@ -7,6 +7,7 @@ kernels use the separate argument `multi_ctas_kv_counter_buffer` for their count
 byte on. If a call passes both, both must be zero after the call.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -80,14 +81,23 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
         first: the result of the first call.
         counts: True if the workspace begins with the kernel's counters. These are not overwritten.
     """
-    workspace = call.given["workspace_buffer"]
+    scratch = scratch_of(call.given["workspace_buffer"], counts)
+    for what in filled(scratch):
+        run.expect_equal_bits(what, run.again(call), first)
+    return scratch
+
+
+def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
+    """Return the part of a workspace that may hold anything, after a call with it. `counts` is as in `expect_any_scratch`."""
     semaphores, scratch = semaphores_and_scratch(workspace)
-    if not counts and semaphores.any():  # the kernel writes all of it
-        scratch = workspace
+    return workspace if not counts and semaphores.any() else scratch  # the kernel writes all of it
+
+
+def filled(scratch: Tensor) -> Iterator[str]:
+    """Fill a scratch tensor, once with NaN and once with large values. Yield words for it each time."""
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
-        run.expect_equal_bits(f"scratch that holds {name}", run.again(call), first)
-    return scratch
+        yield f"scratch that holds {name}"
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:

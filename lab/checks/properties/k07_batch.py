@@ -8,13 +8,14 @@ Finally, all requests share their first pages, like requests with a cached prefi
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope, itself
+from lab.checks.properties.variants import Variant, part
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
-from lab.workloads.inputs.ragged import joined
+from lab.workloads.inputs.call import CallInputs
+from lab.workloads.inputs.encoding import raw
+from lab.workloads.inputs.ragged import RaggedInputs, joined
 
 SHARED_PAGES = 2
 
@@ -23,26 +24,69 @@ def _judge(run: CaseRun) -> None:
     inputs = run.build()
     together = run.call(inputs)
     run.expect_close("together", together, inputs.truth())
-    count = len(run.case.kv_lens)
-    parts = {f"request {request} alone": [request] for request in range(count)}
-    parts["in reversed order"] = [*reversed(range(count))]
-    parts["with each request twice"] = [*range(count), *range(count)]
-    for what, requests in parts.items():
-        part = select(inputs, requests)
-        run.vary(what, part, part.truth())
-    _others_keep_their_bits(run, inputs)
+    alone = [part(inputs, f"request {request} alone", [request]) for request in range(1, len(inputs.q_lens))]
+    for variant in (*batch_sizes(inputs), *positions(inputs), *alone):
+        run.vary(variant.what, variant.inputs, variant.inputs.truth())
+    before = run.again(inputs)
+    for variant in neighbours(inputs):
+        assert variant.rows is not None
+        after, same = run.vary(variant.what, variant.inputs), variant.rows >= 0
+        if after is not None and after.out.shape == before.out.shape:
+            kept, others = (result._replace(out=result.out[same]) for result in (before, after))
+            run.expect_equal_bits(f"the other requests, with {variant.what}", others, kept)
     shared = _with_shared_prefix(inputs)
     run.vary("a shared prefix", shared, shared.truth())
 
 
-def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
-    rows = run.case.q_lens[0]
-    query = inputs.query.clone()
-    query[:rows] *= -2.0
-    before, after = run.again(inputs), run.vary("another query", replace(inputs, query=query))
-    if after is not None:
-        kept, others = (result._replace(out=result.out[rows:]) for result in (before, after))
-        run.expect_equal_bits("the other requests, when the first's query changed", others, kept)
+def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Variant]:
+    """Yield calls with other numbers of requests: the first alone, and all of them several times."""
+    yield part(inputs, "request 0 alone", [0])
+    every = range(len(inputs.q_lens))
+    for each in times:
+        yield part(inputs, f"each request {each} times, one batch after another", [*every] * each)
+
+
+def positions(inputs: CallInputs) -> Iterator[Variant]:
+    """Yield calls with the same requests at other places in the batch."""
+    every = range(len(inputs.q_lens))
+    yield part(inputs, "requests in reversed order", every[::-1])
+    yield part(inputs, "request 0 after the others", [*every[1:], 0])
+
+
+def neighbours(inputs: CallInputs) -> Iterator[Variant]:
+    """Yield calls in which other requests have other queries, keys and values: first request 0, then all but request 0."""
+    every = range(len(inputs.q_lens))
+    for what, changed in (
+        ("other contents of request 0", every[:1]),
+        ("other contents of all but request 0", every[1:]),
+    ):
+        same = part(inputs, what, every)
+        assert same.rows is not None
+        first = inputs.q_lens[0]
+        of_changed = slice(0, first) if 0 in changed else slice(first, None)
+        query, rows = inputs.query.clone(), same.rows.clone()
+        raw(query)[of_changed] = raw(query)[of_changed].roll(1, -1)
+        rows[of_changed] = -1
+        yield replace(same, inputs=_with_rolled_keys(replace(inputs, query=query), changed), rows=rows)
+
+
+def _with_rolled_keys(inputs: CallInputs, requests: Sequence[int]) -> CallInputs:
+    """Return the inputs with the elements of each key and value of some requests moved by one place. In a paged call their
+    histories are those of before.
+    """
+    if isinstance(inputs, RaggedInputs):
+        parts = [*inputs.parts]
+        for request in requests:
+            keys, values = (raw(side).roll(1, -1).view(side.dtype) for side in parts[request])
+            parts[request] = keys, values
+        return replace(inputs, parts=parts)
+    size, pools = inputs.case.page_size, []
+    for pages in (inputs.k_pages,) if inputs.v_pages is inputs.k_pages else (inputs.k_pages, inputs.v_pages):
+        pools.append(pages.clone())
+        for request in requests:
+            own = inputs.block_tables[request, : -(-inputs.kv_lens[request] // size)].long()
+            raw(pools[-1])[own] = raw(pages)[own].roll(1, -1)
+    return replace(inputs, k_pages=pools[0], v_pages=pools[-1])
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
@@ -61,27 +105,6 @@ def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
         for k, v in inputs.histories
     )
     return replace(inputs, block_tables=block_tables, histories=histories)
-
-
-def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
-    """Return the inputs of a call with the requests of these indices, in this order. An index may repeat."""
-    case = inputs.case
-    starts = [sum(case.q_lens[:request]) for request in range(len(case.q_lens))]
-    rows = [torch.arange(starts[request], starts[request] + case.q_lens[request]) for request in requests]
-    index = torch.tensor(list(requests), device=inputs.query.device)
-    return replace(
-        inputs,
-        case=replace(
-            case,
-            kv_lens=tuple(case.kv_lens[request] for request in requests),
-            q_lens=tuple(case.q_lens[request] for request in requests),
-        ),
-        query=inputs.query[torch.cat(rows).to(inputs.query.device)],
-        histories=tuple(inputs.histories[request] for request in requests),
-        block_tables=inputs.block_tables[index],
-        seq_lens=inputs.seq_lens[index],
-        selected=None if inputs.selected is None else tuple(inputs.selected[request] for request in requests),
-    )
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:

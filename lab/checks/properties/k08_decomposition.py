@@ -8,23 +8,22 @@ keys that outweigh all others) at the first and last keys that the row sees.
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.variants import Variant, part
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import AttentionInputs
+from lab.workloads.inputs.call import CallInputs
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     for case in scope.balanced(4, 24, seed=10):
-        yield _several_rows(replace(case, contents=Contents.NEEDLES))
-        yield _several_rows(case)
+        yield several_rows(replace(case, contents=Contents.NEEDLES))
+        yield several_rows(case)
 
 
-def _several_rows(case: AttentionCase) -> AttentionCase:
+def several_rows(case: AttentionCase) -> AttentionCase:
     """Return the case with at least two query rows per request, at most eight in a context call, and with at least as many keys
     as rows in each request.
     """
@@ -37,40 +36,32 @@ def _judge(run: CaseRun) -> None:
     truth = inputs.truth()
     together = run.call(inputs)
     run.expect_close("together", together, truth)
-    q_lens = run.case.q_lens
     allowed = 2.0 * truth.compare(together.out).bound  # each side may be off by as much
-    for back in range(min(q_lens)):
-        rows = torch.tensor([sum(q_lens[: request + 1]) - 1 - back for request in range(len(q_lens))])
-        rows = rows.to(run.device)
-        single = one_row(inputs, rows, back)
-        result = run.vary("one row at a time", single)
-        what = f"the row {back} before the last, by itself"
-        run.expect_close(what, result, single.truth())
-        expected = together.out[rows]
+    for variant in single_rows(inputs):
+        result = run.vary("one row at a time", variant.inputs)
+        run.expect_close(variant.what, result, variant.inputs.truth())
+        expected = together.out[variant.rows]
         if result is not None and result.out.shape == expected.shape:
             apart = relative_l2(result.out, expected)
-            if bool((~(apart <= allowed[rows])).any()):
-                run.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
+            if bool((~(apart <= allowed[variant.rows])).any()):
+                run.wrongs.append(f"“{variant.what}” and “together” differ by {float(apart.max()):.3g}")
 
 
-def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
-    """Return the inputs of a call that has one query row of each request, and the request's keys up to this row's key.
-
-    Args:
-        inputs: the inputs of a call with several rows per request.
-        rows: index of each request's row in the query.
-        back: how many tokens that row is before the request's last row.
+def single_rows(inputs: CallInputs) -> Iterator[Variant]:
+    """Yield calls that have one query row of each request, and the request's keys up to this row's key: the last row, then the
+    row before it, and so on.
     """
-    kv_lens = tuple(kv_len - back for kv_len in inputs.case.kv_lens)
-    return replace(
-        inputs,
-        case=replace(inputs.case, kv_lens=kv_lens, q_lens=(1,) * len(kv_lens)),
-        query=inputs.query[rows].contiguous(),
-        histories=tuple(
-            (keys[:kv_len], values[:kv_len]) for (keys, values), kv_len in zip(inputs.histories, kv_lens, strict=True)
-        ),
-        seq_lens=inputs.seq_lens - back,
-    )
+    for back in range(min(inputs.q_lens)):
+        rows = [range(q_len - 1 - back, q_len - back) for q_len in inputs.q_lens]
+        yield part(inputs, f"the row {back} before the last, by itself", range(len(rows)), rows)
 
 
-CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, drawn=_several_rows)
+def halves(inputs: CallInputs) -> Iterator[Variant]:
+    """Yield two calls: with the first half of each request's rows and the keys up to them, and with the other half."""
+    firsts = [range(q_len // 2) for q_len in inputs.q_lens]
+    rests = [range(q_len // 2, q_len) for q_len in inputs.q_lens]
+    for what, rows in (("the first half of the rows", firsts), ("the second half of the rows", rests)):
+        yield part(inputs, what, range(len(rows)), rows)
+
+
+CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, drawn=several_rows)

@@ -7,6 +7,7 @@ not affect arithmetic must not change a bit. After a change that may alter the o
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from torch import Tensor
 from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope, itself
+from lab.checks.properties.variants import Variant
 from lab.ranges import Ranges
 from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
+from lab.workloads.inputs.call import CallInputs
+from lab.workloads.inputs.ragged import RaggedInputs
 from lab.workloads.inputs.views import GAP, apart
 
 MOST_HEADS = 32
@@ -66,7 +70,9 @@ def _judge(run: CaseRun) -> None:
     _storage(run, truth)
     _strides(run, inputs, truth, base)
     _scales(run, inputs, truth, base)
-    _bounds(run, inputs, truth, base)
+    for variant in bounds(run, inputs):
+        run.vary(variant.what, variant.inputs, truth, **variant.changes)
+    _pdl(run, inputs, base)
     _switched_off(run, inputs)
 
 
@@ -74,14 +80,8 @@ def _storage(run: CaseRun, truth: Truth) -> None:
     """Make the call with the same keys in other pages. A kernel may sum pages in the order of their numbers, so that results
     differ by rounding.
     """
-    storage = run.case.storage
-    run.vary("pages in another order", run.build(page_seed=storage.page_seed + 1), truth)
-    page_sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
-    if LARGE_PAGE // 2 in page_sizes and not run.case.is_mla:
-        page_sizes = (*page_sizes, LARGE_PAGE)
-    for page_size in page_sizes:
-        other = run.build(page_size=page_size)
-        run.vary(f"pages of {page_size} tokens", other, other.truth())  # rows may select keys at the ends of pages
+    for variant in chain(page_orders(run), page_sizes(run)):
+        run.vary(variant.what, variant.inputs, variant.inputs.truth())  # rows may select keys at the ends of pages
     if not run.case.is_mla:
         for layout in run.ranges.kv_layouts:
             run.vary(f"layout {layout}", run.build(kv_layout=layout), truth)
@@ -90,6 +90,20 @@ def _storage(run: CaseRun, truth: Truth) -> None:
         stacked = run.build(stacked=True)
         run.vary("V's page after each of K's", stacked, truth)
         run.vary("kv_cache as one tensor", stacked, truth, kv_cache=as_one_tensor(stacked))
+
+
+def page_orders(run: CaseRun) -> Iterator[Variant]:
+    """Yield the call with the same keys in pages with other numbers."""
+    yield Variant("pages in another order", run.build(page_seed=run.case.storage.page_seed + 1))
+
+
+def page_sizes(run: CaseRun) -> Iterator[Variant]:
+    """Yield the call with the same keys in pages of each size that the ranges have, and in large pages."""
+    sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
+    if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
+        sizes = (*sizes, LARGE_PAGE)
+    for page_size in sizes:
+        yield Variant(f"pages of {page_size} tokens", run.build(page_size=page_size))
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
@@ -142,23 +156,23 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
         run.vary("bmm1_scale_log2", inputs, truth, bmm1_scale_log2=log2)
 
 
-def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Make the call with other host bounds (such as max_seq_len), wider page tables and, on a GPU, with and without PDL. The
-    results must stay right.
-    """
-    bound = "max_kv_len" if run.case.interface is AttentionCall.CONTEXT else "max_seq_len"
-    longest = max(max(run.case.kv_lens), 1)
-    for value in (longest, 4 * inputs.max_seq_len):
-        run.vary(f"{bound}={value}", inputs, truth, **{bound: value})
-    for columns in SPARE_COLUMNS:
-        run.vary(f"a page table with {columns} spare columns", run.build(spare_columns=columns), truth)
-    if run.case.interface is AttentionCall.CONTEXT:
-        rows = 2 * max(run.case.q_lens)
-        run.vary("a larger max_q_len", inputs, truth, max_q_len=rows)
+def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
+    """Yield the call with other host bounds (such as max_seq_len), and with wider page tables."""
+    longest = max(*inputs.kv_lens, 1)
+    room = longest if isinstance(inputs, RaggedInputs) else inputs.max_seq_len
+    for value in (longest, 4 * room):
+        yield Variant(f"{inputs.kv_bound}={value}", inputs, {inputs.kv_bound: value})
+    for columns in () if isinstance(inputs, RaggedInputs) else SPARE_COLUMNS:
+        yield Variant(f"a page table with {columns} spare columns", run.build(spare_columns=columns))
+    if "max_q_len" in inputs.arguments():
+        yield Variant("a larger max_q_len", inputs, {"max_q_len": 2 * max(inputs.q_lens)})
+
+
+def _pdl(run: CaseRun, inputs: AttentionInputs, base: Result) -> None:
+    """Make the call on a GPU with and without PDL (programmatic dependent launch). The bits must stay."""
     if run.device.type == "cuda":
         for enabled in (False, True):
-            what = f"enable_pdl={enabled}"
-            run.vary(what, inputs, base, enable_pdl=enabled)
+            run.vary(f"enable_pdl={enabled}", inputs, base, enable_pdl=enabled)
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:

@@ -6,12 +6,15 @@ another stream keeps the multiprocessors busy. Every launch must give the same b
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.properties.check import Check, Scope, itself
+from lab.checks.properties.variants import Variant
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.call import CallInputs
 
 LAUNCHES = {"cpu": 3, "cuda": 200}
 
@@ -28,13 +31,19 @@ def _judge(run: CaseRun) -> None:
     first = run.call(GivenCall(inputs.case.interface, arguments))
     first = first._replace(out=first.out.clone())
     run.expect_close("the first launch", first, inputs.truth())
+    for variant in launches(run, inputs, arguments):
+        run.expect_equal_bits(variant.what, run.again(variant.inputs, **variant.changes), first)
+        if run.wrongs:
+            return
+
+
+def launches(run: CaseRun, inputs: CallInputs, arguments: dict[str, Any]) -> Iterator[Variant]:
+    """Yield the call again and again with the same argument tensors; on a GPU while another stream is busy."""
     stress = _Stress(run.device) if run.device.type == "cuda" else None
     for launch in range(LAUNCHES[run.device.type]):
         if stress is not None:
             stress.launch(launch % 4)
-        run.expect_equal_bits(f"launch {launch + 2}", run.again(inputs, **arguments), first)
-        if run.wrongs:
-            return
+        yield Variant(f"launch {launch + 2}", inputs, arguments)
 
 
 class _Stress:

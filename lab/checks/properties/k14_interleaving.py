@@ -15,6 +15,7 @@ from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import AttentionInputs
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
 
@@ -28,8 +29,7 @@ def _judge(run: CaseRun) -> None:
     scale = 0.75 * inputs.bmm1_scale
     run.vary("B, another bmm1_scale", inputs, inputs.truth(bmm1_scale=scale), bmm1_scale=scale)
     run.expect_equal_bits("A's output, after B", first, kept)
-    for what, case in _neighbours(run.case, run.ranges):
-        other = run.build(case)
+    for what, other in calls_between(run):
         run.vary(f"B, {what}", other, other.truth())
         run.expect_equal_bits(f"A again, after {what}", run.again(inputs), kept)
     if run.device.type == "cuda":
@@ -37,6 +37,12 @@ def _judge(run: CaseRun) -> None:
         stream.wait_stream(torch.cuda.current_stream(run.device))
         with torch.cuda.stream(stream):
             run.expect_equal_bits("A on another stream", run.again(inputs), kept)
+
+
+def calls_between(run: CaseRun) -> Iterator[tuple[str, AttentionInputs]]:
+    """Yield calls that differ in one property from the case's, each with the property's name."""
+    for what, case in _neighbours(run.case, run.ranges):
+        yield what, run.build(case)
 
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:

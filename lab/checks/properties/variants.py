@@ -1,0 +1,86 @@
+"""Calls that differ in one factor, such as the batch size, on which no row's result should depend.
+
+The modules of the checks yield them. A check compares their results as it says; `invariance` compares the bits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.case_run import CaseRun, GivenCall, Result
+from lab.workloads.inputs.call import CallInputs
+from lab.workloads.inputs.encoding import raw
+from lab.workloads.inputs.ragged import RaggedInputs
+
+
+def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
+    """Return a function that makes a call eagerly."""
+    return lambda: run.call(call)
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A call that differs from a base call in one factor.
+
+    Attributes:
+        what: the difference in words, such as "request 0 alone".
+        inputs: the inputs of the call.
+        changes: arguments by name that replace those of `inputs`.
+        rows: int64 [num_rows], for each row the row of the base call that has the same expected result, or -1; None: the rows
+            of both calls are the same.
+        make: returns a function that makes the call: eagerly, or by replaying a CUDA graph of it.
+    """
+
+    what: str
+    inputs: CallInputs
+    changes: dict[str, Any] = field(default_factory=dict)
+    rows: Tensor | None = None
+    make: Callable[[CaseRun, GivenCall], Callable[[], Result]] = eager
+
+
+def part(
+    inputs: CallInputs,
+    what: str,
+    requests: Sequence[int],
+    rows: Sequence[range] | None = None,
+    kv_lens: Sequence[int] | None = None,
+) -> Variant:
+    """Return the variant that has some requests of a call, in any order, or some rows of its requests.
+
+    Args:
+        inputs: the inputs of the call.
+        what: the difference in words.
+        requests: indices of the requests. An index may repeat, after all requests of the call; the rows of its later places
+            are not in `Variant.rows`.
+        rows: for each of `requests` its query rows, counted from its first one; None: all rows.
+        kv_lens: for each of `requests` the number of its first keys that are kept; None: those up to its last row's position.
+    """
+    count, starts = len(inputs.query), [0, *accumulate(inputs.q_lens)]
+    kept = rows or [range(inputs.q_lens[request]) for request in requests]
+    lens = tuple(
+        kv_lens or (inputs.kv_lens[r] - inputs.q_lens[r] + each.stop for r, each in zip(requests, kept, strict=True))
+    )
+    found = [starts[request] + row for request, each in zip(requests, kept, strict=True) for row in each]
+    index = torch.tensor(found, dtype=torch.int64, device=inputs.query.device)
+    query, q_lens = raw(inputs.query)[index].view(inputs.query.dtype), tuple(map(len, kept))
+    sides = inputs.parts if isinstance(inputs, RaggedInputs) else inputs.histories
+    histories = [(sides[request][0][:n], sides[request][1][:n]) for request, n in zip(requests, lens, strict=True)]
+    of_base = index.where(torch.arange(len(index), device=index.device) < count, -1)
+    if isinstance(inputs, RaggedInputs):
+        return Variant(what, replace(inputs, query=query, q_lens=q_lens, parts=histories), rows=of_base)
+    selected = inputs.selected
+    chosen = replace(
+        inputs,
+        case=replace(inputs.case, kv_lens=lens, q_lens=q_lens),
+        query=query,
+        histories=tuple(histories),
+        block_tables=inputs.block_tables[torch.tensor(list(requests), device=query.device)],
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=query.device),
+        selected=selected
+        and tuple(selected[r][each.start : each.stop] for r, each in zip(requests, kept, strict=True)),
+    )
+    return Variant(what, chosen, rows=of_base)
