@@ -1,1 +1,1 @@
-"""695 wrong kernels that were made to prove that each of the judge's checks can fail."""
+"""701 wrong kernels that were made to prove that each of the judge's checks can fail."""

@@ -84,12 +84,15 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 @dataclass(frozen=True, eq=False)
 class BuiltPass:
-    """A pass, the metadata that was built for it, and copies of all their tensors at that time, by name."""
+    """A pass, the metadata that was built for it, copies of all their tensors at that time, by name, and the names of inputs
+    that the builder changed.
+    """
 
     batch: ForwardBatch
     pool: KVPool
     metadata: Any
     before: dict[str, Tensor]
+    changed_inputs: list[str]
 
     def changed(self, *of: Any) -> list[str]:
         """Return the names of those tensors in the given objects that differ from their copies in `before`."""
@@ -100,6 +103,38 @@ class BuiltPass:
 def _tensors(*of: Any) -> dict[str, Tensor]:
     named = [(f"{type(each).__name__}.{name}", value) for each in of for name, value in vars(each).items()]
     return {name: value for name, value in named if isinstance(value, Tensor)}
+
+
+def _inputs(batch: ForwardBatch, pool: KVPool) -> dict[str, Tensor]:
+    """Return the tensors from which metadata is built, by name."""
+    return _tensors(*(each for each in (batch, batch.spec_info, pool) if each is not None))
+
+
+def restoring_inputs(build: Callable[..., Any], changed: Callable[[list[str]], None]) -> Callable[..., Any]:
+    """Return a metadata builder that undoes what `build` changes in its batch and pool, so that the expected values are
+    computed from the batch that `build` was given. `changed` is called with the names of the tensors that `build` has changed.
+    """
+
+    def restoring(batch: ForwardBatch, pool: KVPool, *arguments: Any, **options: Any) -> Any:
+        before = {name: (tensor, tensor.clone()) for name, tensor in _inputs(batch, pool).items()}
+        metadata = build(batch, pool, *arguments, **options)
+        names = [name for name, pair in before.items() if not torch.equal(*pair)]
+        for tensor, kept in map(before.__getitem__, names):
+            tensor.copy_(kept)
+        changed(names)
+        return metadata
+
+    return restoring
+
+
+def builder_of(run: CaseRun, interface: MetadataFunction) -> Callable[..., Any]:
+    """Return the implementation's metadata builder. A change of its batch or pool is recorded as an error, and undone."""
+    return restoring_inputs(run.function(interface), functools.partial(_expect_unchanged, run, "the metadata"))
+
+
+def _expect_unchanged(run: CaseRun, what: str, changed: Iterable[str], features: CallFeatures | None = None) -> None:
+    wrongs = [f"building {what} changed {name}" for name in changed]
+    run.expect(f"the inputs of {what}", wrongs, call=features)
 
 
 def judge_metadata(run: CaseRun) -> None:
@@ -113,7 +148,7 @@ def judge_metadata(run: CaseRun) -> None:
     pool = _pool(of, first, later, of.seed, run.device)
     built = _build(run, _batch(of, first, pool), pool)
     _hold(run, "the metadata", built, _features(run, first))
-    if built.changed(built.batch, built.pool, built.metadata):
+    if built.changed_inputs:
         return
     if of["later"] == Later.RENUMBERED:
         _renumber(built.batch, pool, of.seed)
@@ -138,10 +173,11 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 
 
 def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
-    before = {name: value.clone() for name, value in _tensors(batch, pool).items()}
-    metadata = run.function(run.case.interface)(batch, pool, **_options(run.case))
-    before |= {name: value.clone() for name, value in _tensors(metadata).items()}
-    return BuiltPass(batch, pool, metadata, before)
+    changed: list[str] = []
+    build = restoring_inputs(run.function(run.case.interface), changed.extend)
+    metadata = build(batch, pool, **_options(run.case))
+    before = {name: value.clone() for name, value in _tensors(metadata).items()}
+    return BuiltPass(batch, pool, metadata, before, changed)
 
 
 def _options(of: Configuration) -> dict[str, Any]:
@@ -159,8 +195,8 @@ def _options(of: Configuration) -> dict[str, Any]:
 def _hold(run: CaseRun, what: str, built: BuiltPass, features: CallFeatures) -> None:
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, built)]
-    wrongs += [f"building {what} changed {name}" for name in built.changed(built.batch, built.pool)]
     run.expect(what, wrongs, "metadata", features)
+    _expect_unchanged(run, what, built.changed_inputs, features)
 
 
 def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:

@@ -14,6 +14,7 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.features import features_of_case
+from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -33,7 +34,7 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def _judge(run: CaseRun) -> None:
-    build = run.function(MetadataFunction.MHA_METADATA)
+    build = builder_of(run, MetadataFunction.MHA_METADATA)
     if run.case.encoder_only and run.case.mode is ForwardMode.TARGET_VERIFY:
         build = partial(build, expand_encoder_only_verify=True)
     forward = build_forward(run.case, run.device, build)
@@ -59,7 +60,7 @@ def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
     """
     names = ("seq_lens", "req_pool_indices")
     batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
-    metadata = run.function(MetadataFunction.MHA_METADATA)(batch, forward.pool)
+    metadata = builder_of(run, MetadataFunction.MHA_METADATA)(batch, forward.pool)
     lengths = metadata.cache_seqlens_int32.tolist()
     run.judged += 1
     batch.seq_lens.add_(1)

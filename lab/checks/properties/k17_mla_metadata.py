@@ -16,6 +16,7 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.features import features_of_case
+from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -39,7 +40,7 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
 
 
 def _judge(run: CaseRun) -> None:
-    build = run.function(MetadataFunction.MLA_METADATA)
+    build = builder_of(run, MetadataFunction.MLA_METADATA)
     forward = build_mla_pass(run.case, run.device, build)
     _parity(run, "the metadata", forward)
     out = forward.new_out()

@@ -1,0 +1,71 @@
+"""A builder that changes its batch in place is judged by the batch that it was given, and the verdict says what it changed."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from corpus.kernels import kernel
+from lab.checks.parameters.metadata import restoring_inputs
+from lab.checks.properties import checks
+from lab.checks.properties.check import Level
+from lab.checks.run.workers import run_case
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import KVPool
+from lab.ranges import Ranges
+from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase
+from lab.workloads.interfaces import interface_of
+
+# The wrong builders by name: the tensors that they change, and the checks that judge them.
+CHANGED = {
+    "draft_added_to_batch": ({"ForwardBatch.seq_lens"}, ("K16", "K18")),
+    "row_cleared_in_pool": ({"KVPool.req_to_token"}, ("K18",)),
+    # A padded batch has one tensor for both.
+    "accepted_tokens_summed_in_place": ({"SpecInfo.num_accept_tokens", "ForwardBatch.extend_seq_lens"}, ("K18",)),
+    "mla_lengths_counted_in_place": ({"ForwardBatch.seq_lens"}, ("K17", "K18")),
+    "mla_prefix_taken_from_batch": ({"ForwardBatch.seq_lens"}, ("K18",)),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, (_, keys) in CHANGED.items() for key in keys])
+def test_the_verdict_names_what_a_builder_changed_and_nothing_else(name: str, key: str) -> None:
+    wrong, changed = kernel(name), CHANGED[name][0]
+    check = next(check for check in checks() if check.key == key)
+    cases = check.cases(interface_of(wrong.interface[0]), Ranges(), Level.SMOKE)
+    judged = (run_case(wrong.implementation(), check, case, torch.device("cpu"), Ranges()) for case in cases)
+    found = next(each.wrongs for each in judged if each.wrongs)
+    assert {each.split(" changed ")[1] for each in found} == changed, found
+
+
+def test_a_builder_s_batch_and_pool_are_as_they_were() -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    info = SpecInfo(num_accept_tokens=one.clone())
+    batch = ForwardBatch(ForwardMode.DECODE, one.clone(), one.clone(), one.clone(), 1, spec_info=info)
+    pool, names = KVPool(num_requests=1, max_context_len=8, page_size=1, num_pages=9), list[str]()
+    before = pool.req_to_token.clone()
+
+    def build(batch: ForwardBatch, pool: KVPool, **options: Any) -> Any:
+        for tensor in (batch.seq_lens, pool.req_to_token, info.num_accept_tokens):
+            tensor.add_(1)
+        return options
+
+    assert restoring_inputs(build, names.extend)(batch, pool, attention=3) == {"attention": 3}
+    assert names == ["ForwardBatch.seq_lens", "SpecInfo.num_accept_tokens", "KVPool.req_to_token"]
+    assert torch.equal(batch.seq_lens, one)
+    assert torch.equal(info.num_accept_tokens, one)
+    assert torch.equal(pool.req_to_token, before)
+
+
+def test_lists_are_judged_by_the_lengths_that_were_given() -> None:
+    lists = DraftLists(DraftListsCase((5, 3)))
+    found = lists.wrongs(kernel("positions_of_last_step").implementation().generate_draft_decode_kv_indices)
+    assert found == ["it changed positions"]
+    assert lists.arguments["positions"].tolist() == [5, 3]
+
+    def nothing(positions: torch.Tensor, **_: Any) -> None:
+        positions.add_(1)
+
+    changed, *cells = lists.wrongs(nothing)
+    assert changed == "it changed positions"
+    assert [each.split(" cells of ")[1].split()[0] for each in cells] == ["kv_indices", "kv_indptr"]
