@@ -200,9 +200,11 @@ class ContextCall:
 
     Attributes:
         max_q_len, max_kv_len: upper bounds of the query and key lengths on the host; 0 for an empty batch.
-        cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows after the
-            last offset are padding, as in a CUDA graph with room for more rows. They may hold anything, including NaN, and
-            their output is undefined.
+        cum_seq_lens_q: int32 [batch_size + 1] offsets of the query rows. Query rows after the last offset are padding, as in a
+            CUDA graph with room for more rows. They may hold anything, including NaN, and their output is undefined.
+        cum_seq_lens_kv: int32 [batch_size + 1] offsets of the keys, or of the requests' pages: FlashInfer documents keys, but
+            its own paged wrapper passes pages (``prefill.py`` 4609), and so does vLLM 0.33.0 (``backends/flashinfer.py`` 1763).
+            So no kernel may use them; ``seq_lens`` has the lengths.
         causal: False: every row sees every key of its request. False cannot be combined with a window.
         use_fp16_softmax, uses_spcompress: None or False, see `lab.calls.allowed.REFUSED`.
     """

@@ -349,7 +349,9 @@ def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str)
         _check_row_offsets(problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
     if problem.cu_seqlens_kv is not None:
         offsets, expected = problem.cu_seqlens_kv.tolist(), list(itertools.accumulate(lengths, initial=0))
-        if offsets != expected:
+        size = getattr(problem, "page_size", 1)
+        pages = list(itertools.accumulate((-(-length // size) for length in lengths), initial=0))
+        if offsets not in (expected, pages):
             raise ValueError(f"cum_seq_lens_kv = {offsets} is not the running sum of seq_lens: expected {expected}")
 
 

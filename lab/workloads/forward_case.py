@@ -15,6 +15,7 @@ from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.context_parallel import SHARDED_MODES
 from lab.metadata.mha.quantised import CallDtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
+from lab.metadata.mha.vllm import Engine, VLLMBackend
 from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.pass_case import PassCase
@@ -72,6 +73,10 @@ class ForwardCase(GroupedLayer, PassCase):
             none.
         query_dtype: e4m3 if the engine casts the query to e4m3 over a quantised cache, as SGLang does for trtllm-gen and
             fmha_v2; else None. Over an NVFP4 cache the output is then e4m3 too, before it is converted.
+        engine: the engine that makes the pass's calls. A pass of vLLM has the mode EXTEND, whatever its requests' rows are.
+        decode_threshold: in vLLM, the most rows of a request that the decode call computes.
+        num_padding_requests: in vLLM, requests without rows and keys after the others, as in a CUDA graph. Only a pass that
+            makes the decode call alone has them. `num_padding_rows` are their rows in the graph.
         arithmetic: the dtype to which the control, whose error bounds the kernel's error, rounds the operands of Q·K^T and P·V:
             the query's dtype after its cast, or a lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to
             e4m3 for an e4m3 cache and one query token).
@@ -100,6 +105,9 @@ class ForwardCase(GroupedLayer, PassCase):
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype | None = None
+    engine: Engine = Engine.SGLANG
+    decode_threshold: int = 1
+    num_padding_requests: int = 0
     arithmetic: torch.dtype | None = None
     virtual_slots: bool = False
     contents: Contents = Contents.RANDOM
@@ -110,10 +118,13 @@ class ForwardCase(GroupedLayer, PassCase):
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
         check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
         check_int("context_parallel", self.context_parallel, 1, "it is the number of ranks")
+        check_int("decode_threshold", self.decode_threshold, 1, "it is the most rows of a request in vLLM's decode call")
+        check_int("num_padding_requests", self.num_padding_requests, 0, "it is the number of requests after these")
         check_bool("encoder_only", self.encoder_only)
         if self.draft_extend not in (None, AttentionCall.DECODE, AttentionCall.CONTEXT):
             raise TypeError(f"draft_extend={self.draft_extend!r} must be an AttentionCall, DECODE or CONTEXT")
         self.check_requests()
+        self._check_engine()
         self._refuse_ignored()
         self.check_tensors((E4M3, NVFP4))
         self._check_query_dtype()
@@ -145,7 +156,8 @@ class ForwardCase(GroupedLayer, PassCase):
         takes_padding = self.interface is AttentionCall.CONTEXT or mode.query_rows.are_bounded
         self.refuse_ignored(
             "num_padding_rows",
-            takes_padding and not self.split_mixed_tail and self.context_parallel == 1,
+            (takes_padding and not self.split_mixed_tail and self.context_parallel == 1)
+            or self.engine is not Engine.SGLANG,
             "only a pass that makes the context call and no other, or a ragged verification, passes padding rows",
         )
         self.refuse_ignored(
@@ -157,6 +169,23 @@ class ForwardCase(GroupedLayer, PassCase):
             raise ValueError(
                 "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: SGLang has no table of "
                 "its rows in that pool, splits no tail off, and a rank's rows see no later rank's; leave them out"
+            )
+
+    def _check_engine(self) -> None:
+        is_vllm = self.engine is not Engine.SGLANG
+        for name in ("decode_threshold", "num_padding_requests"):
+            self.refuse_ignored(name, is_vllm, "it is vLLM's")
+        if not is_vllm:
+            return
+        for name in ("encoder_only", "split_mixed_tail", "decode_splits", "context_parallel", "virtual_slots"):
+            self.refuse_ignored(name, False, "it is SGLang's")
+        if self.mode is not ForwardMode.EXTEND:
+            raise ValueError(f"mode={self.mode!r} is SGLang's: each pass of {self.engine.value} has ForwardMode.EXTEND")
+        if (self.num_padding_requests or self.num_padding_rows) and max(self.q_lens) > self.decode_threshold:
+            raise ValueError(
+                f"num_padding_requests={self.num_padding_requests} and num_padding_rows={self.num_padding_rows} with "
+                f"q_lens={self.q_lens}: vLLM's graphs with padding have requests of at most decode_threshold rows, "
+                f"{self.decode_threshold}"
             )
 
     def _check_context_parallel(self) -> None:
@@ -204,11 +233,17 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls. With a split mixed tail, the pass calls DECODE in addition."""
+        """Return the attention function that the pass calls. With a split mixed tail, the pass calls DECODE in addition, and so
+        does a pass of vLLM in which some requests have few rows.
+        """
+        if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
+            return AttentionCall.DECODE
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
-    def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
-        """Return an engine's backend with the settings of the case. It calls `implementation`."""
+    def backend(self, implementation: Any = None) -> TRTLLMMHABackend | VLLMBackend:
+        """Return the engine's backend with the settings of the case. It calls `implementation`."""
+        if self.engine is not Engine.SGLANG:
+            return VLLMBackend(implementation, self.decode_threshold, uses_xqa=self.engine is Engine.VLLM_XQA)
         return TRTLLMMHABackend(
             implementation,
             self.draft_extend,

@@ -43,7 +43,7 @@ class ReplayCase:
         place: where the metadata is rebuilt: before the replay, or inside the graph.
         page_size: tokens per page.
         num_pages: number of pages of each request's history, and so of the longest length.
-        padded_seq_len: length of padding requests, see `lab.metadata.engine.graph_inputs.StaticInputs`.
+        padded_seq_len: length of padding requests, see `lab.metadata.engine.graph_inputs.StaticInputs`; 0 in vLLM.
         seed: seed of all random numbers.
     """
 
@@ -121,6 +121,11 @@ class MLAGraphCase(LatentLayer, ReplayCase):
         if self.index_topk is not None:
             return DSABackend(implementation, Indexer(self.index_topk))
         return TRTLLMMLABackend(implementation, self.attention)
+
+
+def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
+    """Return the modes of vLLM's graphs: a decode, and a verification whose lengths count its rows, as in a draft extend V2."""
+    return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:

@@ -40,8 +40,10 @@ class PassCase(PassLens):
     contents: Contents
     seed: int
     # A subclass that supports these declares the field. num_padding_rows: query rows after the requests' rows, which belong to
-    # no request. encoder_only: rows see all keys of their request.
+    # no request. num_padding_requests: requests after these, without rows and keys. encoder_only: rows see all keys of their
+    # request.
     num_padding_rows: int = 0
+    num_padding_requests: int = 0
     encoder_only: bool = False
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from lab.checks.run.support_protocol import Unsupported
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.mha.vllm import Engine
 from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
@@ -101,9 +102,39 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
             if True in ranges.windows and not case.encoder_only:
                 cases.append(replace(case, sliding_window=True, **dtypes))
     cases += quantised_cases(ranges, page_size)
+    cases += vllm_cases(ranges, page_size, q_lens)
     if scope.is_full:
         cases += geometry_cases(ranges)
     yield from (case for case in cases if case.interface is scope.interface)
+
+
+def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
+    """Yield vLLM's passes: decodes and verifications without and with a graph's padding, requests whose rows differ, and both
+    calls in one pass.
+    """
+    prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
+
+    def case(engine: Engine, q_lens: Sequence[int], threshold: int = 1, **settings: Any) -> ForwardCase:
+        return ForwardCase(
+            ForwardMode.EXTEND,
+            ranges.tiny,
+            prefixes,
+            tuple(q_lens),
+            page_size=page_size,
+            engine=engine,
+            decode_threshold=threshold,
+            sliding_window=next(windows),
+            contents=Contents.NEEDLES,
+            **dtypes_of(ranges),
+            **settings,
+        )
+
+    for engine in (Engine.VLLM, Engine.VLLM_XQA):
+        yield case(engine, (1,) * 4, num_padding_requests=3, num_padding_rows=3)
+        for q_len in q_lens:
+            yield case(engine, (q_len,) * 4, q_len, num_padding_requests=2, num_padding_rows=2 * q_len)
+            yield case(engine, (q_len, q_len, 1, q_len), q_len)
+            yield case(engine, (q_len, q_len, q_len + 1, 2 * page_size + 5), q_len)
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:

@@ -22,7 +22,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.workloads.geometries import geometry
-from lab.workloads.graph_case import GraphCase, ReplaySequence, graph_modes
+from lab.workloads.graph_case import GraphCase, ReplaySequence, graph_modes, vllm_graph_modes
 from lab.workloads.inputs.replay_backends import new_fixture
 from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, right_runner
 
@@ -79,6 +79,8 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
                 yield replace(case, place=place, sliding_window=window, decode_splits=splits, virtual_slots=virtual)
             if mode.forward_mode is ForwardMode.TARGET_VERIFY:
                 yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
+            if mode in vllm_graph_modes(mode.num_tokens_per_req):
+                yield replace(case, padded_seq_len=0)
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:

@@ -14,7 +14,7 @@ from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.graph_replays import judge_sequence, replayed_modes
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
-from lab.workloads.graph_case import MLAGraphCase
+from lab.workloads.graph_case import MLAGraphCase, vllm_graph_modes
 
 COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft step's keys
 
@@ -30,6 +30,8 @@ def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
             settings = list(product(MetadataPlace, COUNTING[:1] if mode.draft_step is None else COUNTING))
             for place, attention in settings if is_full and not number else [settings[(turn + number) % len(settings)]]:
                 yield MLAGraphCase(mode, sequence, place, page_size, attention=attention, **dims)
+            if mode in vllm_graph_modes(mode.num_tokens_per_req) and not number:
+                yield MLAGraphCase(mode, sequence, page_size=page_size, padded_seq_len=0, **dims)
             if (is_full or turn % 2) and not number and not mode.forward_mode.query_rows.are_unequal_drafts:
                 yield MLAGraphCase(mode, sequence, list(MetadataPlace)[turn % 2], page_size, index_topk=48, **dims)
 

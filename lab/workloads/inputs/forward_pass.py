@@ -17,6 +17,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mha.vllm import with_empty_requests
 from lab.references.errors import Truth
 from lab.references.quantization import rounded
 from lab.references.softmax_attention import Rules
@@ -281,6 +282,7 @@ def admit_and_write(
     ]
     requests.write(cache, before, first_kept, sliding_window=has_window)
     batch = requests.batch(case.mode, case.num_padding_rows)
+    batch = with_empty_requests(batch, case.num_padding_requests) if case.num_padding_requests else batch
     metadata = build_metadata(batch, pool)
     new = [
         torch.cat([side[first:] for side, first in zip(sides, requests.first_written, strict=True)])
