@@ -15,6 +15,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, call_arguments
+from lab.metadata.mha.vllm import VLLMBackend
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
@@ -75,7 +76,7 @@ def eager_call(backend: TRTLLMMHABackend, *, out: torch.Tensor, **passed: Any) -
 
 
 def _planned(
-    backend: TRTLLMMHABackend,
+    backend: TRTLLMMHABackend | VLLMBackend,
     *,
     batch: ForwardBatch,
     layer: AttentionLayer,

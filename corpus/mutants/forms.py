@@ -60,6 +60,12 @@ class Combined(Conditional):
         CONTEXT, where=lambda problem, _: not problem.causal, instead={"sinks": None}
     )("Sinks are ignored with causal=False.")
 
+    keys_counted_by_their_offsets = wrong(
+        CONTEXT,
+        source="vLLM 0.33.0 passes offsets of pages",
+        instead={"seq_lens": lambda problem, _: problem.cu_seqlens_kv.diff()},
+    )("The lengths are the steps of cum_seq_lens_kv.")
+
     @wrong(CONTEXT, stage="finish")
     def lse_base_e_without_causality(self, problem, out, lse):
         """The LSE is a natural logarithm with causal=False."""

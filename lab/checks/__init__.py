@@ -14,6 +14,7 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mha.vllm import Engine
 from lab.ranges import Ranges
 from lab.recorded.case import RecordedCase
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Entries, HeadPages, Storage, TableTail
@@ -34,6 +35,7 @@ __all__ = [
     "Dead",
     "DraftAttention",
     "DraftListsCase",
+    "Engine",
     "Entries",
     "ForwardCase",
     "ForwardMode",

@@ -118,7 +118,9 @@ class ForwardCase(GroupedLayer, PassCase):
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
         check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
         check_int("context_parallel", self.context_parallel, 1, "it is the number of ranks")
-        check_int("decode_threshold", self.decode_threshold, 1, "it is the most rows of a request in vLLM's decode call")
+        check_int(
+            "decode_threshold", self.decode_threshold, 1, "it is the most rows of a request in vLLM's decode call"
+        )
         check_int("num_padding_requests", self.num_padding_requests, 0, "it is the number of requests after these")
         check_bool("encoder_only", self.encoder_only)
         if self.draft_extend not in (None, AttentionCall.DECODE, AttentionCall.CONTEXT):

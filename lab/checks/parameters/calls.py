@@ -16,7 +16,18 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.call_cases import rows_without_keys
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.models import FAMILIES
-from lab.checks.parameters.values import Bound, Lse, Offsets, Output, RaggedPadding, SeqLens, Sinks, ValueScale
+from lab.checks.parameters.values import (
+    Bound,
+    KeyOffsets,
+    Lse,
+    Offsets,
+    Output,
+    RaggedPadding,
+    SeqLens,
+    Sinks,
+    ValueScale,
+)
+from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
@@ -104,10 +115,12 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Pass `seq_lens` as uint32, or pass lengths and offsets as parts of larger tensors with wrong values around them, if the
-    configuration says so.
+    """Pass offsets of pages in place of keys, `seq_lens` as uint32, or lengths and offsets as parts of larger tensors with
+    wrong values around them, if the configuration says so.
     """
     lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
+    if call.forms.get("key_offsets") == KeyOffsets.PAGES:
+        call.given["cum_seq_lens_kv"] = exclusive_cumsum(num_pages(lengths, call.inputs.case.page_size))
     if form == SeqLens.UINT32:
         call.given["seq_lens"] = lengths.to(torch.uint32)
     elif form == SeqLens.AMID_OTHERS:

@@ -14,6 +14,7 @@ from lab.checks.parameters.values import (
     Cache,
     DtypePair,
     HeadDims,
+    KeyOffsets,
     Lengths,
     LogitScale,
     Lse,
@@ -78,7 +79,7 @@ ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
     **dict.fromkeys(
         ("head_dims", "heads", "qk_nope_head_dim", "top_k", "entries", "top_k_lens"), (AttentionCall.MLA_DECODE,)
     ),
-    **dict.fromkeys(("rows", "causal"), (AttentionCall.CONTEXT,)),
+    **dict.fromkeys(("rows", "causal", "key_offsets"), (AttentionCall.CONTEXT,)),
     **dict.fromkeys(("q_len", "backend", "hints", "rank"), DECODES),
     **dict.fromkeys(("mask", "o_scale", "head_pages"), (AttentionCall.DECODE,)),
 }
@@ -121,6 +122,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "out": OUT if is_mla else (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
         "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.AS_THE_QUERY, Lse.BASE_E) if is_mla else LSE,
         "seq_lens": tuple(SeqLens),
+        "key_offsets": tuple(KeyOffsets),
         "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES),
         "backend": ("auto", "trtllm-gen", "xqa"),
         "hints": (False, True),

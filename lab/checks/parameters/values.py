@@ -185,6 +185,13 @@ class SeqLens(TextEnum):
     AMID_OTHERS = "amid others"
 
 
+class KeyOffsets(TextEnum):
+    """What the offsets `cum_seq_lens_kv` of a context call count."""
+
+    KEYS = "keys"
+    PAGES = "pages"
+
+
 class Bound(TextEnum):
     """Which value is passed as an upper bound of the lengths, such as `max_kv_len`."""
 

@@ -1,5 +1,4 @@
-"""The passes of vLLM 0.33.0's FlashInfer backend: a decode call and a context call, as `lab.metadata.engine.backend.Backend` has
-them.
+"""The passes of vLLM 0.33.0's FlashInfer backend: a decode call and a context call for each layer.
 
 Lines are of ``vllm/v1/attention/backends/flashinfer.py`` unless another file is named. A batch begins with the requests that
 the decode call computes. Its tensors are those of SGLang's metadata; what differs is which requests each call gets, the bounds,
@@ -8,7 +7,7 @@ and padding. A CUDA graph's unused requests have no keys (``seq_lens`` 0) and pa
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -39,7 +38,7 @@ class Engine(NamedEnum):
 class VLLMBackend:
     """Make the calls of vLLM's FlashInfer backend, with any implementation of FlashInfer's calls.
 
-    vLLM calls XQA by a name of its own, ``flashinfer_xqa_batch_decode_with_kv_cache``. This backend makes the equal decode call.
+    vLLM calls XQA as ``flashinfer_xqa_batch_decode_with_kv_cache``. This backend makes the equal decode call.
 
     Attributes:
         implementation: any object with FlashInfer's decode and context functions; None if only metadata is built.
@@ -71,7 +70,10 @@ class VLLMBackend:
         calls = []
         for planned in self.plan_calls(batch):
             arguments = call_arguments(planned, batch, metadata, layer, query, cache, longest)
-            arguments |= {"out": out[planned.first_row : planned.first_row + planned.num_rows], "workspace_buffer": None}
+            arguments |= {
+                "out": out[planned.first_row : planned.first_row + planned.num_rows],
+                "workspace_buffer": None,
+            }
             if planned.call is AttentionCall.DECODE:
                 arguments |= self._decode_width(planned, batch, metadata)
             else:
@@ -92,7 +94,7 @@ class VLLMBackend:
         trtllm-gen's decode call has requests of equally many rows, and padding requests without rows; XQA's may differ.
         """
         lens = query_lens(batch)
-        permitted = range(self.decode_threshold + 1)
+        permitted: Sequence[int] = range(self.decode_threshold + 1)
         if not self.uses_xqa and self.decode_threshold > 1 and lens and lens[0] in permitted:
             permitted = (0, lens[0])
         decodes = len(list(takewhile(lambda rows: rows in permitted, lens)))
@@ -120,7 +122,7 @@ class VLLMBackend:
 def _context_offsets(
     planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], page_size: int
 ) -> dict[str, Any]:
-    """Return the offsets and the bound of the context call's requests. Offsets of the keys count pages, not keys (line 1763)."""
+    """Return the offsets and the bound of the context call's requests. ``cum_seq_lens_kv`` counts pages (line 1763)."""
     offsets = arguments["cum_seq_lens_q"]
     return {
         "max_q_len": max(query_lens(batch)[planned.first_request :]),

@@ -14,6 +14,7 @@ from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
@@ -152,7 +153,9 @@ class ForwardPass(EnginePass):
             return
         arguments = self.arguments(out) | {"shards": self.shards}
         del arguments["metadata"]
-        prepare_zigzag(self.case.backend(implementation), **arguments)()
+        backend = self.case.backend(implementation)
+        assert isinstance(backend, TRTLLMMHABackend)  # a pass of vLLM has no shards
+        prepare_zigzag(backend, **arguments)()
 
     def stored(self, *sides: Tensor) -> History:
         return stored_kv(self.case.kv_dtype, *sides)

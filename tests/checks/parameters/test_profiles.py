@@ -14,11 +14,15 @@ from lab.checks import (
     CaseVerdict,
     Configuration,
     Contents,
+    Engine,
     ForwardCase,
+    GraphCase,
+    GraphMode,
     MLACase,
     Outcome,
     RaggedCase,
     Ranges,
+    ReplaySequence,
     Storage,
     judge,
 )
@@ -42,7 +46,7 @@ MLA = AttentionCase(
 )
 PASS = ForwardCase(ForwardMode.DECODE, "tiny", prefix_lens=(31,), q_lens=(1,), page_size=32)
 LATENT_PASS = MLACase(ForwardMode.DECODE, (31,), (1,), kv_dtype=E4M3)  # SGLang casts the query as it does the cache
-OF_CASES = {"mode", "dead", "padded_seq_len", "draft_extend"}  # features of a case, and no axes
+OF_CASES = {"mode", "engine", "dead", "padded_seq_len", "draft_extend"}  # features of a case, and no axes
 OTHERS = {"low", "loud", "faint", "foreign", "negative", "far"}  # values of cases that are no configurations
 
 
@@ -112,7 +116,13 @@ def test_a_configuration_is_sent_if_each_of_its_values_is(values: dict[str, Any]
         (PASS, "sglang"),
         (replace(PASS, mode=ForwardMode.DRAFT_EXTEND), ""),
         (LATENT_PASS, ""),
-        (replace(LATENT_PASS, query_dtype=E4M3), "sglang"),
+        (replace(LATENT_PASS, query_dtype=E4M3), "sglang vllm"),
+        (
+            replace(PASS, mode=ForwardMode.EXTEND, engine=Engine.VLLM, num_padding_requests=1, num_padding_rows=1),
+            "vllm",
+        ),
+        (GraphCase(GraphMode.decode(), ReplaySequence.POISONED), "sglang"),
+        (GraphCase(GraphMode.decode(), ReplaySequence.POISONED, padded_seq_len=0), "vllm"),
         (RaggedCase((64, 0), (7, 5)), "sglang vllm"),
         (RaggedCase((64, 0), (7, 0)), ""),
     ],
