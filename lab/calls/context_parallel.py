@@ -64,7 +64,7 @@ def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> 
     arguments.check_vector("causal_seqlens_kv_global", call.causal_seqlens_kv_global, batch_size, (torch.int32,))
     for name in ("bmm1_scale", "bmm2_scale") if "bmm1_scale_log2" in excluded else ():
         if isinstance(getattr(call, name), Tensor):
-            raise TypeError(f"{name} is a tensor with {argument}, but scales are numbers: pass a float")
+            raise ValueError(f"{name} is a tensor with {argument}, but scales are numbers: pass a float")
     if not call.return_lse and call.lse is None:
         raise ValueError(
             f"{argument} without an LSE, by which the results of the ranks are merged: pass return_lse=True"

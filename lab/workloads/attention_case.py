@@ -174,8 +174,12 @@ class AttentionCase:
             raise ValueError(f"kv_lens {self.kv_lens} must be >= 0 and q_lens {self.q_lens} >= 1, or 0 with offsets")
         if not self.has_offsets and len(set(self.q_lens)) > 1:
             raise ValueError(f"q_lens {self.q_lens} must be equal in a decode call without offsets")
-        if self.is_mla and (self.num_kv_heads != 1 or self.v_head_dim is None or self.window_left >= 0):
-            raise ValueError("an MLA call has one K/V head, a v_head_dim and no window")
+        if self.is_mla and (self.num_kv_heads != 1 or self.v_head_dim is None):
+            raise ValueError("an MLA call has one K/V head and a v_head_dim")
+        if self.window_left >= 0 and not self.has_window_argument:
+            raise ValueError(
+                f"window_left={self.window_left} must be -1 in an MLA call, with head_pages and with a rank"
+            )
         if not self.is_mla and (self.v_head_dim is not None or self.top_k):
             raise ValueError(
                 f"v_head_dim={self.v_head_dim} and top_k={self.top_k} belong to MLA_DECODE; leave them out"
@@ -197,12 +201,22 @@ class AttentionCase:
                 f"top_k_lens counts a row's entries, at least one: {self.entries!r} and kv_lens {self.kv_lens} for q_lens "
                 f"{self.q_lens} leave rows without one"
             )
-        if self.head_pages is not None and (self.interface is not AttentionCall.DECODE or self.window_left >= 0):
-            raise ValueError(f"head_pages={self.head_pages!r} belongs to DECODE without a window; leave it None")
+        if self.head_pages is not None and self.interface is not AttentionCall.DECODE:
+            raise ValueError(f"head_pages={self.head_pages!r} belongs to DECODE; leave it None")
+        rank, world = self.rank or (0, 1)
+        if self.rank and tuple(len(range(rank, end, world)) for end in self.all_kv_lens) != self.kv_lens:
+            raise ValueError(
+                f"kv_lens {self.kv_lens} cannot be the keys of rank {rank} of {world}, for q_lens {self.q_lens}"
+            )
 
     @cached_property
     def is_mla(self) -> bool:
         return self.interface is AttentionCall.MLA_DECODE
+
+    @cached_property
+    def has_window_argument(self) -> bool:
+        """Return True if FlashInfer takes a window with such a call."""
+        return not self.is_mla and self.head_pages is None and self.rank is None
 
     @cached_property
     def has_offsets(self) -> bool:

@@ -2,14 +2,13 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from lab.calls.problem import NVFP4, AttentionCall
+from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Constraint, Model, Point
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.ranges import SEEDS, Ranges
-from lab.workloads.attention_case import AttentionCase, Entries, Storage
+from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 NUM_BUILDS = 24  # as often each of 8 groups, of 8 numbers of rows, of 3 dtypes, and of 4 page sizes
@@ -45,28 +44,6 @@ def balanced(
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
         seeds = {"seed": number + seed, "page_seed": number + seed}
         yield case_within(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
-
-
-def balanced_nvfp4(
-    ranges: Ranges, interface: Interface, count: int, seed: int, num_builds: int = NUM_BUILDS
-) -> Iterator[AttentionCase]:
-    """Yield the cases of `balanced`, but over an NVFP4 cache. Yield none if the ranges or the function do not allow NVFP4."""
-    if interface is not AttentionCall.MLA_DECODE and True in ranges.nvfp4:
-        for case in balanced(ranges, interface, count, seed, num_builds):
-            yield replace(case, kv_dtype=NVFP4, arithmetic=None)
-
-
-def balanced_top_k(
-    ranges: Ranges, interface: Interface, count: int, seed: int, num_builds: int = NUM_BUILDS
-) -> Iterator[AttentionCase]:
-    """Yield the cases of `balanced`, in which rows select entries. Yield none if the ranges or the function do not allow it."""
-    top_ks = [top_k for top_k in ranges.top_ks if top_k]
-    if interface is not AttentionCall.MLA_DECODE or not top_ks:
-        return
-    forms = [(entries, lens) for lens in (False, True) for entries in Entries if not (lens and entries.has_gaps)]
-    for number, case in enumerate(balanced(ranges, interface, count, seed, num_builds), seed):
-        entries, lens = forms[number % len(forms)]
-        yield replace(case, top_k=top_ks[number % len(top_ks)], entries=entries, top_k_lens=lens)
 
 
 def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:

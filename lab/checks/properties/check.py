@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import NUM_BUILDS, balanced, balanced_nvfp4, balanced_top_k, drawn_cases
+from lab.checks.parameters.attention import NUM_BUILDS, balanced, drawn_cases
+from lab.checks.parameters.call_kinds import KINDS, CallKind
 from lab.checks.parameters.sampling import DrawnPoint
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
@@ -44,18 +45,9 @@ class Scope:
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
         """Yield random attention cases, `smoke` or `full` of them. All permitted values of a parameter occur equally often."""
-        return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, self._num_builds)
-
-    def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        return balanced_nvfp4(self.ranges, self.interface, self.counted(smoke, full), seed, self._num_builds)
-
-    def balanced_top_k(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        return balanced_top_k(self.ranges, self.interface, self.counted(smoke, full), seed, self._num_builds)
-
-    @property
-    def _num_builds(self) -> int:
-        """Return how many combinations of values the cases share for which a kernel is compiled."""
-        return QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
+        # The number of combinations that cases share of values for which a kernel is compiled.
+        num_builds = QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
+        return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, num_builds)
 
     def on_fewest_heads(self, case: AttentionCase) -> AttentionCase:
         """Return the case with the fewest heads that the ranges allow, so that it runs faster."""
@@ -89,7 +81,9 @@ class Check:
         draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
         more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
             rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases.
-        quick: number of cases at the quick level, spread over those of `fixed`; a check with `more` has its own.
+        quick: number of cases at the quick level, spread over the fixed ones; a check with `more` has its own.
+        kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one of each kind, at
+            the full level one of each form of it.
     """
 
     key: str
@@ -102,6 +96,7 @@ class Check:
     more: Mapping[Level, Sequence[Following]] = field(default_factory=dict, hash=False)
     quick: int = 2
     draw_on: DrawOn = lambda *_: ()
+    kinds: tuple[CallKind, ...] = KINDS
 
     @property
     def catches(self) -> str:
@@ -110,9 +105,14 @@ class Check:
     def cases(self, interface: Interface, ranges: Ranges, level: Level) -> Iterable[Any]:
         """Return the fixed cases of the check for one function, within the ranges, at a level."""
         cases = self.fixed(Scope(interface, ranges, level))
-        if level is not Level.QUICK or self.more:
+        if self.more:
             return cases
-        cases = list(cases)
+        cases = [*cases]
+        plain = [case for case in cases if isinstance(case, AttentionCase)]
+        for kind in self.kinds:
+            cases += kind.cases(plain, ranges, None if level is Level.FULL else 1)
+        if level is not Level.QUICK:
+            return cases
         count = min(self.quick, len(cases))
         return [cases[at * len(cases) // count] for at in range(count)]
 

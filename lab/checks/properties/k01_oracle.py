@@ -14,6 +14,7 @@ import torch
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_kinds import NVFP4_CACHE
 from lab.checks.properties.check import Check, Scope, itself
 from lab.references.errors import Truth
 from lab.references.quantization import E4M3_MAX
@@ -26,9 +27,8 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
     for case in scope.balanced(3, 9, seed=22):
         yield replace(case, contents=Contents.LOUD)
         yield replace(case, contents=Contents.FAINT)
-    for case in scope.balanced_nvfp4(1, 1, seed=26):
-        yield replace(case, contents=Contents.FAINT)
-    yield from scope.balanced_top_k(3, 12, seed=36)
+    faint = [replace(case, contents=Contents.FAINT) for case in scope.balanced(1, 1, seed=26)]
+    yield from NVFP4_CACHE.cases(faint, scope.ranges, 1)
     batch_sizes = scope.ranges.large_batches
     for size, case in zip(batch_sizes, scope.balanced(len(batch_sizes), len(batch_sizes), seed=23), strict=True):
         yield _large_batch(scope.on_fewest_heads(case), size)

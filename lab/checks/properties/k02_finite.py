@@ -31,8 +31,6 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
             yield replace(
                 case, window_left=case.page_size - 1, sinks=True in scope.ranges.sinks, contents=Contents.TALL
             )
-    for case in scope.balanced_top_k(2, 7, seed=41):  # rows without entries, and entries after 128 columns
-        yield replace(case, contents=Contents.TALL, sinks=case.seed % 2 == 0 and True in scope.ranges.sinks)
     for case in scope.balanced(2, 8, seed=3):
         # Fewer keys than rows, and none: the leading rows see nothing.
         short = case.with_rows(*case.q_lens).kv_lens

@@ -24,9 +24,6 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         yield _few_keys(case)
     for case in scope.balanced(1, 4, seed=19):
         yield _long(case if case.is_mla else scope.on_fewest_heads(case))
-    for case in scope.balanced_top_k(2, 24, seed=63):
-        yield replace(case, contents=Contents.NEEDLES)
-        yield _few_keys(case)
     if scope.interface is not AttentionCall.MLA_DECODE and True in scope.ranges.windows:
         for case in scope.balanced(4, 24, seed=5):
             edges = (0, 1, case.page_size - 1, case.page_size)

@@ -5,19 +5,11 @@ largest finite values, then NaN. The table's tail lists foreign pages, page -1 a
 a window are freed, and entries that no row selects are dead too. No bit of the result may change.
 """
 
-from collections.abc import Iterator
-
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.properties.check import Check, Scope, itself
-from lab.workloads.attention_case import AttentionCase, Dead, TableTail
+from lab.checks.properties.check import Check, balanced_cases, itself
+from lab.workloads.attention_case import Dead, TableTail
 from lab.workloads.inputs.attention import fill_dead
 from lab.workloads.inputs.encoding import raw
-
-
-def _cases(scope: Scope) -> Iterator[AttentionCase]:
-    yield from scope.balanced(6, 32, seed=6)
-    yield from scope.balanced_nvfp4(1, 4, seed=33)  # whose scale factors may be NaN
-    yield from scope.balanced_top_k(2, 12, seed=54)
 
 
 def _judge(run: CaseRun) -> None:
@@ -66,4 +58,4 @@ def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     run.vary(what, inputs, expected)
 
 
-CHECK = Check("K4", "poison", __doc__, _cases, _judge, drawn=itself)
+CHECK = Check("K4", "poison", __doc__, balanced_cases(6, 32, seed=6), _judge, drawn=itself)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_kinds import WITHOUT_RANKS
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.variants import Variant, part
 from lab.references.errors import relative_l2
@@ -64,4 +65,4 @@ def halves(inputs: CallInputs) -> Iterator[Variant]:
         yield part(inputs, what, range(len(rows)), rows)
 
 
-CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, drawn=several_rows)
+CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, drawn=several_rows, kinds=WITHOUT_RANKS)

@@ -44,8 +44,6 @@ def _cases(scope: Scope) -> Iterator[Any]:
     yield from map(_roomy, scope.balanced(4, 24, seed=11))
     for most_keys, case in zip(longest, scope.balanced(1, 2, seed=26), strict=True):
         yield _long(scope.on_fewest_heads(case), most_keys, min(scope.ranges.q_lens))
-    yield from map(_roomy, scope.balanced_nvfp4(1, 4, seed=28))
-    yield from map(_roomy, scope.balanced_top_k(1, 12, seed=56))
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:

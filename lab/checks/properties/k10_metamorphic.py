@@ -34,7 +34,6 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
     yield from scope.balanced(4, 32, seed=12)
     ranges = scope.ranges
     if scope.interface is AttentionCall.MLA_DECODE:
-        yield from scope.balanced_top_k(1, 12, seed=72)
         return
     for case in scope.balanced(1, 4, seed=20):
         # As many heads as tokens in a page: the layouts' shapes are equal, their strides are not.
@@ -42,8 +41,6 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         if case.page_size <= MOST_HEADS:
             yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in ranges.kv_layouts)
         if True in ranges.nvfp4:
-            if scope.interface is AttentionCall.DECODE or scope.is_full:
-                yield replace(case, kv_dtype=NVFP4)
             yield _nvfp4_with_all(case, ranges)
 
 
@@ -177,7 +174,7 @@ def _pdl(run: CaseRun, inputs: AttentionInputs, base: Result) -> None:
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
     """Make the call with windows that hide no key, and with sinks of minus infinity. Neither may have an effect."""
-    if run.case.is_mla:
+    if not run.case.has_window_argument:
         return
     longest = max(max(run.case.kv_lens), 1)
     for window_left in (longest, longest - 1) if True in run.ranges.windows else ():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_kinds import WITHOUT_RANKS
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, running_sum
@@ -228,4 +229,4 @@ def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 
 
-CHECK = Check("K11", "sensitivity", __doc__, _cases, _judge)
+CHECK = Check("K11", "sensitivity", __doc__, _cases, _judge, kinds=WITHOUT_RANKS)

@@ -4,7 +4,6 @@ A batch has requests of neighbouring lengths, beginning with 0 and 1. Needles (a
 first and last keys that rows see.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,7 +28,7 @@ ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at this number o
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     interface, ranges = scope.interface, scope.ranges
-    for case in itertools.chain(scope.balanced(4, 24, seed=15), scope.balanced_top_k(1, 12, seed=51)):
+    for case in scope.balanced(4, 24, seed=15):
         lengths = [0, *edge_lengths(case.page_size, ranges.longest)]
         if case.window_left >= 0:
             lengths += [case.window_left + near for near in (0, 1, 2) if case.window_left + near]
@@ -44,7 +43,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         yield _of(case, enough)
         fewer = [(kv_len, q_lens[0]) for kv_len in range(q_lens[0])] if interface is not AttentionCall.CONTEXT else []
         if fewer:
-            yield _of(replace(case, top_k_lens=False), [*fewer, enough[-1]])
+            yield _of(case, [*fewer, enough[-1]])
         yield _of(case, enough[-1:])
     for case in scope.balanced(1, 4, seed=24):
         q_len = case.q_lens[0]

@@ -57,11 +57,12 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
     more = MORE_ROWS if case.interface is AttentionCall.CONTEXT else 0
     q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))
     yield "more and longer requests", replace(case, kv_lens=kv_lens, q_lens=q_lens, seed=case.seed + 8)
-    if not case.is_mla:
+    if case.has_window_argument:
         if len(set(ranges.windows)) > 1:
             yield "the other window", replace(case, window_left=-1 if case.window_left >= 0 else case.page_size)
         if len(set(ranges.sinks)) > 1:
             yield "the other sinks", replace(case, sinks=not case.sinks)
+    if not case.is_mla:
         page_size = _next(ranges.page_sizes, case.page_size)
         yield "another page size", replace(case, storage=replace(case.storage, page_size=page_size))
 

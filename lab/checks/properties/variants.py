@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun, GivenCall, Result
+from lab.workloads.inputs.attention import lengths_of_heads
 from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.encoding import raw
 from lab.workloads.inputs.ragged import RaggedInputs
@@ -72,14 +73,16 @@ def part(
     of_base = index.where(torch.arange(len(index), device=index.device) < count, -1)
     if isinstance(inputs, RaggedInputs):
         return Variant(what, replace(inputs, query=query, q_lens=q_lens, parts=histories), rows=of_base)
-    selected = inputs.selected
+    selected, seen = inputs.selected, inputs.seen
+    seen = seen and tuple(seen[request][:n] for request, n in zip(requests, lens, strict=True))
     chosen = replace(
         inputs,
         case=replace(inputs.case, kv_lens=lens, q_lens=q_lens),
         query=query,
         histories=tuple(histories),
-        block_tables=inputs.block_tables[torch.tensor(list(requests), device=query.device)],
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=query.device),
+        block_tables=inputs.block_tables[..., torch.tensor(list(requests), device=query.device), :],
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=query.device) if seen is None else lengths_of_heads(seen),
+        seen=seen,
         selected=selected
         and tuple(selected[r][each.start : each.stop] for r, each in zip(requests, kept, strict=True)),
     )

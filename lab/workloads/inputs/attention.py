@@ -182,9 +182,10 @@ class AttentionInputs:
             return {}
         rank, world = self.case.rank
         ends = torch.tensor(self.case.all_kv_lens, dtype=torch.int32, device=self.query.device)
+        given = {"cp_rank": rank, "cp_world": world, "return_lse": True}  # the ranks' results are merged by their LSEs
         if self.case.is_mla:
-            return {"enable_dcp": True, "cp_rank": rank, "cp_world": world, "causal_seqlens_kv_global": ends}
-        return {"cp_rank": rank, "cp_world": world, "causal_seqlens_kv_global": ends - self.case.q_lens[0]}
+            return given | {"enable_dcp": True, "causal_seqlens_kv_global": ends, "return_lse_base": "base2"}
+        return given | {"causal_seqlens_kv_global": ends - self.case.q_lens[0]}
 
     def truth(self, **changes: Any) -> Truth:
         requests = self.query, list(self.histories), list(self.q_lens), self.rules(**changes)
@@ -329,7 +330,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     if seen is not None:
         heads, requests = range(case.num_kv_heads), range(len(tables))
         rows = [tables[request][case.selected_pages(request, head)] for head in heads for request in requests]
-        lengths = torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
+        lengths = lengths_of_heads(seen)
     for pool, tokens in zip((*pools, *factors), stored, strict=False):  # MLA has only a pool of keys, without heads
         by_token = pool if case.is_mla or storage.kv_layout == "NHD" else pool.transpose(1, 2)
         if seen is None:
@@ -343,13 +344,18 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
         histories=tuple(zip(read_keys.split(case.kv_lens), read_values.split(case.kv_lens), strict=True)),
         k_pages=pools[0],
         v_pages=pools[-1],
-        block_tables=_block_tables(case, rows, ids[:used] or ids[:1], device).view(*lengths.shape, -1),
+        block_tables=_block_tables(case, rows, max(pages_of), ids[:used] or ids[:1], device).view(*lengths.shape, -1),
         seq_lens=lengths.to(device),
         sinks=sinks,
         scale_factors=(factors[0], factors[1]) if factors else None,
         selected=selected_positions(case, device) if case.top_k else None,
         seen=seen,
     )
+
+
+def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
+    """Return how many keys of each request a K/V head sees, int32 [num_kv_heads, batch_size], from `AttentionInputs.seen`."""
+    return torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
 
 
 def _seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
@@ -393,8 +399,10 @@ def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> lis
     return list(torch.empty(2, num_pages, *page, **new).unbind(0))
 
 
-def _block_tables(case: AttentionCase, tables: Sequence[Tensor], live: list[int], device: torch.device) -> Tensor:
-    width = max(len(table) for table in tables) + case.storage.spare_columns
+def _block_tables(
+    case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
+) -> Tensor:
+    width = most_pages + case.storage.spare_columns
     if case.storage.table_tail is TableTail.FOREIGN:
         cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
         block_tables = cells[: len(tables) * width].view(len(tables), width).flip(0)

@@ -1,0 +1,79 @@
+"""The special kinds of calls that each check of single calls judges too. One declaration here serves all checks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+
+from lab.calls.problem import NVFP4, AttentionCall
+from lab.checks.parameters.paged_axes import DECODES, MHA, RANKS
+from lab.ranges import Ranges
+from lab.workloads.attention_case import AttentionCase, Entries, HeadPages
+
+Change = Callable[[AttentionCase], AttentionCase]
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """A special kind of call, such as one over an NVFP4 cache.
+
+    Attributes:
+        interfaces: the functions that have it.
+        forms: returns the changes that make a plain case one of this kind: one for each form within ranges. A change raises
+            ValueError if the plain case cannot have the form.
+    """
+
+    interfaces: tuple[AttentionCall, ...]
+    forms: Callable[[Ranges], Sequence[Change]]
+
+    def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
+        """Yield `count` cases of this kind, or as many as there are forms if it is None. They are made from the plain cases in
+        turn, with a form each. The seed of the first one selects the first form, so that checks begin with different forms.
+        """
+        forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
+        if forms:
+            turns = islice(cycle(forms), plain[0].seed % len(forms), None)
+            made = (_changed(change, case) for change, case in zip(turns, plain, strict=False))
+            yield from islice(filter(None, made), len(forms) if count is None else count)
+
+
+def _changed(change: Change, case: AttentionCase) -> AttentionCase | None:
+    try:
+        return change(case)
+    except ValueError:
+        return None
+
+
+def _nvfp4(ranges: Ranges) -> list[Change]:
+    return [partial(replace, kv_dtype=NVFP4, arithmetic=None)] if True in ranges.nvfp4 else []
+
+
+def _selected_entries(ranges: Ranges) -> list[Change]:
+    top_ks = cycle([top_k for top_k in ranges.top_ks if top_k] or [0])
+    forms = [(entries, lens) for lens in (False, True) for entries in Entries if not (lens and entries.has_gaps)]
+    return [
+        partial(replace, top_k=top_k, entries=entries, top_k_lens=lens)
+        for (entries, lens), top_k in zip(forms, top_ks, strict=False)
+        if top_k
+    ]
+
+
+def _block_sparse(_: Ranges) -> list[Change]:
+    return [partial(replace, head_pages=each, window_left=-1) for each in HeadPages]
+
+
+def _one_rank(_: Ranges) -> list[Change]:
+    return [partial(_of_rank, rank) for rank in RANKS.values() if rank]
+
+
+def _of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
+    storage = replace(case.storage, kv_layout="HND")
+    return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)
+
+
+NVFP4_CACHE = CallKind(MHA, _nvfp4)
+SELECTED_ENTRIES = CallKind((AttentionCall.MLA_DECODE,), _selected_entries)
+BLOCK_SPARSE = CallKind((AttentionCall.DECODE,), _block_sparse)
+ONE_RANK = CallKind(DECODES, _one_rank)
+WITHOUT_RANKS = (NVFP4_CACHE, SELECTED_ENTRIES, BLOCK_SPARSE)
+KINDS = (*WITHOUT_RANKS, ONE_RANK)

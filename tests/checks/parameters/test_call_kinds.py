@@ -1,0 +1,82 @@
+"""Special kinds of calls are declared once, and each check of single calls has cases of them within its ranges."""
+
+from dataclasses import replace
+
+import pytest
+
+from lab.calls.problem import NVFP4, AttentionCall
+from lab.checks import Level, Ranges
+from lab.checks.parameters.attention import balanced
+from lab.checks.parameters.call_kinds import BLOCK_SPARSE, KINDS, NVFP4_CACHE, ONE_RANK, SELECTED_ENTRIES
+from lab.checks.properties import checks
+from lab.checks.properties.check import Check
+from lab.workloads.attention_case import AttentionCase, Entries, HeadPages
+
+SHORT = replace(Ranges(), longest=200)
+# What a case of a kind has.
+HAS = {
+    NVFP4_CACHE: lambda case: case.kv_dtype == NVFP4 and case.arithmetic is None,
+    SELECTED_ENTRIES: lambda case: case.top_k > 0,
+    BLOCK_SPARSE: lambda case: case.head_pages is not None,
+    ONE_RANK: lambda case: case.rank is not None and case.storage.kv_layout == "HND",
+}
+SINGLE_CALLS = [check for check in checks() if check.key in {f"K{number}" for number in range(1, 16)}]
+
+
+@pytest.mark.parametrize("check", SINGLE_CALLS, ids=lambda check: check.key)
+def test_each_check_of_single_calls_has_cases_of_each_kind(check: Check) -> None:
+    lacks = dict.fromkeys(("K8", "K11"), (ONE_RANK,)).get(check.key, ())
+    for interface in AttentionCall:
+        cases = [
+            each
+            for each in (check.cases(interface, SHORT, Level.SMOKE) if interface in check.interfaces else ())
+            if isinstance(each, AttentionCase)
+        ]
+        for kind, has in HAS.items() if cases else ():
+            assert any(map(has, cases)) == (interface in kind.interfaces and kind not in lacks)
+
+
+def test_the_full_level_has_each_form_of_a_kind_and_the_smoke_level_as_many_as_are_asked() -> None:
+    plain = [
+        replace(case, kv_lens=(90, 80, 70), seed=7 + case.seed)
+        for case in balanced(SHORT, AttentionCall.MLA_DECODE, 16)
+    ]
+    several = list(SELECTED_ENTRIES.cases(plain, SHORT, None))
+    forms = {(case.entries, case.top_k_lens) for case in several}
+    assert forms == {(each, lens) for each in Entries for lens in (False, True) if not (lens and each.has_gaps)}
+    assert {case.top_k for case in several} == set(SHORT.top_ks)
+    assert list(SELECTED_ENTRIES.cases(plain, SHORT, 2)) == several[:2]
+    assert several[0].entries is list(Entries)[7 % len(forms) % len(Entries)]
+    assert [replace(case, top_k=0, entries=None, top_k_lens=False) for case in several] == plain[: len(several)]
+    blocks = BLOCK_SPARSE.cases(list(balanced(SHORT, AttentionCall.DECODE, 5)), SHORT, None)
+    assert {case.head_pages for case in blocks} == set(HeadPages)
+
+
+def test_a_kind_keeps_to_its_functions_and_to_the_ranges() -> None:
+    decodes, mla = (list(balanced(SHORT, call, 3)) for call in (AttentionCall.DECODE, AttentionCall.MLA_DECODE))
+    for kind in KINDS:
+        assert not list(kind.cases([], SHORT, 1))
+        assert bool(list(kind.cases(mla, SHORT, 1))) == (AttentionCall.MLA_DECODE in kind.interfaces)
+    assert not list(NVFP4_CACHE.cases(decodes, replace(SHORT, nvfp4=(False,)), 1))
+    assert not list(SELECTED_ENTRIES.cases(mla, replace(SHORT, top_ks=(0,)), None))
+
+
+def test_a_plain_case_that_cannot_have_a_form_is_left_out() -> None:
+    few = AttentionCase(AttentionCall.DECODE, (1, 9), (4, 4), window_left=3, sinks=True)  # fewer keys than rows
+    enough = replace(few, kv_lens=(40, 41))
+    (made,) = ONE_RANK.cases([few, enough], SHORT, None)
+    assert (made.kv_lens, made.window_left, made.sinks) == ((40, 41), -1, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rank": (3, 4), "kv_lens": (0,), "q_lens": (5,)}, "cannot be the keys of rank 3 of 4"),
+        ({"rank": (0, 2), "window_left": 3}, "window_left=3"),
+        ({"head_pages": HeadPages.HALF, "window_left": 3}, "window_left=3"),
+    ],
+)
+def test_a_case_that_contradicts_itself_is_refused(changes: dict[str, object], said: str) -> None:
+    given: dict[str, object] = {"interface": AttentionCall.DECODE, "kv_lens": (40,), "q_lens": (1,)}
+    with pytest.raises(ValueError, match=said):
+        AttentionCase(**(given | changes))  # type: ignore[arg-type]
