@@ -82,8 +82,8 @@ class Check:
         more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
             rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases.
         quick: number of cases at the quick level, spread over the fixed ones; a check with `more` has its own.
-        kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one of each kind, at
-            the full level one of each form of it.
+        kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind,
+            at the full level one of each form of it.
     """
 
     key: str
