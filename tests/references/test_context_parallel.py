@@ -204,7 +204,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"causal_seqlens_kv_global": ENDS, "sinks": torch.zeros(4)}, ValueError, "sinks is a tensor.*once for each rank"),
     ({"causal_seqlens_kv_global": ENDS, "backend": "xqa"}, ValueError, "backend is 'xqa'"),
-    ({"causal_seqlens_kv_global": ENDS, "bmm2_scale": torch.ones(1)}, TypeError, "bmm2_scale is a tensor"),
+    ({"causal_seqlens_kv_global": ENDS, "bmm2_scale": torch.ones(1)}, ValueError, "bmm2_scale is a tensor"),
     ({"causal_seqlens_kv_global": ENDS, "enable_pdl": True}, ValueError, "enable_pdl is True"),
 ]
 
