@@ -27,6 +27,7 @@ OF_REQUEST: dict[str, CaseFeature] = {
     "q_len": Number("a request has {} query rows", Cost.VALUE, several="a request has several query rows"),
     "pages": Number("a request has {} pages", Cost.DERIVED, several="a request has several pages"),
     "request": Number("a request's place in the batch is {}", Cost.VALUE),
+    "first_request": Condition("a request is {|not }the batch's first", Cost.DERIVED),
     "last_request": Condition("a request is {|not }the batch's last", Cost.DERIVED),
     "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", Cost.VALUE),
     "full_page": Condition("a request's last page is {|not }full", Cost.DERIVED),
@@ -43,6 +44,9 @@ OF_REQUEST: dict[str, CaseFeature] = {
     "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
     "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
     "as_long_as_previous": Condition("a request is {|not }as long as the one before it", Cost.VALUE),
+    "after_longer": Condition("a request is {|not }shorter than the one before it", Cost.DERIVED),
+    "after_no_keys": Condition("the request before a request has {no |}keys", Cost.DERIVED),
+    "before_no_keys": Condition("the request after a request has {no |}keys", Cost.DERIVED),
     "no_entry": Condition("a row of a request selects {no|an} entry", Cost.VALUE),
     "empty_tile": Condition(
         f"the first {EMPTY_COLUMNS} columns of a request's row hold {{-1 alone|an entry}}", Cost.VALUE
@@ -69,6 +73,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "q_len": q_len,
         "pages": -(-kv_len // page_size),
         "request": request,
+        "first_request": request == 0,
         "last_request": request == len(kv_lens) - 1,
         "partial_page": kv_len % page_size > 0,
         "full_page": kv_len > 0 and kv_len % page_size == 0,
@@ -85,6 +90,9 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),
         "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
         "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
+        "after_longer": request > 0 and kv_lens[request - 1] > kv_len,
+        "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
+        "before_no_keys": 0 in kv_lens[request + 1 : request + 2],
     }
 
 
@@ -95,6 +103,7 @@ OF_BATCH: dict[str, CaseFeature] = {
     "requests": Number("a batch has {} requests", Cost.VALUE, several="a batch has several requests"),
     "rows_of_batch": Number("the number of query rows of a batch is {}", Cost.DERIVED),
     "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE),
+    "no_more_rows_than_requests": Condition("a batch has {no more|more} query rows than requests", Cost.DERIVED),
     "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", Cost.VALUE),
     "unequal_kv_lens": Condition("requests have {different lengths|one length}", Cost.DERIVED),
     "some_no_keys": Condition("{a|no} request of the batch has no keys", Cost.DERIVED),
@@ -112,6 +121,7 @@ def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, w
         "requests": len(kv_lens),
         "rows_of_batch": sum(q_lens),
         "longest_kv_len": max(kv_lens, default=0),
+        "no_more_rows_than_requests": sum(q_lens) <= len(q_lens),
         "unequal_q_lens": len(set(q_lens)) > 1,
         "unequal_kv_lens": len(set(kv_lens)) > 1,
         "some_no_keys": 0 in kv_lens,

@@ -46,6 +46,7 @@ from tests.cases import latent_batch, mla_arguments, ragged_arguments, ragged_ba
 from tests.checks.small import SMALL
 from tests.dataclass_rules import broken_rules
 
+FEW_ROWS = "no_more_rows_than_requests"
 CASE = AttentionCase(AttentionCall.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
 CPU = torch.device("cpu")
 
@@ -76,6 +77,7 @@ def test_a_plain_call_has_these_features_and_no_others() -> None:
         "calls_before": 0,
         "page_size": 16,
         "requests": 1,
+        FEW_ROWS: True,
         "rows_of_batch": 1,
         "longest_kv_len": 20,
     }
@@ -295,7 +297,7 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
 def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
     """The conditions of a batch's only request, which is its last too."""
     (only,) = CallFeatures.of_lengths({}, (kv_len,), (q_len,), **batch).of_requests
-    return {name for name, value in only.items() if value is True} - {"last_request"}
+    return {name for name, value in only.items() if value is True} - {"first_request", "last_request"}
 
 
 @pytest.mark.parametrize(
@@ -357,26 +359,37 @@ def test_requests_are_distinguished_by_their_place() -> None:
     assert [each["request"] for each in (first, second, third)] == [0, 1, 2]
     assert [each["pages"] for each in (first, second, third)] == [2, 2, 2]
     assert ["as_long_as_previous" in each for each in (first, second, third)] == [False, True, False]
+    assert ["first_request" in each for each in (first, second, third)] == [True, False, False]
     assert ["last_request" in each for each in (first, second, third)] == [False, False, True]
+
+
+def test_requests_are_distinguished_by_their_neighbours() -> None:
+    of_requests = features_of_case(replace(CASE, kv_lens=(20, 0, 5), q_lens=(1, 1, 1))).of_requests
+    neighbours = ("after_longer", "after_no_keys", "before_no_keys")
+    assert [[name for name in neighbours if name in each] for each in of_requests] == [
+        ["before_no_keys"],
+        ["after_longer"],
+        ["after_no_keys"],
+    ]
 
 
 @pytest.mark.parametrize(
     ("kv_lens", "q_lens", "conditions"),
     [
-        ((5, 5), (1, 1), set()),
-        ((5, 6), (1, 1), {"unequal_kv_lens"}),
+        ((5, 5), (1, 1), {FEW_ROWS}),
+        ((5, 6), (1, 1), {FEW_ROWS, "unequal_kv_lens"}),
         ((5, 5), (1, 2), {"unequal_q_lens"}),
-        ((5, 0), (1, 1), {"unequal_kv_lens", "some_no_keys"}),
-        ((0, 0), (1, 1), {"some_no_keys", "all_no_keys"}),
-        ((5, 5), (0, 1), {"unequal_q_lens", "some_no_rows"}),
-        ((5, 5), (0, 0), set()),
+        ((5, 0), (1, 1), {FEW_ROWS, "unequal_kv_lens", "some_no_keys"}),
+        ((0, 0), (1, 1), {FEW_ROWS, "some_no_keys", "all_no_keys"}),
+        ((5, 5), (0, 1), {FEW_ROWS, "unequal_q_lens", "some_no_rows"}),
+        ((5, 5), (0, 0), {FEW_ROWS}),
     ],
 )
 def test_the_lengths_of_a_batch_say_its_conditions(
     kv_lens: tuple[int, ...], q_lens: tuple[int, ...], conditions: set[str]
 ) -> None:
     found = features_of_case(AttentionCase(AttentionCall.CONTEXT, kv_lens, q_lens)).features
-    lengths = {"unequal_kv_lens", "unequal_q_lens", "some_no_keys", "all_no_keys", "some_no_rows"}
+    lengths = {FEW_ROWS, "unequal_kv_lens", "unequal_q_lens", "some_no_keys", "all_no_keys", "some_no_rows"}
     assert found.keys() & lengths == conditions
     assert (found["requests"], found["rows_of_batch"], found["longest_kv_len"]) == (2, sum(q_lens), max(kv_lens))
 
