@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.features import FIELDS, UNDECLARED, Feature
+from lab.calls.features import Feature, features_of_fields
 from lab.calls.selection import check_selection, columns_in_use
 from lab.named_enum import NamedEnum
 
@@ -153,8 +153,7 @@ class AttentionProblem(Softmax):
         """Return the features that a kernel needs to solve the problem. Reads shapes, strides and host numbers, but no tensor's
         contents.
         """
-        tests = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # one mapping per field
-        return frozenset(feature for each in tests for feature, is_needed in each.items() if is_needed(self))
+        return features_of_fields(self)
 
     def check_values(self) -> None:
         """Check the contents of tensors: lengths, offsets, and the ids of live pages.
