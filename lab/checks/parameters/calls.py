@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.call_cases import rows_without_keys
@@ -99,9 +100,17 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
     factors = of["bmm1_scale"].factor, of["bmm2_scale"].factor
     inputs = replace(inputs, sinks=sinks, causal=of.get("causal", True), factors=factors)
     call = BuiltCall(of, inputs, inputs.arguments())
-    for form in (*family.forms, _query, _lengths, _bounds, _scales, _skip_softmax, _sinks, _out, _lse):
+    for form in (_plain_values, *family.forms, _query, _lengths, _bounds, _scales, _skip_softmax, _sinks, _out, _lse):
         form(call)
     return call
+
+
+def _plain_values(call: BuiltCall) -> None:
+    """Pass each number, truth value or None of an axis that has an argument's name, if it is not the argument's default."""
+    for name, argument in CALL_TYPES[call.interface].__dataclass_fields__.items():
+        value = call.forms.get(name, argument.default)
+        if (value is None or isinstance(value, int | float)) and value != argument.default:
+            call.given[name] = value
 
 
 def _query(call: BuiltCall) -> None:
@@ -205,7 +214,7 @@ def _lse(call: BuiltCall) -> None:
         return
     if form != Lse.ALONE:
         call.given["return_lse"] = True
-    needs_base = call.interface is AttentionCall.MLA_DECODE and (call.inputs.case.offsets or call.inputs.case.rank)
+    needs_base = call.interface is AttentionCall.MLA_DECODE and call.inputs.case.offsets
     if form == Lse.BASE_E or needs_base:
         call.given["return_lse_base"] = "basee" if form == Lse.BASE_E else "base2"
     if form.is_given:

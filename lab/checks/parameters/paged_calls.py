@@ -106,8 +106,6 @@ def _backend(call: BuiltCall) -> None:
             call.given |= call.inputs.scale_factor_arguments(interleaved=True)
     if call.forms.get("qk_nope_head_dim") == "a half":
         call.given["qk_nope_head_dim"] *= 2
-    if call.forms.get("o_scale", 1.0) != 1.0:
-        call.given["o_scale"] = call.forms["o_scale"]
     if call.forms.get("hints"):
         call.given |= _hints(call)
     # As the engine gives them in every call. They must not be changed after the call, like tensors that a kernel only reads.

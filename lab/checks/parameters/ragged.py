@@ -246,11 +246,7 @@ def _keys_and_values(call: BuiltCall) -> None:
 
 
 def _host_lengths(call: BuiltCall) -> None:
-    """Pass the lengths as CPU tensors too, if the configuration says so. Also pass `o_sf_scale` and
-    `skip_all_rows_active_check`.
-    """
-    for name in ("o_sf_scale", "skip_all_rows_active_check"):
-        call.given[name] = call.forms[name]
+    """Pass the lengths as CPU tensors too, if the configuration says so."""
     if call.forms["mirrors"] != "none":
         dtype = getattr(torch, call.forms["mirrors"])
         call.given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
