@@ -6,15 +6,17 @@ replaced function, code, constant, hook, default or operator of torch is a chang
 memory are not detected (docs/evidence/trust.md).
 """
 
+import functools
 import gc
 import importlib
+import itertools
 import operator
 import os
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,13 +91,44 @@ class Bindings:
     functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
     constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
     settings: Mapping[str, Any]  # settings of the process by name
+    _values: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = field(
+        init=False
+    )  # each mapping in `held`, and its values
+    _plain: list[list[Any]] = field(init=False)  # functions with no other parts than code and defaults, and these parts
+    _others: list[tuple[str, types.FunctionType, tuple[Any, ...]]] = field(init=False)  # the other functions
+
+    def __post_init__(self) -> None:
+        # Every case is followed by a comparison, so that it goes over whole columns first: these lie together in memory.
+        holders = {id(holder): holder for _, holder, _, _ in self.held}
+        object.__setattr__(self, "_values", [(holder, tuple(holder.values())) for holder in holders.values()])
+        is_plain = [len(parts) == 2 and each.__kwdefaults__ is None for _, each, parts in self.functions]
+        plain = list(itertools.compress(self.functions, is_plain))
+        columns = [[each for _, each, _ in plain], *([parts[at] for _, _, parts in plain] for at in range(2))]
+        object.__setattr__(self, "_plain", columns)
+        object.__setattr__(self, "_others", list(itertools.compress(self.functions, map(operator.not_, is_plain))))
 
     def changes(self) -> list[str]:
         """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
         now = dict(_settings())
+        changed = {
+            id(holder)
+            for holder, values in self._values
+            if len(holder) < len(values) or not _are_same(holder.values(), values)
+        }
+        of_changed = [each for each in self.held if id(each[1]) in changed] if changed else []
+        functions, codes, defaults = self._plain
+        is_plain_same = (
+            _are_same(functions, codes, _CODE)
+            and _are_same(functions, defaults, _DEFAULTS)
+            and _are_same(functions, itertools.repeat(None), _KEYWORDS)
+        )
         return [
-            *(path for path, holder, name, value in self.held if holder.get(name) is not value),
-            *(path for path, function, parts in self.functions if _differs(function, parts)),
+            *(path for path, holder, name, value in of_changed if holder.get(name) is not value),
+            *(
+                path
+                for path, each, parts in (self._others if is_plain_same else self.functions)
+                if _differs(each, parts)
+            ),
             *(path for path, constant, items in self.constants if _items(constant) != items),
             *(name for name, value in self.settings.items() if now[name] != value),
         ]
@@ -165,6 +198,21 @@ def _parts(function: types.FunctionType) -> tuple[Any, ...]:
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
 
 
+_CODE, _DEFAULTS, _KEYWORDS = map(operator.attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
+
+
+def _are_same(
+    now: Iterable[Any],
+    before: Iterable[Any],
+    part: Callable[[Any], Any] | None = None,
+    every: Callable[..., bool] = all,  # bound here, before a kernel can replace Python's own
+    pairs: Callable[..., Any] = map,
+    is_same: Callable[..., bool] = operator.is_,
+) -> bool:
+    """Return True if the objects, or a part of each, are those of before, in the same order. Objects after those are new."""
+    return every(pairs(is_same, pairs(part, now) if part else now, before))
+
+
 def _differs(function: types.FunctionType, parts: tuple[Any, ...]) -> bool:
     code, defaults, *rest = parts
     if function.__code__ is not code or function.__defaults__ is not defaults:
@@ -221,6 +269,10 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 def _kernels_of(name: str) -> str:
     """Return torch's dispatch tables of an aten operator as text. It says at which source line each kernel was registered."""
+    return "".join(map(torch._C._dispatch_dump, _overloads(name)))
+
+
+@functools.cache
+def _overloads(name: str) -> list[str]:
     overloads = getattr(torch.ops.aten, name).overloads()
-    names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
-    return "".join(torch._C._dispatch_dump(each) for each in names)
+    return [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]

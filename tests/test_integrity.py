@@ -1,10 +1,12 @@
 """What is noted before a kernel is loaded, and what counts as a change of it."""
 
+import builtins
 import gc
 import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +89,8 @@ CHANGES = {
     "torch.cuda.graphs.CUDAGraph.replay": lambda: set_to(torch.cuda.CUDAGraph, "replay", lambda self: None),
     "torch.cuda.streams.Event.elapsed_time": lambda: set_to(torch.cuda.Event, "elapsed_time", lambda self, end: 1.0),
     "torch.Tensor.norm": lambda: set_to(torch.Tensor, "norm", lambda self, **_: self),
+    "builtins.all": lambda: set_to(builtins, "all", lambda _: True),
+    "builtins.map": lambda: set_to(builtins, "map", lambda *_: iter(())),
     "time.perf_counter_ns": lambda: set_to(time, "perf_counter_ns", lambda: 0),
     "torch's default dtype": lambda: set_by(torch.set_default_dtype, torch.float16, torch.float32),
     "torch's grad mode": lambda: set_by(torch.set_grad_enabled, False, True),
@@ -136,6 +140,15 @@ def test_another_kernel_of_an_operator_is_a_change(library: Any) -> None:
     noted = bindings()
     library.impl("linalg_vector_norm", lambda self, *_, **__: self.sum(-1), "CPU")
     assert noted.changes() == ["torch's operator aten::linalg_vector_norm"]
+
+
+def test_the_last_name_of_a_module_that_is_gone_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("lab.added")
+    monkeypatch.setitem(sys.modules, "lab.added", module)
+    module.__dict__["last"] = print
+    noted = bindings()
+    del module.__dict__["last"]
+    assert noted.changes() == ["lab.added.last"]
 
 
 def test_what_is_new_and_what_is_only_used_is_no_change() -> None:

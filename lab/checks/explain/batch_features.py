@@ -186,8 +186,15 @@ def kept(names: Iterable[str], read: Read) -> dict[str, Value]:
     """Return the features in `names`, in this order, with values that rules can compare: a dtype or enum as its name, a tensor
     of one element as its truth value. None and False are left out.
     """
-    plain = {name: _plain(read.get(name)) for name in names}
-    return {name: value for name, value in plain.items() if value is not None and value is not False}
+    found: dict[str, Value] = {}
+    for name in names:
+        value = read.get(name)
+        if value is None or value is False:  # most are
+            continue
+        plain = value if type(value) in (bool, int, str) else _plain(value)
+        if plain is not None and plain is not False:
+            found[name] = plain
+    return found
 
 
 def _plain(value: Any) -> Value | None:

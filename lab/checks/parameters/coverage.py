@@ -76,7 +76,7 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
     of_values = {
         axis: {
             value: Reach.IMPOSSIBLE
-            if model.completed({axis: value}) is None
+            if model.nearest[axis, value] is None
             else _reach(((axis, value),), judged, declined)
             for value in values
         }

@@ -25,6 +25,11 @@ class Constraint:
         """Return the names of the axes on which the condition depends: the parameters of `fits`."""
         return tuple(inspect.signature(self.fits).parameters)
 
+    @functools.cached_property
+    def needs(self) -> frozenset[str]:
+        """Return `axes` as a set."""
+        return frozenset(self.axes)
+
 
 def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
     """Return the constraints that a table lists. It maps the reason for a rule to one condition or to several."""
@@ -98,15 +103,29 @@ class Model:
         """
         return next(self._broken(point, added), None) is None
 
+    def _fits_in(self, point: Point, values: Point) -> bool:
+        """Return True if an allowed point stays allowed with some other values."""
+        changed = point | values
+        return all(self.fits(changed, name) for name in values)
+
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
         """Yield the rules that the values in `point` break. If `added` names an axis, test only rules on that axis."""
+        has = point.keys()
         for rule in self._rules_of[added] if added else self.rules:
-            if all(name in point for name in rule.axes) and not rule.fits(*(point[name] for name in rule.axes)):
+            if has >= rule.needs and not rule.fits(*[point[name] for name in rule.axes]):
                 yield rule
 
     @functools.cached_property
     def _rules_of(self) -> Mapping[str, tuple[Constraint, ...]]:
         return {name: tuple(rule for rule in self.rules if name in rule.axes) for name in self.axes}
+
+    @functools.cached_property
+    def _neighbours(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the axes with which each axis shares a rule."""
+        return {
+            name: tuple(dict.fromkeys(other for rule in rules for other in rule.axes if other != name))
+            for name, rules in self._rules_of.items()
+        }
 
     @functools.cached_property
     def _largest_triples(self) -> Mapping[str, int]:
@@ -132,10 +151,8 @@ class Model:
         reached = list(names)
         found = set(reached)
         for name in reached:
-            near = {
-                other: None for rule in self.rules if name in rule.axes for other in rule.axes if other not in found
-            }
-            found |= set(near)
+            near = [other for other in self._neighbours[name] if other not in found]
+            found.update(near)
             reached += near
         return [name for name in (*reached, *self.axes) if name not in names]
 
@@ -170,7 +187,7 @@ class Model:
         yield self.default
         for name, values in self.axes.items():
             for value in values:
-                if value != self.default[name] and (point := self.completed({name: value})) is not None:
+                if value != self.default[name] and (point := self.nearest[name, value]) is not None:
                     yield point
 
     def values(self) -> Iterator[Values]:
@@ -197,14 +214,23 @@ class Model:
         """
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
+    @functools.cached_property
+    def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
+        """Return, for each value of each axis, the allowed point with this value that is nearest to the default, or None."""
+        return {each: self.completed(dict([each])) for (each,) in self.values()}
+
+    @functools.cached_property
+    def _without_one(self) -> "Sequence[tuple[Constraint, Model]]":
+        """Return each rule, and the model without it."""
+        others = ((rule, tuple(each for each in self.rules if each is not rule)) for rule in self.rules)
+        return [(rule, replace(self, rules=left)) for rule, left in others]
+
     def _why_not(self, values: Point) -> str:
-        if self.fits(self.default | values) or self.completed(values) is not None:
+        near = (self.default, *filter(None, map(self.nearest.get, values.items())))  # where most values fit
+        if any(self._fits_in(point, values) for point in near) or self.completed(values) is not None:
             return ""
         direct = self._broken(values)
-        without = (
-            (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
-        )
-        alone = (rule for rule, others in without if others.completed(values) is not None)
+        alone = (rule for rule, others in self._without_one if others.completed(values) is not None)
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:

@@ -159,7 +159,7 @@ class Run:
             if self.is_stopped:
                 turns.close()
                 return
-            if time.monotonic() > self._next_write:
+            if self._file is not None and time.monotonic() > self._next_write:
                 self._save(self._report_so_far(), goes_on=True)
 
     def _end_running(self, count: int) -> None:
@@ -212,7 +212,7 @@ class Run:
         """
         new = itertools.count(1 + max((verdict.number for verdict in self.earlier.values()), default=0))
         for verdict in verdicts:
-            earlier = self.earlier.get(verdict.key)
+            earlier = self.earlier.get(verdict.key) if self.earlier else None
             yield replace(verdict, number=next(new) if earlier is None else earlier.number)
 
 

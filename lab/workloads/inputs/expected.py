@@ -1,6 +1,7 @@
-"""Expected results that are computed only when they are compared and never stored, so that no kernel can find them."""
+"""Expected results that are computed only when they are compared, and kept as bytes alone, so that no kernel finds a tensor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,14 @@ from lab.references.errors import Truth
 from lab.references.selected_truth import truth_of_heads, truth_of_selected
 from lab.references.softmax_attention import Rules
 
+# A call's results are compared several times. Larger ones, of output elements, are computed again, to save memory.
+MOST_KEPT_ELEMENTS = 2**20
+SMALL_BYTES = 2**20  # tensors up to this size are summed together
+
 
 class LateTruth:
-    """The expected results of a call, with the attributes of a `Truth`. Each use of an attribute computes the results again.
+    """The expected results of a call, with the attributes of a `Truth`. The first use of an attribute computes the results, and
+    keeps their bytes for later uses.
 
     Args:
         make: computes the results.
@@ -23,23 +29,30 @@ class LateTruth:
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
         self._make, self._made_from, self._sums = make, made_from, _sums(made_from)
+        self._kept: dict[str, Any] | None = None  # the fields of the `Truth`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.made(), name)
 
     def made(self) -> Truth:
-        """Compute the expected results, and return them as a `Truth`.
+        """Return the expected results as a `Truth`.
 
         Raises:
             ChangedBindingsError: one of the tensors was written to.
         """
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
-        return self._make()
+        if self._kept is not None:
+            device = self._made_from[0].device
+            return Truth(**{name: _restored(value, device) for name, value in self._kept.items()})
+        truth = self._make()
+        if truth.expected.numel() <= MOST_KEPT_ELEMENTS:
+            self._kept = {each.name: _without_tensor(getattr(truth, each.name)) for each in fields(truth)}
+        return truth
 
 
 def made(truth: Truth) -> Truth:
-    """Return expected results for several uses: a `LateTruth` is computed once, now; a `Truth` is returned unchanged."""
+    """Return expected results for several uses as a `Truth`, of a `LateTruth` or of a `Truth`, which is returned unchanged."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
@@ -68,6 +81,34 @@ def truth_of_requests(
     return cast(Truth, LateTruth(make, made_from))
 
 
+def _without_tensor(value: Any) -> Any:
+    """Return a tensor as its dtype, shape and bytes; any other value unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.dtype, value.shape, bytearray(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _restored(value: Any, device: torch.device) -> Any:
+    """Return the value from which `_without_tensor` made its result. A tensor has memory of its own."""
+    if not isinstance(value, tuple):
+        return value
+    dtype, shape, data = value
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)
+        if data
+        else torch.empty(shape, dtype=dtype, device=device)
+    )
+
+
 def _sums(tensors: list[Tensor]) -> list[int]:
-    sums = [each.contiguous().view(torch.uint8).sum(dtype=torch.int64) for each in tensors if each.numel()]
+    sums = [each.sum(dtype=torch.int64) for each in _as_integers(tensors)]
     return torch.stack(sums).tolist() if sums else []
+
+
+def _as_integers(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the contents of tensors as integers. Small tensors are together in one: a batch may have thousands."""
+    all_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
+    small = [each for each in all_bytes if len(each) <= SMALL_BYTES]
+    together = [torch.cat(small)] if small else []
+    for each in (*together, *(each for each in all_bytes if len(each) > SMALL_BYTES)):
+        yield each.view(torch.int64) if len(each) % 8 == 0 and each.storage_offset() % 8 == 0 else each

@@ -9,6 +9,7 @@ from lab.integrity import ChangedBindingsError
 from lab.references import softmax_attention
 from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules
+from lab.workloads.inputs import expected
 from lab.workloads.inputs.expected import LateTruth, made, truth_of_requests
 
 RULES = Rules(bmm1_scale=0.125, bmm2_scale=1.0, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)
@@ -37,6 +38,45 @@ def test_nobody_finds_an_expected_output() -> None:
     assert not late.compare(torch.zeros(*SHAPE)).passed
     found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == SHAPE]
     assert not [each for each in found if each.dtype == torch.float64]
+
+
+def test_results_are_the_same_each_time_and_in_memory_of_their_own() -> None:
+    *_, late = begun()
+    first = made(late)
+    expected = first.expected.clone()
+    for each in (first, made(late)):
+        each.expected.zero_()
+    again = made(late)
+    assert torch.equal(again.expected, expected)
+    assert again.expected.dtype == torch.float64
+    assert torch.equal(again.control, first.control)
+    assert again.arithmetic == first.arithmetic
+    assert torch.equal(again.request_of_row, first.request_of_row)
+    assert again.rows is None
+
+
+def test_results_are_computed_once_unless_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    solve = softmax_attention.truth_of_requests
+    monkeypatch.setattr(softmax_attention, "truth_of_requests", lambda *given: calls.append(given) or solve(*given))
+    *_, late = begun()
+    assert made(late) is not made(late)
+    assert len(calls) == 1
+    monkeypatch.setattr(expected, "MOST_KEPT_ELEMENTS", 3 * 2 * 24 - 1)
+    *_, large = begun()
+    assert torch.equal(made(large).expected, made(large).expected)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2**20])
+def test_a_change_of_one_element_is_seen_in_each_tensor(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "SMALL_BYTES", most_bytes)
+    for at in range(3):
+        _, histories, late = begun()
+        made(late)
+        histories[at][0].view(torch.uint8)[4, 0, 1] += 1
+        with pytest.raises(ChangedBindingsError):
+            made(late)
 
 
 def test_a_kernel_that_changes_what_is_expected_is_named() -> None:
