@@ -97,14 +97,19 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
     """Return two sets of values, pairs and declared triples: those in judged cases, and those in declined cases. A case that
-    failed before a comparison counts in neither.
+    failed before a comparison counts in neither. If each judged case has a value of a group in `Model.apart`, such as an NVFP4
+    cache, the group counts as plain.
     """
-    judged, declined = set[Values](), set[Values]()
-    for verdict in verdicts:
-        if verdict.outcome is Outcome.FAILED and not verdict.judged.judged:
-            continue  # nothing of it was held to anything
-        found = declined if verdict.outcome is Outcome.DECLINED else judged
-        found.update(model.tuples_of(verdict.case.values))
+    # Of a failed case that compared nothing, nothing was held to anything.
+    held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
+    cases = {
+        is_declined: [each.case.values for each in held if (each.outcome is Outcome.DECLINED) is is_declined]
+        for is_declined in (False, True)
+    }
+    apart = model.apart_from({value for values in cases[False] for value in values.items()})
+    judged, declined = (
+        {each for values in cases[which] for each in model.tuples_of(values, apart)} for which in (False, True)
+    )
     return judged, declined
 
 

@@ -50,6 +50,9 @@ class Model:
         triples: groups of three axes whose values are covered in triples, not only in pairs.
         vacuous: (axis, value) pairs with which a call computes nothing. A point with such a value covers only this value, and
             the pairs and triples that contain it.
+        apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as those of an NVFP4 cache.
+            A point with a value of a group covers only combinations that contain a value of the group. So each other
+            combination is judged in a plain point too. A group is ignored if an axis has no value outside it.
 
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
@@ -59,6 +62,7 @@ class Model:
     rules: tuple[Constraint, ...] = ()
     triples: tuple[tuple[str, str, str], ...] = ()
     vacuous: frozenset[tuple[str, Any]] = frozenset()
+    apart: tuple[frozenset[tuple[str, Any]], ...] = ()
     default: Point = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +83,7 @@ class Model:
         rules: Iterable[Constraint],
         triples: Iterable[tuple[str, str, str]],
         vacuous: frozenset[tuple[str, Any]] = frozenset(),
+        apart: tuple[frozenset[tuple[str, Any]], ...] = (),
     ) -> "Model":
         """Make a model. Repeated values are left out, and so are rules and triples that name unknown axes."""
         return cls(
@@ -86,6 +91,7 @@ class Model:
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
             tuple(triple for triple in triples if set(triple) <= set(axes)),
             vacuous,
+            apart,
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
@@ -233,14 +239,26 @@ class Model:
         alone = (rule for rule, others in self._without_one if others.completed(values) is not None)
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
-    def tuples_of(self, point: Point) -> Iterator[Values]:
+    def tuples_of(self, point: Point, apart: Iterable[frozenset[tuple[str, Any]]] | None = None) -> Iterator[Values]:
         """Return the values, pairs and declared triples that a point covers. With a vacuous value (the call computes nothing),
-        the point covers only the combinations that contain this value.
+        or a value of a group in `apart`, the point covers only the combinations that contain such a value. `apart` is by
+        default the model's own.
         """
-        vacuous = self.vacuous & point.items()
+        groups = (self.vacuous, *(self._apart if apart is None else apart))
+        present = [group for group in groups if not group.isdisjoint(point.items())]
         alone = ((name,) for name in self.axes)
         found = (tuple((name, point[name]) for name in names) for names in (*alone, *self._named_together))
-        return (each for each in found if not vacuous.isdisjoint(each)) if vacuous else found
+        return (each for each in found if not any(group.isdisjoint(each) for group in present))
+
+    def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[frozenset[tuple[str, Any]], ...]:
+        """Return the groups in `apart` of whose axes these (axis, value) pairs have a value outside the group."""
+        return tuple(
+            group for group in self.apart if {name for name, _ in group} <= {name for name, _ in set(values) - group}
+        )
+
+    @functools.cached_property
+    def _apart(self) -> tuple[frozenset[tuple[str, Any]], ...]:
+        return self.apart_from({value for (value,) in self.values()})
 
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
@@ -281,6 +299,8 @@ class Model:
         if whole is None:
             return None
         point = dict(goal)
+        groups = [group for group in (self.vacuous, *self._apart) if not group.isdisjoint(goal)]
+        others = self.vacuous.union(*(group for group in self._apart if group.isdisjoint(goal)))
         names = [name for name in self.axes if name not in point]
         rng.shuffle(names)
         names.sort(key=self._largest_triples.__getitem__, reverse=True)
@@ -288,12 +308,12 @@ class Model:
             values = [
                 value
                 for value in self.axes[name]
-                if (name, value) not in self.vacuous and self.fits(point | {name: value}, name)
+                if (name, value) not in others and self.fits(point | {name: value}, name)
             ]
             rng.shuffle(values)
             if not values:
                 return whole
-            point[name] = max(values, key=lambda value: left.gain(name, value, point))
+            point[name] = max(values, key=lambda value: left.gain(name, value, point, groups))
         return self.completed(point) or whole
 
 
@@ -315,8 +335,11 @@ class _Left:
             for each in goal:
                 del self._others[each][goal]
 
-    def gain(self, axis: str, value: Any, point: Point) -> int:
-        """Return how many open goals `point` would newly contain if `axis` had this value."""
+    def gain(self, axis: str, value: Any, point: Point, groups: Sequence[frozenset[tuple[str, Any]]]) -> int:
+        """Return how many open goals `point` would newly cover if `axis` had this value. A goal without a value of each of the
+        groups is not covered.
+        """
         has = point.items()
         goals = self._others.get((axis, value), {})
-        return sum(all(each in has for each in others) for others in goals.values())
+        found = (goal for goal, others in goals.items() if all(each in has for each in others))
+        return sum(not any(group.isdisjoint(goal) for group in groups) for goal in found)

@@ -4,7 +4,7 @@ The first value of each axis is its default. If a caller has narrowed a field of
 Otherwise it also has unusual values, which kernels for common sizes decline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
@@ -59,6 +59,12 @@ RANKS: dict[str, Any] = {"none": None, "0 of 2": (0, 2), "3 of 4": (3, 4), "0 of
 SPLIT_SCALE = 0.5  # an o_scale that changes no result
 EQUAL = 128  # keys of each request where lengths are equal
 VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
+# By an axis: whether kernels decline a value, or compute it by separate code, so that it tests no pair of other values.
+IS_APART: dict[str, Callable[[Any], bool]] = {
+    "dtypes": lambda dtypes: dtypes.cache == NVFP4,
+    "rank": lambda rank: rank != "none",
+    "head_pages": lambda head_pages: head_pages != NO_SELECTION,
+}
 PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
 # Scale factors lie as these caches do.
 STORED_WITH_FACTORS = (Cache.PLAIN, Cache.PAGES_APART, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES)
@@ -135,7 +141,10 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "cache": [each for each in Cache if each not in (MHA_CACHES if is_mla else MLA_CACHES)],
     }
     has = {name: values for name, values in axes.items() if call in ONLY_IN.get(name, (call,))}
-    return Model.of(has, RULES, TRIPLES, VACUOUS)
+    apart = {
+        name: frozenset((name, each) for each in has.get(name, ()) if test(each)) for name, test in IS_APART.items()
+    }
+    return Model.of(has, RULES, TRIPLES, VACUOUS, tuple(filter(None, apart.values())))
 
 
 def _dtypes(ranges: Ranges, has_nvfp4: bool) -> list[DtypePair]:

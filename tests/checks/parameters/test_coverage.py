@@ -6,7 +6,7 @@ import pytest
 
 from lab.calls.problem import AttentionCall
 from lab.checks import Configuration, Outcome
-from lab.checks.parameters.coverage import Reach, coverage
+from lab.checks.parameters.coverage import Reach, coverage, retried
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.run.verdicts import CaseVerdict
@@ -53,6 +53,30 @@ def test_a_call_that_computes_nothing_shows_nothing_of_its_other_values() -> Non
     assert found.values["mask"] == {False: Reach.LEFT_OUT, True: Reach.LEFT_OUT}
     assert found.pairs[Reach.JUDGED] == 3
     assert found.triples[Reach.JUDGED] == 1
+
+
+MASKED = replace(MODEL, apart=(frozenset({("mask", True)}),))
+
+
+def test_a_pair_that_a_case_of_separate_code_alone_has_is_left_out() -> None:
+    verdicts = [verdict_on(Outcome.RIGHT), verdict_on(Outcome.RIGHT, mask=True, sinks=True, requests=40)]
+    found = coverage(AttentionCall.DECODE, MASKED, verdicts)
+    assert found.values["sinks"][True] is Reach.LEFT_OUT
+    assert found.values["mask"][True] is Reach.JUDGED
+    assert found.pairs[Reach.JUDGED] == 6 + 3
+    assert found.triples[Reach.JUDGED] == 1 + 1
+
+
+def test_a_kernel_that_takes_such_cases_alone_has_been_judged_in_them() -> None:
+    verdicts = [verdict_on(Outcome.DECLINED), verdict_on(Outcome.RIGHT, mask=True, sinks=True)]
+    found = coverage(AttentionCall.DECODE, MASKED, verdicts)
+    assert found.values["sinks"][True] is Reach.JUDGED
+    assert found.pairs[Reach.JUDGED] == 6
+    again = retried(MASKED, verdicts)
+    assert again is not None
+    taken, goals = again
+    assert taken.axes == {"lengths": ("short",), "requests": (3,), "mask": (True,), "sinks": (True,)}
+    assert goals == []
 
 
 def test_a_value_that_no_point_has_is_impossible() -> None:

@@ -1,8 +1,10 @@
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from lab.calls.problem import AttentionCall
 from lab.checks.parameters import metadata_axes, paged_axes, ragged
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
@@ -67,6 +69,33 @@ def test_other_pairs_do_not_come_with_a_value_that_computes_nothing() -> None:
             assert bool(shown) == RULE.fits(wanted.get("window", -1), wanted.get("mask", False)), wanted
 
 
+APART = (frozenset({("form", "view"), ("form", "none")}), frozenset({("mask", True)}))
+
+
+def test_a_pair_is_covered_by_a_point_that_has_no_value_of_another_group() -> None:
+    points = list(Model(AXES, (RULE,), (TRIPLE,), apart=APART).covering())
+    for names in (*itertools.combinations(AXES, 2), TRIPLE):
+        for values in itertools.product(*(AXES[name] for name in names)):
+            goal = set(zip(names, values, strict=True))
+            present = [[group for group in APART if group & point.items()] for point in points if goal <= point.items()]
+            is_covered = any(all(group & goal for group in groups) for groups in present)
+            assert is_covered == RULE.fits(dict(goal).get("window", -1), dict(goal).get("mask", False)), goal
+    assert len(points) < 2 * 4 * 3 * 3
+
+
+def test_a_group_of_all_that_an_axis_has_is_not_apart() -> None:
+    taken = [
+        ((name, value),) for name, values in AXES.items() for value in values if (name, value) != ("form", "plain")
+    ]
+    views = Model(AXES, (RULE,), apart=APART).only(taken)
+    assert views is not None
+    point = {"size": 1, "form": "view", "window": 0, "mask": False}
+    assert (("size", 1), ("window", 0)) in set(views.tuples_of(point))
+    assert (("size", 1), ("window", 0)) not in set(views.tuples_of(point | {"mask": True}))
+    assert (("size", 1), ("window", 0)) not in set(Model(AXES, (RULE,), apart=APART).tuples_of(point))
+    assert len(list(views.covering())) < 4 * 3 * 2 * 2
+
+
 def test_that_there_is_no_point_shows_without_trying_axes_that_do_not_matter() -> None:
     """Eight axes come between c and d, which never fit each other: 6**8 combinations of their values."""
     calls = []
@@ -106,3 +135,22 @@ def test_every_rule_and_triple_is_of_some_function_s_model(declared: Any) -> Non
     rules = declared.RAGGED_RULES if declared is ragged else declared.RULES
     assert set(rules) <= {rule for model in models for rule in model.rules}
     assert set(declared.TRIPLES) <= {triple for model in models for triple in model.triples}
+
+
+def test_nvfp4_ranks_and_selected_pages_test_no_pair_of_other_values() -> None:
+    apart = dict(_apart(MODELS[AttentionCall.DECODE](Ranges())))
+    assert apart == {
+        "dtypes": {"bf16/nvfp4", "fp16/nvfp4"},
+        "rank": {"0 of 2", "3 of 4", "0 of 1"},
+        "head_pages": set(paged_axes.HEAD_PAGES) - {"none"},
+    }
+    assert (
+        MODELS[AttentionCall.DECODE](Ranges(nvfp4=(False,))).apart == MODELS[AttentionCall.DECODE](Ranges()).apart[1:]
+    )
+    assert not MODELS[AttentionCall.CONTEXT](Ranges(nvfp4=(False,))).apart
+
+
+def _apart(model: Model) -> Iterator[tuple[str, set[Any]]]:
+    for group in model.apart:
+        (name,) = {name for name, _ in group}
+        yield name, {value for _, value in group}
