@@ -17,6 +17,7 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.call_cases import rows_without_keys
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.models import FAMILIES
+from lab.checks.parameters.paged_axes import NEAR
 from lab.checks.parameters.values import (
     Bound,
     KeyOffsets,
@@ -33,7 +34,7 @@ from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.ragged import padded
-from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES, with_nan
+from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES, Layout, with_nan
 
 # What each element of padding is, which no row may read.
 PADDED_ROWS: dict[Any, float] = {
@@ -100,7 +101,8 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
     factors = of["bmm1_scale"].factor, of["bmm2_scale"].factor
     inputs = replace(inputs, sinks=sinks, causal=of.get("causal", True), factors=factors)
     call = BuiltCall(of, inputs, inputs.arguments())
-    for form in (_plain_values, *family.forms, _query, _lengths, _bounds, _scales, _skip_softmax, _sinks, _out, _lse):
+    forms = (_plain_values, *family.forms, _query, _lengths, _bounds, _scales, _skip_softmax, _sinks, _out, _lse, _far)
+    for form in forms:
         form(call)
     return call
 
@@ -230,3 +232,10 @@ def _lse(call: BuiltCall) -> None:
         else:
             lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device), LEAST_ALIGNMENT_BYTES)
         call.given["lse"] = lse
+
+
+def _far(call: BuiltCall) -> None:
+    """Pass the argument that the axis "far" names as a view: its last row begins more than 2**31 elements after the first."""
+    if (name := call.forms["far"]) != NEAR:
+        call.given[name] = Layout.FAR_APART.of(call.given[name])
+        call.guards.pop(name, None)

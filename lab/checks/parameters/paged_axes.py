@@ -36,7 +36,8 @@ from lab.workloads.inputs.views import Layout
 REQUESTS = 3
 SHORT = 150  # keys of the longest request that is not long
 FEW = 8  # rows of a request, in a large batch
-MOST_OUT_ELEMENTS = 2**22  # of a call: a large batch has few rows or heads
+# Of a call: a large batch has few rows or heads. The largest may have 64 heads, which are more than 65,535 (row, head) pairs.
+MOST_OUT_ELEMENTS = 1040 * 64 * 64
 MOST_PRODUCTS = 2**29  # of Q·K^T, and so of P·V: a long request has few rows or heads
 MOST_MLA_PRODUCTS = 1.4e9  # 128 heads over the longest request
 MOST_KV_ELEMENTS = 2**26
@@ -57,7 +58,9 @@ INERT, SOME_SKIPPED = 1e-30, 3.0
 # (rank, number of ranks) by its text; "none" is a call without context parallelism.
 RANKS: dict[str, Any] = {"none": None, "0 of 2": (0, 2), "3 of 4": (3, 4), "0 of 1": (0, 1)}
 SPLIT_SCALE = 0.5  # an o_scale that changes no result
+NEAR = "nothing"  # of the values of "far", the arguments whose last row lies more than 2**31 elements after the first
 EQUAL = 128  # keys of each request where lengths are equal
+CONTIGUOUS_TABLES = (Tables.PLAIN, Tables.NEGATIVE_TAIL, Tables.FAR_TAIL, Tables.WIDE, Tables.SEPARATE)
 VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
 # By an axis: whether kernels decline a value, or compute it by separate code, so that it tests no pair of other values.
 IS_APART: dict[str, Callable[[Any], bool]] = {
@@ -138,6 +141,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "query": (*QUERY[:4], Layout.HEADS_FIRST, *((Layout.REQUESTS_APART,) if is_mla else ())),
         "block_tables": [each for each in Tables if not (is_mla and each.is_separate)],
         "pages": tuple(Pages),
+        "far": (NEAR, "query", "block_tables", *(() if is_mla else ("lse",))),
         "cache": [each for each in Cache if each not in (MHA_CACHES if is_mla else MLA_CACHES)],
     }
     has = {name: values for name, values in axes.items() if call in ONLY_IN.get(name, (call,))}
@@ -261,6 +265,14 @@ RULES = constraints(
             lambda dtypes, backend, hints: not hints or dtypes.cache != NVFP4 or backend == "trtllm-gen",
         ),
         "a mask goes without offsets": lambda offsets, mask: offsets == Offsets.NONE or mask == Mask.NONE,
+        "far rows are several rows of a tensor without other gaps, whose rows may lie apart": (
+            lambda far, requests: far == NEAR or requests > 1,
+            lambda far, query: far != "query" or query == Layout.CONTIGUOUS,
+            lambda far, lse: far != "lse" or lse in (Lse.GIVEN, Lse.ALONE),
+            lambda far, block_tables: far != "block_tables" or block_tables in CONTIGUOUS_TABLES,
+            lambda far, top_k: far != "block_tables" or not top_k,
+            lambda far, head_pages: far != "block_tables" or head_pages == NO_SELECTION,
+        ),
         "of one row each, rows are requests": lambda q_len, query: query != Layout.REQUESTS_APART or q_len > 1,
         "a query with offsets has no axis of requests": lambda offsets, query: (
             query != Layout.REQUESTS_APART or offsets == Offsets.NONE

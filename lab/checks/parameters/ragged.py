@@ -26,6 +26,7 @@ from lab.checks.parameters.call_cases import (
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import (
     LSE,
+    NEAR,
     OUT,
     PROMPTS,
     QUERY,
@@ -108,6 +109,7 @@ def ragged_model(ranges: Ranges) -> Model:
         "skip_all_rows_active_check": (True, False),
         "query": QUERY,
         "kv": KEYS_AND_VALUES,
+        "far": (NEAR, "query", "lse"),
     }
     return Model.of(axes, (*RULES, *RAGGED_RULES), TRIPLES, VACUOUS)
 
@@ -146,6 +148,7 @@ RAGGED_RULES = constraints(
         "tokens that each lie in memory of their own": lambda kv, requests, lengths, rows: (
             kv != Layout.FAR_APART or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
         ),
+        "several far tensors take too much memory": lambda kv, far: kv != Layout.FAR_APART or far == NEAR,
         "each token takes whole pages": lambda kv, num_kv_heads: kv != Layout.FAR_APART or num_kv_heads <= 3,
         "no request would have both rows and keys": lambda requests, offsets, lengths: (
             requests > REQUESTS or offsets != Without.TWICE or lengths != Lengths.OF_THE_NEXT

@@ -9,16 +9,18 @@ from dataclasses import replace
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import edge_lengths
+from lab.checks.parameters.attention import NUM_BUILDS, edge_lengths
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 
 MOST_REQUESTS = 16
+MOST_PAIRED_REQUESTS = 2048
 # Whole numbers of the largest tiles and splits; and one more, so that rows of one request end on both sides of a boundary.
 LONG_TILES = (1024, 1025, 1536)
 LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
 LONGEST_PROMPT = [(4300, 4200), (9, 2)]  # more than 64 tiles of 64 rows
 MANY_ROWS = [*[(128, 128)] * 513, (140, 9)]  # together more than 16 bits count
+MANY_PAIRS = 65_536  # of a row and a query head: more than the second axis of a grid has
 # (kv_len, q_len): rows for more than one tile of 128. Some kernels treat requests of few rows in such a batch differently.
 PROMPT = (150, 140)
 DECODES = ((40, 1), (41, 1))
@@ -59,8 +61,20 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         narrow = replace(case, num_kv_heads=1, group=ranges.groups[0], head_dim=min(ranges.head_dims))
         yield _of(narrow, LONGEST_PROMPT)
         yield _of(replace(narrow, window_left=-1), MANY_ROWS)
+    if interface is not AttentionCall.CONTEXT:
+        yield from _many_pairs(scope)
     if interface is AttentionCall.DECODE:
         yield from _filled_tiles(scope)
+
+
+def _many_pairs(scope: Scope) -> Iterator[AttentionCase]:
+    """Yield a case of more than `MANY_PAIRS` rows and heads of few elements and keys, unless this takes too many requests."""
+    each = scope.balanced(NUM_BUILDS, NUM_BUILDS, seed=61)
+    case = max(each, key=lambda case: case.q_lens[0] * case.num_qo_heads / case.head_dim)
+    q_len = case.q_lens[0]
+    count = MANY_PAIRS // (q_len * case.num_qo_heads) + 1
+    if count <= MOST_PAIRED_REQUESTS:
+        yield _of(case, [(q_len + number % 5, q_len) for number in range(count)])
 
 
 def _filled_tiles(scope: Scope) -> Iterator[AttentionCase]:

@@ -179,6 +179,42 @@ def test_strides_are_what_their_names_say() -> None:
     assert not arguments_of(query="heads apart")["query"].is_contiguous()
 
 
+@pytest.mark.parametrize("interface", [*PAGED, AttentionCall.RAGGED_CONTEXT])
+def test_the_last_row_of_a_far_argument_begins_2_31_elements_after_the_first(interface: AttentionCall) -> None:
+    plain = judged(interface)[0]
+    far = [each for each in MODELS[interface](Ranges()).axes["far"] if each != "nothing"]
+    expected = {"query"} | ({"lse"} if interface is not AttentionCall.MLA_DECODE else set())
+    assert set(far) == expected | ({"block_tables"} if interface in PAGED else set())
+    for name in far:
+        given = judged(interface, far=name, lse="given" if name == "lse" else "none")[0]
+        assert (len(given[name]) - 1) * given[name].stride(0) >= 2**31
+        others = [each for each in ("query", "block_tables") if each != name and each in plain]
+        assert [given[each].stride() for each in others] == [plain[each].stride() for each in others]
+
+
+def test_a_far_argument_has_several_rows_that_may_lie_apart() -> None:
+    model = paged_model(AttentionCall.DECODE, Ranges())
+    for point in model.covering(goals=[(("far", name),) for name in model.axes["far"]]):
+        assert point["far"] == "nothing" or point["requests"] > 1
+    never = {
+        "query": {"query": "rows apart"},
+        "lse": {"lse": "strided"},
+        "block_tables": {"block_tables": "rows apart"},
+    }
+    for name, values in never.items():
+        assert not model.fits({**model.default, "far": name, **values})
+    assert not model.fits(model.default | {"far": "block_tables", "head_pages": "half"})
+    sparse = {"far": "block_tables", "top_k": 132, "entries": "random"}
+    assert paged_model(AttentionCall.MLA_DECODE, Ranges()).completed(sparse) is None
+
+
+def test_the_largest_batch_may_have_64_heads() -> None:
+    most = {"requests": 1037, "group": 64, "head_dim": 64}
+    assert paged_model(AttentionCall.DECODE, Ranges()).completed(most) is not None
+    assert paged_model(AttentionCall.CONTEXT, Ranges()).completed(most) is not None
+    assert paged_model(AttentionCall.MLA_DECODE, Ranges()).completed({"requests": 1037, "heads": 64}) is not None
+
+
 def test_padding_lies_after_the_last_offset_and_lengths_on_the_host_have_none() -> None:
     found = arguments_of(padding="rows and keys")
     assert int(found["cum_seq_lens_q"][-1]) == len(found["query"]) - 3
