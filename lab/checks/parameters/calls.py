@@ -32,6 +32,7 @@ from lab.checks.parameters.values import (
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
+from lab.workloads.inputs.encoding import unwritten
 from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.ragged import padded
 from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES, Layout, with_nan
@@ -190,7 +191,7 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Pass `out_dtype`, or a buffer of NaN as `out`, or neither. If the buffer is a view, the memory around it must stay
+    """Pass `out_dtype`, or an `unwritten` buffer as `out`, or neither. If the buffer is a view, the memory around it must stay
     unchanged.
     """
     form: Output = call.forms["out"]
@@ -207,8 +208,8 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Request the LSE, and pass a buffer of NaN for it, if the configuration says so. The memory around the buffer, and gaps in
-    it, must stay unchanged.
+    """Request the LSE, and pass an `unwritten` buffer for it, if the configuration says so. The memory around the buffer, and
+    gaps in it, must stay unchanged.
     """
     form: Lse = call.forms["lse"]
     query = call.given["query"]
@@ -225,12 +226,13 @@ def _lse(call: BuiltCall) -> None:
         if form == Lse.STRIDED:
             # No stride is a multiple of the other, and the larger one is that of the heads.
             whole = torch.full((heads, 2 * shape[0] + 3), math.nan, device=query.device)
-            lse, call.gaps["lse"] = whole[:, : 2 * shape[0] : 2].T, whole[:, 1::2]
+            lse, call.gaps["lse"] = unwritten(whole[:, : 2 * shape[0] : 2].T), whole[:, 1::2]
         elif form == Lse.ROWS_APART:
             whole = torch.full((shape[0], heads + 4), math.nan, device=query.device)
-            lse, call.gaps["lse"] = whole[:, :heads], whole[:, heads:]
+            lse, call.gaps["lse"] = unwritten(whole[:, :heads]), whole[:, heads:]
         else:
-            lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device), LEAST_ALIGNMENT_BYTES)
+            lse = unwritten(torch.empty(shape, device=query.device))
+            lse, call.guards["lse"] = guarded(lse, LEAST_ALIGNMENT_BYTES)
         call.given["lse"] = lse
 
 

@@ -93,7 +93,8 @@ ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
     **dict.fromkeys(("mask", "o_scale", "head_pages"), (AttentionCall.DECODE,)),
 }
 # Values that MLA alone does not have, and those that it alone has.
-MHA_CACHES = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V}
+V_CACHES = (Cache.V_OTHERWISE, Cache.V_INSIDE)
+MHA_CACHES = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V, *V_CACHES}
 MLA_CACHES = {Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES}
 
 

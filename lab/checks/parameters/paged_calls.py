@@ -71,6 +71,8 @@ def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
         v_pages = k_pages if case.is_mla else layouts[form](v_pages)
     elif form == Cache.V_OTHERWISE:
         v_pages = layouts[Cache.PAGES_APART](v_pages)
+    elif form == Cache.V_INSIDE:
+        v_pages = apart(v_pages, 2, GAP)
     elif form == Cache.K_IS_V:
         v_pages = k_pages
         inputs = replace(inputs, histories=tuple((keys, keys) for keys, _ in inputs.histories))

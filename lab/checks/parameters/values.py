@@ -236,6 +236,7 @@ class Cache(TextEnum):
     HEADS_APART = "heads apart"
     ODD_STRIDES = "odd strides"
     V_OTHERWISE = "V otherwise"
+    V_INSIDE = "V otherwise inside pages"  # gaps between V's tokens in HND, between its heads in NHD, and none in K
     ONE_TENSOR = "one tensor", True  # V's page after K's
     HALVES = "one tensor of two halves", True  # all of V after all of K
     K_IS_V = "K is V"

@@ -27,7 +27,7 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry
-from lab.workloads.inputs.encoding import fill
+from lab.workloads.inputs.encoding import fill, unwritten
 from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.pass_case import PASS_CONTENTS
@@ -236,7 +236,7 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
         forward.run(run.engine(), out)
         run.expect_close("the pass", Result(forward.rows_of_requests(out), None), truth)
         for what, make in _other_forms(run, forward):
-            out.fill_(float("nan"))
+            unwritten(out)
             with run.noting(what):
                 make(out)
                 run.expect_close(what, Result(forward.rows_of_requests(out), None), truth)

@@ -9,7 +9,7 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.attention_case import Dead, TableTail
 from lab.workloads.inputs.attention import fill_dead
-from lab.workloads.inputs.encoding import raw
+from lab.workloads.inputs.encoding import fill, raw
 
 
 def _judge(run: CaseRun) -> None:
@@ -44,7 +44,8 @@ def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     """Make the call as after an engine has freed the pages that lie wholly before every row's window. Their cells in the page
-    table name an unused page with the numbers of `Storage.dead`. The result must not change.
+    table name an unused page with the numbers of `Storage.dead`. The tokens before the windows in the windows' first pages,
+    which an engine has written, are huge. The result must not change.
     """
     case = run.case
     inputs = run.build(dead=dead)
@@ -53,7 +54,11 @@ def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     spare = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in live)
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
         first_seen = max(0, kv_len - q_len - case.window_left)
-        inputs.block_tables[request, : first_seen // case.page_size] = spare
+        page, before = divmod(first_seen, case.page_size)
+        inputs.block_tables[request, :page] = spare
+        for pool in (inputs.k_pages, inputs.v_pages, *(inputs.scale_factors or ())):
+            by_token = pool if case.storage.kv_layout == "NHD" else pool.transpose(1, 2)
+            fill(by_token[int(inputs.block_tables[request, page]), :before])
     what = f"pages of {dead.name} before the window"
     run.vary(what, inputs, expected)
 

@@ -9,6 +9,7 @@ import torch
 from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.inputs.encoding import unwritten
 from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 
 
@@ -31,7 +32,7 @@ def _judge(run: CaseRun) -> None:
     if into_out is not None:
         run.expect_close("into out", into_out._replace(out=out.view(result.out.shape)), truth)
         run.expect("around out", wrong_guards("out", around_out))
-    lse, around_lse = guarded(torch.zeros(truth.lse_log2.shape, dtype=torch.float32, device=run.device))
+    lse, around_lse = guarded(unwritten(torch.empty(truth.lse_log2.shape, device=run.device)))
     if run.vary("lse", inputs, lse=lse, return_lse=True) is not None:
         run.expect_lse("into lse", lse, truth)
         run.expect("around lse", wrong_guards("lse", around_lse))

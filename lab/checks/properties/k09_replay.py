@@ -7,7 +7,6 @@ values, with an eager call of another shape in between. On a GPU the call is cap
 with the same tensors. Finally, eager calls use another set of tensors, with host bounds that grow with the requests.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, rewritten
+from lab.workloads.inputs.encoding import unwritten
 from lab.workloads.inputs.ragged import TILE
 
 LONG = (4096, 32768)  # keys of a request that was captured on a page
@@ -286,7 +286,7 @@ class Replay:
 
     def _clear_out(self) -> None:
         if (out := self.call.given.get("out")) is not None:
-            out.fill_(math.nan)
+            unwritten(out)
 
     def _load(self, batch: BuiltCall) -> None:
         """Copy the contents of a batch into the beginning of each tensor of the call, if they differ. The rest of a tensor is

@@ -26,6 +26,7 @@ from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_ch
 from lab.metadata.mla.rows import merge_by_lse
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.inputs.encoding import unwritten
 from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.inputs.ragged import TILE, Parts, RaggedInputs, build_ragged, padded
 from lab.workloads.pass_case import PASS_CONTENTS
@@ -190,7 +191,7 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
     for what, (changes, rules) in probes.items():
         run.vary(what, call, inputs.truth(**rules), return_lse=True, **changes)
     shape = (*inputs.query.shape[:2], case.v_head_dim)
-    out, around = guarded(torch.full(shape, math.nan, dtype=case.dtype, device=run.device))
+    out, around = guarded(unwritten(torch.empty(shape, dtype=case.dtype, device=run.device)))
     if run.vary("out", call, query=inputs.query, out=out) is not None:  # no row of padding, which a kernel may write
         run.expect_close("into out", Result(out, None), inputs.truth())
         run.expect("around out", wrong_guards("out", around))

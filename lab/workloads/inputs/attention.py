@@ -16,7 +16,7 @@ from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, raw, read_kv, stored_kv
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, raw, read_kv, stored_kv, unwritten
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.inputs.selection import positions_of_rank, selected_positions
@@ -155,9 +155,9 @@ class AttentionInputs:
         return arguments | self._selection_arguments() | self._rank_arguments()
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an output filled with NaN. Its dtype is by default the call's output dtype."""
+        """Return an `unwritten` output. Its dtype is by default the call's output dtype."""
         shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
-        return torch.full(shape, float("nan"), dtype=dtype or self.out_dtype, device=self.query.device)
+        return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 
     def rules(self, **changes: Any) -> Rules:
         """Return the `Rules` of the expected results: scales, window, sinks, mask and dtypes. `changes` replaces some of its

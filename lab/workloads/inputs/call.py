@@ -14,6 +14,7 @@ from lab.named_enum import NamedEnum
 from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
+from lab.workloads.inputs.encoding import unwritten
 from lab.workloads.inputs.ragged import RaggedInputs
 
 WRITTEN = ("out", "lse", "workspace_buffer")  # arguments that a call writes
@@ -69,10 +70,10 @@ class BuiltCall:
         return self.inputs.truth(**self.rules)
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an output tensor for the call's query, filled with NaN. `dtype` is by default the inputs' dtype."""
+        """Return an `unwritten` output tensor for the call's query. `dtype` is by default the inputs' dtype."""
         query = self.given["query"]
-        out = torch.full((*query.shape[:-1], self.inputs.out_head_dim), math.nan, device=query.device)
-        return out.to(dtype or self.inputs.out_dtype)
+        shape = (*query.shape[:-1], self.inputs.out_head_dim)
+        return unwritten(torch.empty(shape, dtype=dtype or self.inputs.out_dtype, device=query.device))
 
 
 class Form(NamedEnum):

@@ -1,5 +1,7 @@
 """Convert values to the dtype of a cache and back, and fill memory with poison (values that would change a result)."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,3 +54,15 @@ def fill(storage: Tensor, value: float | None = None) -> None:
         storage.view(torch.uint8).fill_(int(torch.tensor(value).to(E4M3).view(torch.uint8)))
     else:
         storage.fill_(value)
+
+
+def unwritten(buffer: Tensor) -> Tensor:
+    """Fill a buffer that a kernel must write with NaN, a huge value and minus this value in turn, and return the buffer.
+
+    A kernel that adds to NaN returns NaN. The maximum of NaN and a result may be the result, so that only huge values show it.
+    """
+    huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
+    values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
+    turns = torch.arange(buffer.numel(), device=buffer.device).view(buffer.shape) % len(values)
+    raw(buffer).copy_(raw(values)[turns])
+    return buffer

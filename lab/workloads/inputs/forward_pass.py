@@ -24,7 +24,7 @@ from lab.references.quantization import rounded
 from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill, read_kv, stored_kv
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill, read_kv, stored_kv, unwritten
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.pass_case import PassCase
@@ -93,8 +93,8 @@ class EnginePass:
         return call
 
     def new_out(self) -> Tensor:
-        """Return an output filled with NaN, [num_rows, num_qo_heads, head_dim of the values]."""
-        return self.query.new_full((len(self.query), *self.case.out_shape), float("nan"))
+        """Return an `unwritten` output, [num_rows, num_qo_heads, head_dim of the values]."""
+        return unwritten(self.query.new_empty((len(self.query), *self.case.out_shape)))
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
         """Return the rows of an output that belong to requests, without padding rows."""

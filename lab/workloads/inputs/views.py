@@ -11,6 +11,7 @@ from lab.workloads.inputs.encoding import raw
 
 # The value of each byte around the numbers. As a float of any dtype it is large and finite, as an id far outside any pool.
 FILLING = 0x7B
+NAN_FILLING = 0xFF  # of every second element of floats, which is then NaN
 FAR = 2**31  # elements
 GAP = 16  # elements, so that strides stay multiples of 16 bytes
 LEAST_ALIGNMENT_BYTES = 16
@@ -26,7 +27,9 @@ def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return the tensor as a view of larger storage: `gap` elements of large values follow each index of `axis`."""
+    """Return the tensor as a view of larger storage: `gap` elements follow each index of `axis`. As floats they are large
+    values and NaN in turn.
+    """
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
     for each in reversed(range(tensor.dim() - 1)):
@@ -98,5 +101,8 @@ def _as_view(tensor: Tensor, strides: Sequence[int], first: int) -> Tensor:
     elements = raw(tensor)
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1
     size_bytes = (first + max(reach, 0) + max(strides, default=1)) * tensor.element_size()
-    storage = torch.full((size_bytes,), FILLING, dtype=torch.uint8, device=tensor.device).view(elements.dtype)
+    storage = torch.full((size_bytes,), FILLING, dtype=torch.uint8, device=tensor.device)
+    if tensor.is_floating_point():
+        storage.view(-1, tensor.element_size())[::2] = NAN_FILLING
+    storage = storage.view(elements.dtype)
     return storage.as_strided(tensor.shape, tuple(strides), first).copy_(elements).view(tensor.dtype)

@@ -313,5 +313,5 @@ def test_an_output_has_the_shape_and_the_dtype_of_its_call(
     inputs = build_attention(case, torch.device("cpu"))
     out = inputs.new_out()
     assert (tuple(out.shape), out.dtype) == (shape, dtype)
-    assert out.isnan().all()
+    assert out.isnan().any(dim=-1).all()
     assert inputs.new_out(torch.float32).dtype == torch.float32

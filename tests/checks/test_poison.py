@@ -1,0 +1,68 @@
+"""Values that must not matter: beside what rows read, and in buffers that a call must write."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from corpus.kernels import kernel
+from corpus.right import KERNELS as RIGHT
+from lab.calls.problem import E4M3, AttentionCall
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.values import Cache
+from lab.checks.properties import checks
+from lab.checks.run.verdicts import Outcome
+from lab.checks.run.workers import run_case
+from lab.ranges import Ranges
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.views import GAP, apart
+from lab.workloads.interfaces import interface_of
+
+CPU = torch.device("cpu")
+WINDOW = AttentionCase(AttentionCall.DECODE, (60, 9), (2, 2), window_left=20)  # page 2 has 6 tokens before the window
+FOUND = {
+    "origin_of_whole_pages": ("K4", {}),
+    "v_inner_strides_from_k": ("K18", {"cache": Cache.V_INSIDE}),
+    "lse_kept_if_larger": ("K18", {"lse": "given"}),
+    "mla_lse_kept_if_larger": ("K18", {"lse": "given"}),
+    "gap_times_zero": ("K18", {"cache": Cache.TOKENS_APART}),
+    "mla_gap_times_zero": ("K18", {"cache": Cache.TOKENS_APART}),
+    "ragged_output_added_to": ("K18", {"out": "given"}),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_kernel_that_reads_what_must_not_matter_is_found(name: str) -> None:
+    wrong, (key, values) = kernel(name), FOUND[name]
+    check = next(check for check in checks() if check.key == key)
+    for function in wrong.interface:
+        interface = AttentionCall(interface_of(function))
+        case: Any = Configuration(interface, values)
+        if key == "K4":
+            case = AttentionCase(interface, WINDOW.kv_lens, WINDOW.q_lens, window_left=WINDOW.window_left)
+        assert run_case(wrong.implementation(), check, case, CPU, Ranges()).outcome is Outcome.WRONG
+        judged = run_case(RIGHT["two_passes"], check, case, CPU, Ranges())
+        assert judged.outcome is Outcome.RIGHT, judged.wrongs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3])
+def test_a_buffer_to_write_has_nan_and_huge_values_of_both_signs_in_turn(dtype: torch.dtype) -> None:
+    buffer = torch.zeros(4, 3, dtype=dtype)
+    found = unwritten(buffer.T)
+    assert found.data_ptr() == buffer.data_ptr()
+    nan, huge, minus = found.float().flatten()[:3].tolist()
+    assert nan != nan
+    assert huge == -minus > 400
+    assert torch.equal(found.float().isnan().flatten(), torch.arange(12) % 3 == 0)
+
+
+def test_gaps_between_floats_hold_nan_and_large_values_in_turn() -> None:
+    for dtype in (torch.bfloat16, torch.float16, E4M3, torch.float32):
+        tensor = apart(torch.zeros(2, 3, 4).to(dtype), axis=1, gap=GAP)
+        gap = tensor.as_strided((GAP,), (1,), 4).float()
+        assert int(gap.isnan().sum()) == GAP // 2
+        assert bool((gap[~gap.isnan()] > 100).all())
+        assert bool((tensor.float() == 0).all())
+    table = apart(torch.zeros(2, 4, dtype=torch.int32), axis=-2, gap=3)
+    assert table.as_strided((3,), (1,), 4).tolist() == [0x7B7B7B7B] * 3
