@@ -1,12 +1,15 @@
 """A builder that changes its batch in place is judged by the batch that it was given, and the verdict says what it changed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from corpus.kernels import kernel
-from lab.checks.parameters.metadata import restoring_inputs
+from lab.checks.case_run import CaseRun
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
 from lab.checks.run.workers import run_case
@@ -15,7 +18,7 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase
-from lab.workloads.interfaces import interface_of
+from lab.workloads.interfaces import MetadataFunction, interface_of
 
 # The wrong builders by name: the tensors that they change, and the checks that judge them.
 CHANGED = {
@@ -42,7 +45,7 @@ def test_a_builder_s_batch_and_pool_are_as_they_were() -> None:
     one = torch.ones(1, dtype=torch.int64)
     info = SpecInfo(num_accept_tokens=one.clone())
     batch = ForwardBatch(ForwardMode.DECODE, one.clone(), one.clone(), one.clone(), 1, spec_info=info)
-    pool, names = KVPool(num_requests=1, max_context_len=8, page_size=1, num_pages=9), list[str]()
+    pool = KVPool(num_requests=1, max_context_len=8, page_size=1, num_pages=9)
     before = pool.req_to_token.clone()
 
     def build(batch: ForwardBatch, pool: KVPool, **options: Any) -> Any:
@@ -50,8 +53,11 @@ def test_a_builder_s_batch_and_pool_are_as_they_were() -> None:
             tensor.add_(1)
         return options
 
-    assert restoring_inputs(build, names.extend)(batch, pool, attention=3) == {"attention": 3}
-    assert names == ["ForwardBatch.seq_lens", "SpecInfo.num_accept_tokens", "KVPool.req_to_token"]
+    function = MetadataFunction.MHA_METADATA
+    run = CaseRun(SimpleNamespace(build_mha_metadata=build), Configuration(function), torch.device("cpu"))
+    assert builder_of(run, function)(batch, pool, attention=3) == {"attention": 3}
+    names = ["ForwardBatch.seq_lens", "SpecInfo.num_accept_tokens", "KVPool.req_to_token"]
+    assert run.wrongs == [f"building the metadata changed {name}" for name in names]
     assert torch.equal(batch.seq_lens, one)
     assert torch.equal(info.num_accept_tokens, one)
     assert torch.equal(pool.req_to_token, before)

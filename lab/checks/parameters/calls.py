@@ -45,8 +45,12 @@ PADDED_ROWS: dict[Any, float] = {
 
 
 def judge_call(run: CaseRun) -> None:
-    """Make the call of a run's configuration. Judge its results, and that it changed only outputs and scratch."""
-    call = built_call(run.case, run.ranges, run.device)
+    """Make and judge the call of a run's configuration."""
+    judge_built(run, built_call(run.case, run.ranges, run.device))
+
+
+def judge_built(run: CaseRun, call: BuiltCall) -> None:
+    """Make a call. Judge its results, and that it changed only outputs and scratch."""
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
     out, lse = call.given.get("out"), call.given.get("lse")

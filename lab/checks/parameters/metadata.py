@@ -84,20 +84,17 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 @dataclass(frozen=True, eq=False)
 class BuiltPass:
-    """A pass, the metadata that was built for it, copies of all their tensors at that time, by name, and the names of inputs
-    that the builder changed.
-    """
+    """A pass, the metadata that was built for it, and copies of the metadata's tensors at that time, by name."""
 
     batch: ForwardBatch
     pool: KVPool
     metadata: Any
     before: dict[str, Tensor]
-    changed_inputs: list[str]
 
-    def changed(self, *of: Any) -> list[str]:
-        """Return the names of those tensors in the given objects that differ from their copies in `before`."""
-        now = _tensors(*of)
-        return [name for name, tensor in self.before.items() if name in now and not torch.equal(tensor, now[name])]
+    def changed(self) -> list[str]:
+        """Return the names of the metadata's tensors that differ from their copies in `before`."""
+        now = _tensors(self.metadata)
+        return [name for name, tensor in self.before.items() if not torch.equal(tensor, now[name])]
 
 
 def _tensors(*of: Any) -> dict[str, Tensor]:
@@ -105,36 +102,25 @@ def _tensors(*of: Any) -> dict[str, Tensor]:
     return {name: value for name, value in named if isinstance(value, Tensor)}
 
 
-def _inputs(batch: ForwardBatch, pool: KVPool) -> dict[str, Tensor]:
-    """Return the tensors from which metadata is built, by name."""
-    return _tensors(*(each for each in (batch, batch.spec_info, pool) if each is not None))
-
-
-def restoring_inputs(build: Callable[..., Any], changed: Callable[[list[str]], None]) -> Callable[..., Any]:
-    """Return a metadata builder that undoes what `build` changes in its batch and pool, so that the expected values are
-    computed from the batch that `build` was given. `changed` is called with the names of the tensors that `build` has changed.
+def builder_of(
+    run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
+) -> Callable[..., Any]:
+    """Return the implementation's metadata builder. What it changes in its batch or pool is recorded as an error and undone, so
+    that the expected values are computed from what the builder was given. `what` names the metadata.
     """
+    function = run.function(interface)
 
-    def restoring(batch: ForwardBatch, pool: KVPool, *arguments: Any, **options: Any) -> Any:
-        before = {name: (tensor, tensor.clone()) for name, tensor in _inputs(batch, pool).items()}
-        metadata = build(batch, pool, *arguments, **options)
-        names = [name for name, pair in before.items() if not torch.equal(*pair)]
-        for tensor, kept in map(before.__getitem__, names):
-            tensor.copy_(kept)
-        changed(names)
+    def build(batch: ForwardBatch, pool: KVPool, *arguments: Any, **options: Any) -> Any:
+        given = _tensors(*(each for each in (batch, batch.spec_info, pool) if each is not None))
+        before = {name: tensor.clone() for name, tensor in given.items()}
+        metadata = function(batch, pool, *arguments, **options)
+        changed = [name for name, tensor in given.items() if not torch.equal(tensor, before[name])]
+        for name in changed:
+            given[name].copy_(before[name])
+        run.expect(f"the inputs of {what}", [f"building {what} changed {name}" for name in changed], call=features)
         return metadata
 
-    return restoring
-
-
-def builder_of(run: CaseRun, interface: MetadataFunction) -> Callable[..., Any]:
-    """Return the implementation's metadata builder. A change of its batch or pool is recorded as an error, and undone."""
-    return restoring_inputs(run.function(interface), functools.partial(_expect_unchanged, run, "the metadata"))
-
-
-def _expect_unchanged(run: CaseRun, what: str, changed: Iterable[str], features: CallFeatures | None = None) -> None:
-    wrongs = [f"building {what} changed {name}" for name in changed]
-    run.expect(f"the inputs of {what}", wrongs, call=features)
+    return build
 
 
 def judge_metadata(run: CaseRun) -> None:
@@ -146,22 +132,19 @@ def judge_metadata(run: CaseRun) -> None:
     first = metadata_case(of)
     later = first.later(of["later"])
     pool = _pool(of, first, later, of.seed, run.device)
-    built = _build(run, _batch(of, first, pool), pool)
-    _hold(run, "the metadata", built, _features(run, first))
-    if built.changed_inputs:
-        return
+    built = _build(run, "the metadata", _batch(of, first, pool), pool, _features(run, first))
     if of["later"] == Later.RENUMBERED:
-        _renumber(built.batch, pool, of.seed)
-        again = _build(run, built.batch, pool)
+        batch, other = built.batch, pool
+        _renumber(batch, pool, of.seed)
     else:
         other = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == Later.ANOTHER_POOL else pool
-        again = _build(run, _batch(of, later, other), other)
-    _hold(run, "the metadata of a later pass", again, _features(run, later))
-    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed(built.metadata)]
+        batch = _batch(of, later, other)
+    again = _build(run, "the metadata of a later pass", batch, other, _features(run, later))
+    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed()]
     run.expect("the first pass's metadata", wrongs, "metadata", _features(run, first))
     for name, tensor in _tensors(again.batch, again.pool).items():
         tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
-        wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed(again.metadata)]
+        wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed()]
         run.expect("own tensors", wrongs, "invariants", _features(run, later))
         if wrongs:
             return
@@ -172,12 +155,13 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
     return replace(of_pass, features={**of_pass.features, **run.called.features})
 
 
-def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
-    changed: list[str] = []
-    build = restoring_inputs(run.function(run.case.interface), changed.extend)
-    metadata = build(batch, pool, **_options(run.case))
-    before = {name: value.clone() for name, value in _tensors(metadata).items()}
-    return BuiltPass(batch, pool, metadata, before, changed)
+def _build(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> BuiltPass:
+    """Build and judge the metadata of a pass."""
+    metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
+    built = BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()})
+    run.judged += 1
+    run.expect(what, [f"{what}: {each}" for each in _wrong(run.case, built)], "metadata", features)
+    return built
 
 
 def _options(of: Configuration) -> dict[str, Any]:
@@ -190,13 +174,6 @@ def _options(of: Configuration) -> dict[str, Any]:
             "in_prefill_graph": of["prefill_graph"],
         }
     return {"expand_encoder_only_verify": True} if of.get("encoder_only") == "asked for" else {}
-
-
-def _hold(run: CaseRun, what: str, built: BuiltPass, features: CallFeatures) -> None:
-    run.judged += 1
-    wrongs = [f"{what}: {each}" for each in _wrong(run.case, built)]
-    run.expect(what, wrongs, "metadata", features)
-    _expect_unchanged(run, what, built.changed_inputs, features)
 
 
 def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:

@@ -1,26 +1,59 @@
 """State that is stored under an incomplete key: a module, a scale, a plan or an output that is reused for another call.
 
 A test suite that runs all calls of a configuration in sequence, or in its own process, never finds such state. Here calls that
-differ in one argument, or are larger in every size, alternate in one process: A, B, A. On a GPU the last A runs on another
-stream.
+differ in one argument, or are larger in every size, alternate in one process: A, B, A. One case has a B for each value of each
+argument that leaves the sizes as they are, with A's tensors for all other arguments. On a GPU the last A runs on another
+stream, and then calls with different contents and workspaces run on two streams at once.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, balanced_cases, itself
+from lab.checks.case_run import CaseRun, as_result
+from lab.checks.parameters.calls import built_call, judge_built
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.covering import Point
+from lab.checks.parameters.models import FAMILIES, MODELS
+from lab.checks.properties.check import Check, Scope, itself
+from lab.checks.properties.k18_combinations import JUDGES
+from lab.checks.run.support_protocol import Unsupported
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
+from lab.workloads.inputs.call import BuiltCall
+from lab.workloads.interfaces import INTERFACES, PAGED_CALLS, Interface, MetadataFunction
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
+LAUNCHES_AT_ONCE, BUSY_SIZE = 20, 8192  # of each stream; and a matrix whose product is as long as all launches need
+# With these, settings of the functions that prepare a call have effects.
+STEP = {"draft_step": 1}
+BASES: dict[Interface, dict[str, Any]] = {
+    MetadataFunction.MHA_METADATA: STEP,
+    MetadataFunction.MLA_METADATA: STEP,
+    MetadataFunction.DRAFT_KV_INDICES: {"topk": 2, "page_size": 16},
+}
+# Axes whose values change sizes, or what tensors hold: other cases have these.
+SIZES = frozenset(("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "q_len", "requests"))
+SIZES |= {"rows", "lengths", "contents", "prefixes", "spare_pages", "later"}
+
+
+def _cases(scope: Scope) -> Iterator[Any]:
+    if scope.interface in PAGED_CALLS:
+        yield from scope.balanced(5, 32, seed=17)
+    model = MODELS[scope.interface](scope.ranges)
+    point = model.completed(BASES.get(scope.interface, {}))
+    yield Configuration(scope.interface, model.default if point is None else point, seed=1)
 
 
 def _judge(run: CaseRun) -> None:
+    if isinstance(run.case, Configuration):
+        _one_by_one(run)
+        return
     inputs = run.build()
     truth = inputs.truth()
     first = run.call(inputs)
@@ -37,6 +70,64 @@ def _judge(run: CaseRun) -> None:
         stream.wait_stream(torch.cuda.current_stream(run.device))
         with torch.cuda.stream(stream):
             run.expect_equal_bits("A on another stream", run.again(inputs), kept)
+        calls_at_once(run, inputs, run.build(replace(run.case, seed=run.case.seed + 7)))
+
+
+def _one_by_one(run: CaseRun) -> None:
+    """Judge a call, calls that each differ from it in one argument, and the call again. Of an attention call, the others have
+    its tensors for all equal arguments. A call that is refused is left out: check K18 says what is declined.
+    """
+    first, model = run.case, MODELS[run.case.interface](run.ranges)
+    built = built_call(first, run.ranges, run.device) if first.interface in FAMILIES else None
+    _judge_one(run, "A", built)
+    if run.wrongs:
+        return
+    values = [(axis, value) for axis in model.axes if axis not in SIZES for value in model.axes[axis]]
+    for axis, value in values:
+        near: Point = {**first.values, axis: value}
+        point = near if model.fits(near) else model.completed({axis: value})
+        if point is not None and value != first[axis]:
+            run.case = Configuration(first.interface, point, first.seed)
+            with suppress(Unsupported), run.noting(what := f"B, {axis}={value}", needed=True):
+                _judge_one(run, what, built)
+    run.case = first
+    _judge_one(run, "A again", built)
+
+
+def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
+    """Judge the run's case as check K18 does. An attention call has the tensors of the call `first` for all equal arguments."""
+    known = len(run.wrongs)
+    if first is None:
+        JUDGES[run.case.interface](run)
+    else:
+        call = built_call(run.case, run.ranges, run.device)
+        call.share(first)
+        judge_built(run, call)
+    run.wrongs[known:] = [f"{what}: {each}" for each in run.wrongs[known:]]
+
+
+def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
+    """Make calls of two inputs on two streams at the same time, each stream with a workspace of its own. Expect the bits of
+    calls that were made alone.
+    """
+    calls = [(each, each.arguments(), torch.cuda.Stream(run.device)) for each in inputs]
+    results = [run.again(each, **arguments) for each, arguments, _ in calls]
+    alone = [result._replace(out=result.out.clone()) for result in results]
+    function = run.function(run.case.interface)
+    busy = torch.randn(BUSY_SIZE, BUSY_SIZE, device=run.device)
+    torch.cuda.synchronize()
+    busy = busy @ busy  # until both streams have their launches
+    start = torch.cuda.current_stream(run.device).record_event()
+    returned = []
+    for launch in range(2 * LAUNCHES_AT_ONCE):
+        _, arguments, stream = calls[launch % 2]
+        with torch.cuda.stream(stream):
+            stream.wait_event(start)
+            returned.append(run.kernel.invoke(run.case.interface, function, arguments))
+    torch.cuda.synchronize()
+    for launch, each in enumerate(returned):
+        result = as_result(each, run.case.interface)
+        run.expect_equal_bits("a call at the same time as another stream's", result, alone[launch % 2])
 
 
 def calls_between(run: CaseRun) -> Iterator[tuple[str, AttentionInputs]]:
@@ -72,4 +163,4 @@ def _next(axis: tuple[int, ...], value: int) -> int:
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 
-CHECK = Check("K14", "interleaving", __doc__, balanced_cases(5, 32, seed=17), _judge, drawn=itself)
+CHECK = Check("K14", "interleaving", __doc__, _cases, _judge, interfaces=INTERFACES, drawn=itself)

@@ -15,6 +15,7 @@ from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import RaggedInputs
 
 WRITTEN = ("out", "lse", "workspace_buffer")  # arguments that a call writes
@@ -65,6 +66,13 @@ class BuiltCall:
     def arguments(self) -> dict[str, Any]:
         return self.given
 
+    def share(self, other: "BuiltCall") -> None:
+        """Pass the other call's tensors wherever they are alike, and its workspace."""
+        for name, value in self.given.items():
+            mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
+            alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
+            self.given[name] = other.given[name] if alike or name == "workspace_buffer" else value
+
     def truth(self) -> Truth:
         """Return the expected results of the call."""
         return self.inputs.truth(**self.rules)
@@ -74,6 +82,13 @@ class BuiltCall:
         query = self.given["query"]
         shape = (*query.shape[:-1], self.inputs.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.inputs.out_dtype, device=query.device))
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Return True for two tensors with equal dtypes, strides and bits."""
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return False
+    return (value.dtype, value.stride()) == (other.dtype, other.stride()) and same_bits(value, other)
 
 
 class Form(NamedEnum):

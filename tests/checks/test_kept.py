@@ -1,0 +1,116 @@
+"""Calls one after another that differ in one argument, and calls at the same time, of kernels that keep something."""
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from corpus.kernels import kernel
+from corpus.right import KERNELS
+from lab import references
+from lab.calls.problem import AttentionCall
+from lab.checks.case_run import CaseRun
+from lab.checks.parameters.calls import built_call
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.properties import checks
+from lab.checks.properties.check import Check, Level
+from lab.checks.properties.k14_interleaving import calls_at_once
+from lab.checks.run.verdicts import Outcome
+from lab.checks.run.workers import run_case
+from lab.ranges import Ranges
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.interfaces import INTERFACES, Interface, interface_of
+from tests.corpus.test_matrix import RIGHT
+
+CPU = torch.device("cpu")
+# The wrong kernels by name, and the argument whose change shows them.
+FOUND = {
+    "window_kept_with_table": "B, window_left=0: ",
+    "causal_kept_with_lengths": "B, causal=False: ",
+    "out_of_first_call": "B, out=a view: ",
+    "mla_out_of_first_call": "B, out=a view: ",
+    "mla_base_of_first_lse": "B, lse=base e: ",
+    "ragged_lse_of_first_call": "B, lse=given alone: ",
+    "step_of_first_pass": "B, mode=TARGET_VERIFY: ",
+    "mla_attention_of_first_pass": "B, attention=mla: ",
+    "page_size_of_first_draft": "B, page_size=1: ",
+}
+
+
+def check() -> Check:
+    return next(check for check in checks() if check.key == "K14")
+
+
+def one_by_one(interface: Interface) -> Configuration:
+    """Return the smoke level's case of calls that differ in one argument."""
+    (case,) = (case for case in check().cases(interface, Ranges(), Level.SMOKE) if isinstance(case, Configuration))
+    return case
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_an_argument_that_is_kept_shows_where_it_alone_changes(name: str) -> None:
+    for function in kernel(name).interface:
+        case = one_by_one(interface_of(function))
+        judged = run_case(kernel(name).implementation(), check(), case, CPU, Ranges())
+        assert judged.outcome is Outcome.WRONG
+        assert judged.wrongs[0].startswith(FOUND[name]), judged.wrongs
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_a_right_implementation_is_right_whatever_changes(interface: Interface) -> None:
+    right = KERNELS["two_passes"] if isinstance(interface, AttentionCall) else RIGHT[interface.value]()
+    judged = run_case(right, check(), one_by_one(interface), CPU, Ranges())
+    assert (judged.outcome, judged.wrongs, judged.declines) == (Outcome.RIGHT, (), ())
+
+
+def test_a_value_that_is_declined_is_left_out() -> None:
+    def decode(**arguments: Any) -> Any:
+        if arguments.get("sinks") is not None:
+            raise NotImplementedError("no sinks")
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    only = SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
+    judged = run_case(only, check(), one_by_one(AttentionCall.DECODE), CPU, Ranges())
+    assert (judged.outcome, judged.declines) == (Outcome.RIGHT, ())
+    none = SimpleNamespace(trtllm_batch_decode_with_kv_cache=lambda **_: decode(sinks=1))
+    assert run_case(none, check(), one_by_one(AttentionCall.DECODE), CPU, Ranges()).outcome is Outcome.DECLINED
+
+
+def test_a_call_shares_what_is_equal_and_what_it_writes_is_its_own() -> None:
+    first, other = (
+        built_call(Configuration(AttentionCall.DECODE, {"out": "given", **more}, 1), Ranges(), CPU)
+        for more in ({}, {"bmm2_scale": "0.9 as a tensor [1]", "seq_lens": "uint32", "cache": "tokens apart"})
+    )
+    other.share(first)
+    is_shared = {name: value is first.given[name] for name, value in other.given.items()}
+    assert is_shared["query"]
+    assert is_shared["block_tables"]
+    assert is_shared["workspace_buffer"]
+    assert not any(is_shared[name] for name in ("out", "bmm2_scale", "seq_lens", "kv_cache"))
+    assert other.given["kv_cache"][0].stride() != first.given["kv_cache"][0].stride()
+    assert other.given["seq_lens"].dtype == torch.uint32
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_calls_at_the_same_time_are_compared_with_calls_alone(monkeypatch: Any, is_shared: bool) -> None:
+    launched: list[torch.Tensor] = []
+
+    def decode(**arguments: Any) -> Any:
+        out = references.trtllm_batch_decode_with_kv_cache(**arguments)
+        launched.append(out)
+        if is_shared and len(launched) == 8:  # as the other stream's call would
+            launched[6].copy_(out)
+        return out
+
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(record_event=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(wait_event=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr("lab.checks.properties.k14_interleaving.BUSY_SIZE", 1)
+    case = AttentionCase(AttentionCall.DECODE, (20, 9), (1, 1))
+    run = CaseRun(SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode), case, CPU)
+    calls_at_once(run, run.build(), run.build(AttentionCase(AttentionCall.DECODE, (20, 9), (1, 1), seed=3)))
+    assert len(launched) > 20
+    assert [each.split(":")[0] for each in run.wrongs] == ["a call at the same time as another stream's"] * is_shared
