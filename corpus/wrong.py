@@ -32,6 +32,7 @@ DECODE = AttentionCall.DECODE.value
 CONTEXT = AttentionCall.CONTEXT.value
 MLA = AttentionCall.MLA_DECODE.value
 RAGGED = AttentionCall.RAGGED_CONTEXT.value
+DSV4 = AttentionCall.DSV4_DECODE.value
 LISTS = MetadataFunction.DRAFT_KV_INDICES.value
 MHA_METADATA = MetadataFunction.MHA_METADATA.value
 MLA_METADATA = MetadataFunction.MLA_METADATA.value

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 
-DECODE, CONTEXT, MLA, RAGGED = (call.value for call in AttentionCall)
+DECODE, CONTEXT, MLA, RAGGED, DSV4 = (call.value for call in AttentionCall)
 RANK, ROPE = 8, 4  # of small MLA problems
 Arguments = dict[str, Any]
 

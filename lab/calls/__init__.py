@@ -1,9 +1,10 @@
-"""FlashInfer's four calls as data, the checks of their arguments, and the attention problems that they define.
+"""FlashInfer's calls as data, the checks of their arguments, and the attention problems that they define.
 
 References and kernels share this package. It imports only torch and reads nothing from a GPU. Contents of tensors are checked
 for calls on CPU tensors, and else only on request (a problem's `check_values`, `refuse_nan`).
 """
 
+from lab.calls.dsv4_decode import DSV4DecodeCall
 from lab.calls.entry import made_at_once, takes
 from lab.calls.features import Feature
 from lab.calls.mla_decode import MLADecodeCall
@@ -13,11 +14,14 @@ from lab.calls.problem import AttentionCall, PagedAttention
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 
 Problem = PagedAttention | RaggedAttention
-CALL_TYPES = {each.function: each for each in (DecodeCall, ContextCall, MLADecodeCall, RaggedContextCall)}
+CALL_TYPES = {
+    each.function: each for each in (DecodeCall, ContextCall, MLADecodeCall, RaggedContextCall, DSV4DecodeCall)
+}
 __all__ = [
     "CALL_TYPES",
     "AttentionCall",
     "ContextCall",
+    "DSV4DecodeCall",
     "DecodeCall",
     "Feature",
     "MLADecodeCall",

@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "kv_scale_format": ("auto", "pow2_fp32", "arbitrary_fp32"),
 }
 ONLY_SM107 = "FlashInfer has such kernels for SM107 alone (utils.py 328), which is no GPU of the lab's"
+ONLY_HCA = "only the backend cute-dsl takes it (mla/_core.py 2407), which the lab does not model for DSV4"
 NO_SAGE = (None, None, None, None)
 REFUSED: Reasons = {
     "use_fp16_softmax": ((None, False), ONLY_SM107),
@@ -26,6 +27,30 @@ REFUSED: Reasons = {
     ),
     "num_elts_per_sage_attn_blk": (((0, 0, 0, 0),), "it goes with sage_attn_sfs"),
     "request_order": ((None,), "only the backend cake orders requests (decode.py 3986), which the lab does not model"),
+    **dict.fromkeys(
+        ("swa_topk_lens", "extra_sparse_indices", "extra_sparse_topk_lens"),
+        ((None,), "only SM120's kernels of packed entries and the backend cake take it (mla/_core.py 2543)"),
+    ),
+    **dict.fromkeys(
+        ("hca_swa_indices", "hca_compressed_block_tables", "hca_seq_lens", "hca_sparse_indices_format"),
+        ((None,), ONLY_HCA),
+    ),
+    "hca_is_causal": ((True,), ONLY_HCA),
+    "hca_use_persistent": ((False,), ONLY_HCA),
+    "sparse_indices_are_storage_offsets": (
+        (None, False),
+        "places as offsets of a strided pool's storage have no documented unit (mla/_core.py 2160)",
+    ),
+    "dsv4_inv_rope_cos_sin_cache": (
+        (None,),
+        "an output that is rotated back and quantised with packed scales is another result (mla/_core.py 2164)",
+    ),
+    "dsv4_output_scale": ((None,), "it goes with dsv4_inv_rope_cos_sin_cache"),
+    "sparse_topk_lens_offset": ((0,), "only the backend cake takes it (mla/_core.py 2554)"),
+    "kv_cache_format": (
+        ("fp8",),
+        "packed entries are SM120's and the backend cake's (mla/_core.py 1271), which the lab does not model",
+    ),
     "request_order_plan": ((None,), "it goes with request_order, which only the backend cake takes (decode.py 3988)"),
 }
 # Arguments that exclude block-sparse attention: the values that it allows, and why no other (FlashInfer 0.7.2, decode.py
@@ -51,7 +76,7 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
     """Raise an error unless the lab takes the call's backend and its values of the arguments in `CHOICES` and `REFUSED`.
 
     Args:
-        call: one of the four calls.
+        call: one of FlashInfer's calls.
         backends: the backends that the lab supports.
         others: FlashInfer's other backends. A backend that is in neither list raises ValueError.
 

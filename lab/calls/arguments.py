@@ -22,7 +22,10 @@ OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
 
 # Memory of kernels and a launch hint: they change no result, so any value will do, on any device.
-FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer")
+FREE_ARGUMENTS = (
+    *("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer"),
+    "remapped_sparse_indices_buffer",
+)
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
@@ -284,7 +287,7 @@ def check_skip_softmax(factor: object) -> float:
 
 def posed_alike(call: Any) -> dict[str, Any]:
     """Return the checked `bmm1_scale`, `bmm2_scale` and `skip_softmax` of a call, by name. These fields of a problem are the
-    same for all four calls.
+    same for all calls.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """
@@ -294,7 +297,7 @@ def posed_alike(call: Any) -> dict[str, Any]:
         if bmm1_scale_log2 is None
         else scale_from_log2(bmm1_scale_log2),
         "bmm2_scale": check_scale("bmm2_scale", call.bmm2_scale),
-        "skip_softmax": check_skip_softmax(call.skip_softmax_threshold_scale_factor),
+        "skip_softmax": check_skip_softmax(getattr(call, "skip_softmax_threshold_scale_factor", None)),
     }
 
 

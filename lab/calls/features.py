@@ -32,6 +32,7 @@ class Feature(enum.Enum):
     SINKS = "sinks"
     MASK = "a draft mask"
     TOP_K = "entries chosen for each row (sparse_mla_top_k)"
+    TWO_POOLS = "chosen entries of two pools (swa_kv_cache)"
     TOP_K_LENS = "numbers of chosen entries (sparse_mla_top_k_lens)"
     STRIDED_TOP_K = "rows of chosen entries that do not lie next to each other"
     RANK_KEYS = "one rank's keys (causal_seqlens_kv_global)"
@@ -77,6 +78,7 @@ FIELDS: dict[str, Asks] = {
         Feature.TOP_K: lambda problem: problem.selected is not None,
         Feature.STRIDED_TOP_K: lambda problem: problem.selected is not None and not problem.selected.is_contiguous(),
     },
+    "window_cache": {Feature.TWO_POOLS: lambda problem: problem.window_cache is not None},
     "num_visible": {Feature.RANK_KEYS: lambda problem: problem.num_visible is not None},
     "selected_lens": {Feature.TOP_K_LENS: lambda problem: problem.selected_lens is not None},
     "skip_softmax": {Feature.SKIP_SOFTMAX: lambda problem: problem.skip_softmax > 0},

@@ -1,4 +1,4 @@
-"""Attention problems with checked arguments in one common form. Each of FlashInfer's four calls defines a problem; references
+"""Attention problems with checked arguments in one common form. Each of FlashInfer's calls defines a problem; references
 and kernels solve it. `lab.calls.features` says what a kernel needs to support to solve one.
 """
 
@@ -25,17 +25,18 @@ Scale = float | torch.Tensor
 
 
 class AttentionCall(NamedEnum):
-    """FlashInfer's four calls. The value is the function's name."""
+    """FlashInfer's calls. The value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
     MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
     RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"  # before absorption, over the new tokens alone
+    DSV4_DECODE = "trtllm_batch_decode_sparse_mla_dsv4"  # over selected entries of two pools
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The softmax's inputs besides queries, keys and values. All four calls have them.
+    """The softmax's inputs besides queries, keys and values. All calls have them.
 
     Attributes:
         bmm1_scale, bmm2_scale: factors of Q·K^T and of P·V.
@@ -291,6 +292,10 @@ class PagedAttention(AttentionProblem):
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
+    def of_one_pool(self) -> "PagedAttention":
+        """Return the same problem with all entries in `k_cache` and `v_cache`. Only DSV4's problem has another pool."""
+        return self
+
     def check_values(self) -> None:
         if self.is_block_sparse:
             for head, problem in enumerate(self.of_kv_heads()):
@@ -304,7 +309,7 @@ class PagedAttention(AttentionProblem):
             check_lengths(self, lengths, "max_seq_len")
             lens = None if self.selected_lens is None else self.selected_lens[: self.row_offsets()[-1]]
             cells = self.columns_in_use() & (self.selected >= 0)
-            check_selection(self.selected, lens, cells, self.k_cache.shape[0] * self.page_size)
+            self._check_selection(lens, cells)
             return
         capacity = columns * self.page_size
         for request, length in enumerate(lengths):
@@ -319,6 +324,10 @@ class PagedAttention(AttentionProblem):
         self._check_page_ids("K", self.k_block_tables, live)
         if self.v_block_tables is not self.k_block_tables:
             self._check_page_ids("V", self.v_block_tables, live)
+
+    def _check_selection(self, lens: torch.Tensor | None, cells: torch.Tensor) -> None:
+        assert self.selected is not None
+        check_selection(self.selected, lens, cells, self.k_cache.shape[0] * self.page_size)
 
     def _check_page_ids(self, kind: str, table: torch.Tensor, live: torch.Tensor) -> None:
         ids, num_pages = table.cpu(), self.k_cache.shape[0]

@@ -33,6 +33,10 @@ from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
+OF_ANY_SHAPE = (
+    AttentionCall.MLA_DECODE,
+    AttentionCall.DSV4_DECODE,
+)  # calls whose query has an axis of requests or none
 MOST_SAVED_ELEMENTS = 2**20
 SHOWN_CHARACTERS = 1000
 
@@ -151,8 +155,8 @@ class CaseRun:
         function = functools.partial(self.kernel.once, self._offered(interface.value))
         returned = self.kernel.invoke(interface, function, arguments)
         self._wait()
-        if interface is AttentionCall.MLA_DECODE:
-            self._expect_shape_of_mla(returned, arguments)
+        if interface in OF_ANY_SHAPE:
+            self._expect_shape_of(interface, returned, arguments)
         result = as_result(returned, interface)._replace(call=call)
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
         return result if rows is None else result.leading(rows)
@@ -218,10 +222,11 @@ class CaseRun:
                 raise failure from None
             self.fail(str(failure), what)
 
-    def _expect_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
-        """Expect that an MLA output has the query's leading axes, because `as_result` accepts rows in another shape."""
-        out, _ = output_and_lse(AttentionCall.MLA_DECODE.value, returned)
-        shape = (*arguments["query"].shape[:-1], arguments["kv_lora_rank"])
+    def _expect_shape_of(self, interface: AttentionCall, returned: Any, arguments: dict[str, Any]) -> None:
+        """Expect that an output has the query's leading axes, because `as_result` accepts rows in another shape."""
+        out, _ = output_and_lse(interface.value, returned)
+        query = arguments["query"]
+        shape = (*query.shape[:-1], arguments.get("kv_lora_rank", query.shape[-1]))
         if tuple(out.shape) != shape:
             self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
 
@@ -402,7 +407,7 @@ def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> di
 def as_result(returned: Any, interface: AttentionCall) -> Result:
     """Return the output and LSE that a function returned, one row per query row. Raise KernelError if one is no tensor."""
     out, lse = output_and_lse(interface.value, returned)
-    if interface is AttentionCall.MLA_DECODE:
+    if interface in OF_ANY_SHAPE:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
     return Result(out.detach(), None if lse is None else lse.detach())

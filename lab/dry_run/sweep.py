@@ -119,7 +119,7 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
         lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
     """
     with machine(gpu_name) as gpu, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
-        for call in AttentionCall:
+        for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
                 if index % every == 0:
                     yield judged(gpu, call, point)
@@ -305,7 +305,7 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
     """Return, for each function, the number of calls with each kind of agreement."""
-    counts: dict[str, Counter[str]] = {call.value: Counter() for call in AttentionCall}
+    counts: dict[str, Counter[str]] = {call.value: Counter() for call in SWEPT}
     for verdict in verdicts:
         counts[verdict.call][verdict.agreement] += 1
     return counts

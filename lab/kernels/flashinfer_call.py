@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, MLADecodeCall
+from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall
 from lab.calls.problem import AttentionProblem, PagedAttention
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.extras import require
@@ -205,7 +205,9 @@ def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[s
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
-def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
+def trtllm_gen_memory(
+    call: DecodeCall | ContextCall | MLADecodeCall | DSV4DecodeCall, problem: PagedAttention
+) -> dict[str, Any]:
     """Return the memory arguments of a call that runs trtllm-gen: scratch as its workspace, and zeroed counters.
 
     If the caller gave no counters, the first bytes of the workspace are the counters, so that no call allocates and zeroes its

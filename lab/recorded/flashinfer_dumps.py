@@ -18,7 +18,7 @@ import torch
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
-from lab.recorded.call import ListedCall, RecordedCall, RecordingError, reading
+from lab.recorded.call import RECORDED_CALLS, ListedCall, RecordedCall, RecordingError, reading
 
 METADATA = "metadata.jsonl"
 REPLAYS = "graph_flushes"
@@ -33,10 +33,10 @@ def read(path: Path) -> RecordedCall:
     """Read the call, or the replay of a captured call, that a folder holds.
 
     Raises:
-        RecordingError: a file is missing, damaged or in another format, or the function is not in `AttentionCall`.
+        RecordingError: a file is missing, damaged or in another format, or the function is not in `RECORDED_CALLS`.
     """
     record = _last_record(path)
-    if record["function_name"] not in {each.value for each in AttentionCall}:
+    if record["function_name"] not in {each.value for each in RECORDED_CALLS}:
         raise RecordingError(f"{path} holds a call of {record['function_name']}, which the lab does not judge")
     function = AttentionCall(record["function_name"])
     inputs = _tensors(path, "inputs")

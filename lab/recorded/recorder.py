@@ -32,7 +32,7 @@ import torch
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
-from lab.recorded.call import DAMAGED, RESULTS, InvalidArgumentsError, RecordedCall, RecordingError
+from lab.recorded.call import DAMAGED, RECORDED_CALLS, RESULTS, InvalidArgumentsError, RecordedCall, RecordingError
 from lab.recorded.own_form import MadeCall
 from lab.recorded.shrink import Fault, Reason, fault_of
 from lab.recorded.wrapping import Wrapping
@@ -111,7 +111,7 @@ class Recorder:
         self._versions = own_form.versions()  # once, since they are read from the disk
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, list[MadeCall]] = WeakKeyDictionary()
-        self._wrapping = Wrapping(self._wrapper, [each.value for each in AttentionCall], functions)
+        self._wrapping = Wrapping(self._wrapper, [each.value for each in RECORDED_CALLS], functions)
         self._of_graphs: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> "Recorder":

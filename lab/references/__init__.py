@@ -5,6 +5,7 @@ from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indi
 from lab.references.errors import Comparison, compare, relative_l2
 from lab.references.paged_attention import (
     trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_sparse_mla_dsv4,
     trtllm_batch_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache_mla,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "generate_draft_decode_kv_indices",
     "relative_l2",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_sparse_mla_dsv4",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",

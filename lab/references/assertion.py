@@ -48,7 +48,7 @@ def assert_close_to_reference(
         arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3 cache;
             None: the query's dtype.
         check_dtype: False accepts another dtype of `out` than the call's; the bound stays that of the call's dtype.
-        the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's four calls the kernel
+        the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's calls the kernel
             implements (`lab.calls.CALL_TYPES`). Their present contents are read, and none is written. `workspace_buffer` may be
             left out.
 
@@ -83,7 +83,7 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the call object of the FlashInfer call that has these argument names. Raise TypeError if none of the four calls
+    """Return the call object of the FlashInfer call that has these argument names. Raise TypeError if none of the calls
     has them.
     """
     errors: dict[type[Any], TypeError] = {}
@@ -96,7 +96,7 @@ def _call_of(arguments: dict[str, Any]) -> Any:
             return call(**arguments)
     nearest = max(errors, key=lambda call: len(set(arguments) & set(inspect.signature(call).parameters)))
     raise TypeError(
-        f"these are the arguments of none of FlashInfer's four calls; of {nearest.function.value}, {errors[nearest]}"
+        f"these are the arguments of none of FlashInfer's calls; of {nearest.function.value}, {errors[nearest]}"
     )
 
 
@@ -163,13 +163,15 @@ def truth_of_problem(
     the problem's page tables or offsets.
 
     Args:
-        problem: a problem of any of the four calls.
+        problem: a problem of any of the calls.
         arithmetic: dtype of the operands of both products in the low-precision computation that sets the error bound; None: the
             query's dtype.
         requests: the requests whose rows are computed, in this order; None: all.
         histories: what `histories_of` returns for the same requests, if the caller has it already. A block-sparse call has
             other histories for each K/V head, and does not use these.
     """
+    if isinstance(problem, PagedAttention):
+        problem = problem.of_one_pool()
     if isinstance(problem, PagedAttention) and problem.is_block_sparse:
         return Truth.of_heads(
             [truth_of_problem(of_head, arithmetic, requests=requests) for of_head in problem.of_kv_heads()]
@@ -205,7 +207,7 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if isinstance(problem, PagedAttention):
-        return _paged_histories(problem, chosen)
+        return _paged_histories(problem.of_one_pool(), chosen)
     parts = problem.parts()
     return [parts[request] for request in chosen]
 

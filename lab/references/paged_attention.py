@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
+from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, indexed, rounded
 from lab.references.softmax_attention import PIECE_ELEMENTS, Tile, TiledKV, attention_by_tiles, tiles, visible_keys
@@ -70,6 +70,24 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
     return call.returned(out, lse)
 
 
+@takes(DSV4DecodeCall)
+def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
+    """Compute DeepSeek-V4's attention: each row attends to entries that it selects in two pools, in one softmax.
+
+    `lab.calls.DSV4DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, query and
+    cache may have any dtype and size of `MLADecodeCall`, and `out` may be float64. The entries of both pools are copied.
+
+    Returns:
+        out, the query's shape, bfloat16 unless `out` is given.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: `DSV4DecodeCall.problem` or `TwoPools.check_values` refuses the call, before
+            any arithmetic.
+    """
+    out, _ = paged_attention(call.problem())
+    return call.returned(out)
+
+
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`.
 
@@ -91,6 +109,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem = _planned_on_host(problem)
         problem.check_values()
+    problem = problem.of_one_pool()
     if problem.selected is not None:
         problem = _of_selected_entries(problem, problem.selected)
     if problem.num_visible is not None:

@@ -11,10 +11,10 @@ from lab.calls import (
     DecodeCall,
     Feature,
     MLADecodeCall,
-    PagedAttention,
     RaggedAttention,
     RaggedContextCall,
 )
+from lab.calls.dsv4_decode import TwoPools
 from lab.calls.features import FIELDS
 from lab.calls.problem import AttentionProblem
 from tests.cases import context_arguments, decode_arguments, latent_batch, random_batch, sparse_arguments
@@ -22,7 +22,7 @@ from tests.kernels.adapter_calls import ragged
 
 
 def test_every_field_is_declared_and_no_other() -> None:
-    names = {field.name for problem in (PagedAttention, RaggedAttention) for field in fields(problem)}
+    names = {field.name for problem in (TwoPools, RaggedAttention) for field in fields(problem)}
     assert names == set(FIELDS)
 
 

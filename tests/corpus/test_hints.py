@@ -45,7 +45,9 @@ def test_a_wrong_kernel_is_found(axis: str, value: object, name: str) -> None:
         assert not right.wrongs + right.failures + right.declines
 
 
-@pytest.mark.parametrize("function", [each.value for each in AttentionCall])
+@pytest.mark.parametrize(
+    "function", [each.value for each in AttentionCall if "skip_softmax" in MODELS[each](Ranges()).axes]
+)
 @pytest.mark.parametrize("factor", [1e-30, 3.0])
 def test_a_kernel_that_leaves_out_what_it_may_is_right(function: str, factor: float) -> None:
     run = run_of(RIGHT["skipped_keys"], function, "skip_softmax", factor)

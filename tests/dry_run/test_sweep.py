@@ -24,8 +24,8 @@ def test_every_so_many_th_call_agrees(gpu: str) -> None:
     verdicts = list(sweep.sweep(gpu, drawn=200, every=19))
     assert [each for each in verdicts if each.agreement not in sweep.AGREED] == []
     counts = sweep.counted(verdicts)
-    assert all(counts[call.value]["taken by both"] >= 3 for call in AttentionCall), counts
-    assert all(counts[call.value]["refused by both"] > 10 for call in AttentionCall), counts
+    assert all(counts[call.value]["taken by both"] >= 3 for call in SWEPT), counts
+    assert all(counts[call.value]["refused by both"] > 10 for call in SWEPT), counts
 
 
 def verdict(call: AttentionCall, **values: Any) -> sweep.Verdict:

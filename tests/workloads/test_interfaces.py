@@ -20,5 +20,5 @@ def test_an_implementation_has_the_functions_that_can_be_called() -> None:
     assert interfaces_of(implementation) == [AttentionCall.CONTEXT, MetadataFunction.MHA_METADATA]
 
 
-def test_the_ragged_call_alone_has_no_paged_cache() -> None:
-    assert set(AttentionCall) - set(PAGED_CALLS) == {AttentionCall.RAGGED_CONTEXT}
+def test_these_calls_alone_have_not_one_paged_cache() -> None:
+    assert set(AttentionCall) - set(PAGED_CALLS) == {AttentionCall.RAGGED_CONTEXT, AttentionCall.DSV4_DECODE}

@@ -122,7 +122,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "transform_mode": arguments.get("bf16q_fp8kv_transform_mode"),
         "cute_dsl_impl": arguments.get("cute_dsl_impl"),
         # Of calls that can do without.
-        "cum_seq_lens_q_given": interface in (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
+        "cum_seq_lens_q_given": CALL_TYPES[interface].__dataclass_fields__["cum_seq_lens_q"].default is None
         and problem.cu_seqlens_q is not None,
         "not_causal": not problem.causal,
         "out_given": arguments.get("out") is not None,
@@ -131,7 +131,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "lse_base_e": lse_is_base_e(arguments),
         "out_dtype": problem.out_dtype,
         "other_out_dtype": problem.out_dtype
-        != (torch.bfloat16 if interface is AttentionCall.MLA_DECODE else query.dtype),
+        != (torch.bfloat16 if interface in (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE) else query.dtype),
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "separate_tables": Feature.SEPARATE_TABLES in options,
@@ -158,7 +158,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     read: Read = {
         "kv_dtype": k_cache.dtype,
         "kv_layout": "MLA" if is_mla else arguments.get("kv_layout", "HND"),
-        "one_cache_tensor": not is_mla and isinstance(arguments["kv_cache"], Tensor),
+        "one_cache_tensor": not is_mla and isinstance(arguments.get("kv_cache"), Tensor),
         "page_gaps": _lie_apart(k_cache),
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),

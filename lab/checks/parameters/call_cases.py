@@ -55,8 +55,8 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
         of["dtypes"].query,
         of["dtypes"].cache,
     )
-    q_lens = _q_lens(of)
-    kv_lens = _kv_lens(of, q_lens)
+    q_lens = q_lens_of(of)
+    kv_lens = kv_lens_of(of, q_lens)
     width = max(-(-kv_len // page_size) for kv_len in kv_lens)
     return AttentionCase(
         interface,
@@ -95,7 +95,8 @@ def _heads(of: Chosen) -> dict[str, Any]:
     return {"group": of["heads"], "num_kv_heads": 1, "head_dim": dims.head_dim, "v_head_dim": dims.v_head_dim}
 
 
-def _q_lens(of: Chosen) -> tuple[int, ...]:
+def q_lens_of(of: Chosen) -> tuple[int, ...]:
+    """Return the number of query rows of each request in a paged call."""
     if of.interface is AttentionCall.CONTEXT:
         return rows_of_prompts(of)
     count = of["requests"]
@@ -150,7 +151,7 @@ def generator(of: Chosen) -> random.Random:
     return random.Random(repr((of.interface.name, of.seed)))
 
 
-def _kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
+def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     """Return the number of keys of each request in a paged call, as the axis "lengths" says."""
     lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], generator(of)
     if count > REQUESTS:
@@ -160,7 +161,7 @@ def _kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
         edges = edge_lengths(page_size, SHORT)
         kv_lens = [rng.choice(edges) for _ in q_lens]
         kv_lens[-1] = SHORT - rng.randrange(20)  # a window hides something of it
-        if of["pages"] == Pages.TWICE:
+        if of.get("pages") == Pages.TWICE:
             kv_lens = [kv_len + page_size for kv_len in kv_lens]
     if of.get("mask") == Mask.OWN_BIT_CLEAR:
         kv_lens[0] = 0  # of the draft alone, whose first row sees no key

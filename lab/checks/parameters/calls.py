@@ -56,9 +56,10 @@ def judge_built(run: CaseRun, call: BuiltCall) -> None:
     out, lse = call.given.get("out"), call.given.get("lse")
     out = result.out if out is None else out.view(-1, *out.shape[-2:])
     lse = result.lse if lse is None else lse.view(-1, lse.shape[-1])
-    if lse is not None and call.forms["lse"] == Lse.BASE_E:
+    form = call.forms.get("lse", Lse.NONE)
+    if lse is not None and form == Lse.BASE_E:
         lse = lse / math.log(2.0)
-    if lse is None and call.forms["lse"] != Lse.NONE:
+    if lse is None and form != Lse.NONE:
         run.wrong("return_lse=True returned no LSE")
     if rows := call.rows:
         run.expect_close("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
@@ -134,7 +135,7 @@ def _lengths(call: BuiltCall) -> None:
     """Pass offsets of pages in place of keys, `seq_lens` as uint32, or lengths and offsets as parts of larger tensors with
     wrong values around them, if the configuration says so.
     """
-    lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
+    lengths, form = call.given["seq_lens"], call.forms.get("seq_lens")
     if call.forms.get("key_offsets") == KeyOffsets.PAGES:
         call.given["cum_seq_lens_kv"] = exclusive_cumsum(num_pages(lengths, call.inputs.case.page_size))
     if form == SeqLens.UINT32:
@@ -174,7 +175,7 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _skip_softmax(call: BuiltCall) -> None:
-    if (factor := call.forms["skip_softmax"]) is not None:
+    if (factor := call.forms.get("skip_softmax")) is not None:
         call.given["skip_softmax_threshold_scale_factor"] = call.rules["skip_softmax"] = factor
 
 
@@ -215,7 +216,7 @@ def _lse(call: BuiltCall) -> None:
     """Request the LSE, and pass an `unwritten` buffer for it, if the configuration says so. The memory around the buffer, and
     gaps in it, must stay unchanged.
     """
-    form: Lse = call.forms["lse"]
+    form: Lse = call.forms.get("lse", Lse.NONE)
     query = call.given["query"]
     if form == Lse.NONE:
         return
@@ -242,6 +243,6 @@ def _lse(call: BuiltCall) -> None:
 
 def _far(call: BuiltCall) -> None:
     """Pass the argument that the axis "far" names as a view: its last row begins more than 2**31 elements after the first."""
-    if (name := call.forms["far"]) != NEAR:
+    if (name := call.forms.get("far", NEAR)) != NEAR:
         call.given[name] = Layout.FAR_APART.of(call.given[name])
         call.guards.pop(name, None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model
+from lab.checks.parameters.dsv4 import DSV4_FORMS, dsv4_inputs, dsv4_model
 from lab.checks.parameters.lists import LISTS
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
@@ -31,14 +32,14 @@ class CallFamily:
         model: returns the parameters (axes) of the call, their values and the rules between them, within ranges.
         inputs: makes the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`.
         forms: functions that pass arguments of this call alone in the form that a configuration gives them.
-        redrawn: makes the inputs of a case with other lengths and another seed, for a replay.
+        redrawn: makes the inputs of a case with other lengths and another seed, for a replay; None: K9 does not judge the call.
         replayed_cases: makes the cases of K9 of a call without a paged cache.
     """
 
     model: Callable[[Ranges], Model]
     inputs: Callable[..., Any]
     forms: tuple[Callable[[BuiltCall], None], ...]
-    redrawn: Callable[..., Any]
+    redrawn: Callable[..., Any] | None = None
     replayed_cases: Callable[..., Iterator[Any]] | None = None
 
 
@@ -51,6 +52,7 @@ FAMILIES: Mapping[AttentionCall, CallFamily] = {
     AttentionCall.RAGGED_CONTEXT: CallFamily(
         _cached(ragged_model), ragged_inputs, RAGGED_FORMS, redrawn_ragged, replayed_cases
     ),
+    AttentionCall.DSV4_DECODE: CallFamily(_cached(dsv4_model), dsv4_inputs, DSV4_FORMS),
 }
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
     {

@@ -131,7 +131,9 @@ def maker_of(run: CaseRun, case: Any) -> Make:
     """Return a function that makes the inputs of a case with other lengths, another seed and, if `moved`, other pages. They
     include sinks and a mask, as far as the case allows.
     """
-    return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
+    redrawn = FAMILIES[case.interface].redrawn
+    assert redrawn is not None
+    return partial(redrawn, case, run.ranges, run.device)
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
@@ -319,6 +321,6 @@ CHECK = Check(
     __doc__,
     _cases,
     _judge,
-    interfaces=tuple(AttentionCall),
+    interfaces=tuple(call for call, family in FAMILIES.items() if family.redrawn is not None),
     drawn=_roomy,
 )

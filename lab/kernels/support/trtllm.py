@@ -3,13 +3,14 @@
 from lab.calls.problem import AttentionCall
 from lab.gpus import Capability, family_of
 from lab.kernels.support.cake import CAKE
+from lab.kernels.support.dsv4 import TRTLLM_GEN_DSV4
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.kernel import Kernel
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_KERNELS
 from lab.kernels.support.xqa import XQA, XQA_MLA
 
-KERNELS = (CAKE, *TRTLLM_GEN_KERNELS, XQA, FMHA_V2, XQA_MLA)
-TRTLLM_GEN = {call: kernel for kernel in TRTLLM_GEN_KERNELS for call in kernel.calls}
+KERNELS = (CAKE, *TRTLLM_GEN_KERNELS, TRTLLM_GEN_DSV4, XQA, FMHA_V2, XQA_MLA)
+TRTLLM_GEN = {call: kernel for kernel in (*TRTLLM_GEN_KERNELS, TRTLLM_GEN_DSV4) for call in kernel.calls}
 # What FlashInfer runs for each call where it does not run trtllm-gen. A call without another kernel is refused there.
 ELSEWHERE = {call: kernel for kernel in KERNELS[1:] for call in kernel.calls}
 
@@ -18,7 +19,7 @@ def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto
     """Return the kernel that FlashInfer runs for a call on a GPU. `why_not` says whether that kernel supports the call there.
 
     Args:
-        call: one of the four calls. The context call runs fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.
+        call: one of FlashInfer's calls. The context call runs fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.
         capability: (major, minor) of the GPU.
         backend: the call's `backend`: "auto", "trtllm-gen" or "xqa". "cute-dsl" raises NotImplementedError.
         of_one_rank: the call has one rank's keys, as in decode context parallelism.

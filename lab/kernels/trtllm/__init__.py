@@ -4,6 +4,10 @@
 """
 
 from lab.kernels.support.trtllm import kernel_for
+from lab.kernels.trtllm.dsv4_decode import (
+    prepare_trtllm_batch_decode_sparse_mla_dsv4,
+    trtllm_batch_decode_sparse_mla_dsv4,
+)
 from lab.kernels.trtllm.mla_decode import (
     prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_with_kv_cache_mla,
@@ -21,10 +25,12 @@ __all__ = [
     "causal_mask",
     "kernel_for",
     "prepare_trtllm_batch_context_with_kv_cache",
+    "prepare_trtllm_batch_decode_sparse_mla_dsv4",
     "prepare_trtllm_batch_decode_with_kv_cache",
     "prepare_trtllm_batch_decode_with_kv_cache_mla",
     "prepare_trtllm_ragged_attention_deepseek",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_sparse_mla_dsv4",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",

@@ -72,9 +72,18 @@ def test_no_other_profile_is_known() -> None:
         profile_named("trt")
 
 
-@pytest.mark.parametrize("interface", AttentionCall)
+@pytest.mark.parametrize("interface", [each for each in AttentionCall if each is not AttentionCall.DSV4_DECODE])
 def test_a_plain_call_is_sent_by_each_engine(interface: AttentionCall) -> None:
     assert senders(interface, Configuration(interface)) == "sglang vllm"
+
+
+def test_sglang_sends_dsv4s_call_with_sinks_and_e4m3() -> None:
+    interface = AttentionCall.DSV4_DECODE
+    sent = {"dtypes": "e4m3/e4m3", "sinks": "per head", "cache": "4-D", "backend": "trtllm-gen"}
+    assert senders(interface, Configuration(interface, sent)) == "sglang"
+    for axis in sent:
+        without = {name: value for name, value in sent.items() if name != axis}
+        assert senders(interface, Configuration(interface, without)) == ""
 
 
 @pytest.mark.parametrize(

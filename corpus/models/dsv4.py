@@ -1,0 +1,23 @@
+"""A right model of DeepSeek-V4's call. A wrong kernel replaces one stage."""
+
+from typing import Any
+
+from corpus.wrong import DSV4, Model
+from lab.calls import DSV4DecodeCall, takes
+from lab.calls.dsv4_decode import TwoPools
+from lab.references.paged_attention import paged_attention
+
+
+class DSV4Decode(Model, interface=(DSV4,)):
+    """A right model of FlashInfer's sparse MLA call of DeepSeek-V4."""
+
+    def __init__(self) -> None:
+        self.trtllm_batch_decode_sparse_mla_dsv4 = takes(DSV4DecodeCall)(self.launch)
+
+    def launch(self, call: DSV4DecodeCall) -> Any:
+        out, _ = paged_attention(self.changed(call.problem()))
+        return call.returned(out)
+
+    def changed(self, problem: TwoPools) -> TwoPools:
+        """Return the problem to solve, which a wrong kernel may change."""
+        return self.misread(problem)

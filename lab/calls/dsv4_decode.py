@@ -1,0 +1,285 @@
+"""FlashInfer's sparse MLA call of DeepSeek-V4 as data: its parameters, and the problem over two pools that it defines.
+
+A request has two kinds of cache entries: one per token, of which a row sees the most recent, and one per group of tokens, which
+the model compressed. They lie in two pools. A row selects entries of both, and one softmax goes over all of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+import torch
+
+from lab.calls import allowed, arguments
+from lab.calls.nan import refuse_nan
+from lab.calls.problem import AttentionCall, PagedAttention, Scale
+from lab.calls.selection import WINDOW_COLUMNS, Names, check_selection, columns_in_use
+
+BACKENDS = ("auto", "trtllm-gen")
+OTHER_BACKENDS = ("cute-dsl", "sparse", "cake")  # FlashInfer has them, with other arguments
+COLUMNS_STEP = 4  # the number of columns is a multiple of it (mla/_core.py 1127)
+NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sparse_indices", WINDOW_COLUMNS)
+
+
+@dataclass(frozen=True, eq=False)
+class TwoPools(PagedAttention):
+    """The problem of a DSV4 call.
+
+    Attributes:
+        selected, selected_lens: as in `PagedAttention`, but the first `WINDOW_COLUMNS` columns are places in `window_cache`,
+            and the others places in `k_cache`. A row at position p uses at most p + 1 of the first ones.
+        window_cache: view [num_pages, 1, page_size, head_dim] of keys that are values too. It must be given.
+    """
+
+    window_cache: torch.Tensor | None = None
+
+    def of_one_pool(self) -> PagedAttention:
+        """Return the same problem over one pool, which has copies of all entries of both."""
+        window, compressed = (each.view(torch.uint8) for each in self._entries())
+        pool = torch.cat((window, compressed)).view(self.kv_dtype)[:, None, None]
+        selected, width = self._cells()
+        places = torch.where(self._is_window(), selected, selected + len(window))
+        given = {each.name: getattr(self, each.name) for each in fields(PagedAttention)}
+        given |= {"k_cache": pool, "v_cache": pool, "selected": torch.where(self._is_entry(), places, -1)}
+        lens = torch.full((len(selected),), width, dtype=torch.int32, device=selected.device)
+        return PagedAttention(**given | {"selected_lens": lens})
+
+    def columns_in_use(self) -> torch.Tensor:
+        selected, _ = self._cells()
+        return columns_in_use(selected, self.selected_lens, self.seq_lens, self.row_offsets(), WINDOW_COLUMNS)
+
+    def _cells(self) -> tuple[torch.Tensor, int]:
+        assert self.selected is not None
+        return self.selected, self.selected.shape[1]
+
+    def _is_window(self) -> torch.Tensor:
+        selected, width = self._cells()
+        return torch.arange(width, device=selected.device) < WINDOW_COLUMNS
+
+    def _is_entry(self) -> torch.Tensor:
+        return self.columns_in_use() & (self._cells()[0] >= 0)
+
+    def _entries(self) -> Iterator[torch.Tensor]:
+        """Yield the entries of the window pool and of the other pool, [num_entries, head_dim]."""
+        assert self.window_cache is not None
+        for cache in (self.window_cache, self.k_cache):
+            yield cache[:, 0].flatten(0, 1)
+
+    def _check_selection(self, lens: torch.Tensor | None, cells: torch.Tensor) -> None:
+        (selected, _), (window, compressed) = self._cells(), map(len, self._entries())
+        check_selection(selected, lens, cells & ~self._is_window(), compressed, NAMES)
+        check_selection(selected, None, cells & self._is_window(), window, NAMES)
+        for request, rows in enumerate(torch.tensor(self.row_offsets()).diff().tolist()):
+            if int(self.seq_lens[request]) < rows:
+                raise ValueError(
+                    f"seq_lens[{request}] = {int(self.seq_lens[request])} is less than the request's {rows} query rows, whose "
+                    "tokens it counts"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class DSV4DecodeCall:
+    """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_sparse_mla_dsv4`: same names, order and defaults.
+
+    Every query head reads the same cache entries, and an entry is both key and value. A row sees the entries that its cells of
+    `sparse_indices` name, in two pools, and no others. It decodes, and prefills with `cum_seq_lens_q` (SGLang 0.5.23,
+    `deepseek_v4_trtllm_backend.py` 357 and 501). `lab.calls.selection` has the rule by which cells are entries. The last
+    dimension of tensors is contiguous, and `sinks`, lengths, offsets and `out` are contiguous. Line numbers below are those
+    of FlashInfer 0.7.2.post1's mla/_core.py.
+
+    Attributes:
+        query: [batch_size, q_len_per_request, num_qo_heads, head_dim]; with `cum_seq_lens_q` [num_rows, num_qo_heads,
+            head_dim]. FlashInfer takes bf16 and e4m3, a head_dim of 512, and 8, 16, 32, 64 or 128 heads (1100); the references
+            take more.
+        swa_kv_cache: the pool of recent tokens, [num_pages, 1, page_size, head_dim] or the same without the dimension of the
+            only head; with kv_layout "NHD" [num_pages, page_size, 1, head_dim]. The query's dtype (1153).
+        workspace_buffer: memory for FlashInfer's kernels. Other implementations ignore it.
+        sparse_indices: int32 [num_rows, num_columns]: the places of each row's entries. The first 128 columns are places
+            page * page_size + offset in `swa_kv_cache`, and the others places in `compressed_kv_cache`; -1 is no entry, in any
+            column (2020). num_columns is at least 128 and a multiple of 4 (1122). Only other backends go without this tensor
+            and the next three.
+        compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, with pages of its own size. It may be
+            the same tensor.
+        sparse_topk_lens: int32 [num_rows], columns in use, from 128 to num_columns: all 128 first columns count (1203). Later
+            columns may hold anything.
+        seq_lens: int32 [batch_size], tokens of each request, at least as many as it has rows (2673). Of the first 128 columns
+            a row at position p uses at most p + 1 (2017), and the others may hold anything. It bounds nothing else.
+        out: where the output is written, the query's shape, contiguous. None makes a bfloat16 tensor for any dtype of the
+            query. FlashInfer writes bf16 alone (1219).
+        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
+        sinks: float32 [num_qo_heads], as in `DecodeCall`.
+        kv_layout: "HND" or "NHD", of both pools.
+        cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths.
+        max_q_len: upper bound of the rows of a request on the host, required with `cum_seq_lens_q`. Without it None or
+            q_len_per_request.
+        remapped_sparse_indices_buffer: memory for FlashInfer's kernels; it changes no result.
+        sparse_indices_are_storage_offsets: False says that `sparse_indices` are places as above. It is required if the tokens
+            of a pool do not lie next to each other (2751).
+
+    There is no LSE. `backend` is "auto" or "trtllm-gen". `lab.calls.allowed.REFUSED` has the other parameters, which the lab
+    takes only at their default: another value raises NotImplementedError. The lab also wants one row of `sparse_indices` for
+    each query row; FlashInfer leaves the output of query rows without one as it is (2697).
+    """
+
+    function: ClassVar[AttentionCall] = AttentionCall.DSV4_DECODE
+    module: ClassVar[str] = "flashinfer.mla"
+
+    query: torch.Tensor
+    swa_kv_cache: torch.Tensor
+    workspace_buffer: torch.Tensor | None
+    sparse_indices: torch.Tensor | None = None
+    compressed_kv_cache: torch.Tensor | None = None
+    sparse_topk_lens: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    bmm1_scale: Scale = 1.0
+    bmm2_scale: Scale = 1.0
+    sinks: torch.Tensor | None = None
+    kv_layout: str = "HND"
+    cum_seq_lens_q: torch.Tensor | None = None
+    max_q_len: int | None = None
+    enable_pdl: bool | None = None
+    swa_topk_lens: torch.Tensor | None = None
+    extra_sparse_indices: torch.Tensor | None = None
+    extra_sparse_topk_lens: torch.Tensor | None = None
+    backend: str = "auto"
+    hca_swa_indices: torch.Tensor | None = None
+    hca_compressed_block_tables: torch.Tensor | None = None
+    hca_seq_lens: torch.Tensor | None = None
+    hca_is_causal: bool = True
+    hca_use_persistent: bool = False
+    hca_sparse_indices_format: str | None = None
+    remapped_sparse_indices_buffer: torch.Tensor | None = None
+    sparse_indices_are_storage_offsets: bool | None = None
+    dsv4_inv_rope_cos_sin_cache: torch.Tensor | None = None
+    dsv4_output_scale: torch.Tensor | None = None
+    sparse_topk_lens_offset: int = 0
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None
+    kv_cache_format: str = field(default="fp8", kw_only=True)
+
+    def problem(self) -> TwoPools:
+        """Check the arguments and return the attention problem that they define. Its results have one row per query row.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: a shape, device, stride or number is invalid for every implementation.
+            NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
+        """
+        allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
+        rows = self._query_rows()
+        for name in ("sparse_indices", "compressed_kv_cache", "sparse_topk_lens", "seq_lens"):
+            arguments.check_tensor(name, getattr(self, name))
+        arguments.check_devices(self)
+        window, compressed = (self._pool(name) for name in ("swa_kv_cache", "compressed_kv_cache"))
+        batch_size, max_q_len = self._batch()
+        seq_lens, sinks = self.seq_lens, self.sinks
+        assert seq_lens is not None
+        arguments.check_vector("seq_lens", seq_lens, batch_size, (torch.int32,))
+        if sinks is not None:
+            arguments.check_vector("sinks", sinks, rows.shape[1], (torch.float32,))
+        no_pages = torch.empty((batch_size, 0), dtype=torch.int32, device=rows.device)
+        out = self.out
+        if out is not None:
+            out = arguments.check_out(out, self.query.shape, "the query's shape", arguments.OUT_DTYPES).view(rows.shape)
+        problem = TwoPools(
+            call=self.function,
+            query=rows,
+            k_cache=compressed,
+            v_cache=compressed,
+            k_block_tables=no_pages,
+            v_block_tables=no_pages,
+            selected=self._selected(len(rows)),
+            selected_lens=self.sparse_topk_lens,
+            window_cache=window,
+            seq_lens=seq_lens,
+            cu_seqlens_q=self.cum_seq_lens_q,
+            cu_seqlens_kv=None,
+            max_q_len=max_q_len,
+            max_kv_len=torch.iinfo(torch.int32).max,  # the call bounds no length
+            causal=True,
+            window_left=-1,
+            sinks=sinks,
+            **arguments.posed_alike(self),
+            out=out,
+            out_dtype=torch.bfloat16 if out is None else out.dtype,
+            lse=None,
+            return_lse=False,
+        )
+        if rows.device.type == "cpu":
+            problem.check_values()
+            refuse_nan(problem, in_query=False)
+        return problem
+
+    def returned(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the output, given as [num_rows, num_qo_heads, head_dim], in the query's shape. There is no LSE."""
+        return out.view(self.query.shape) if self.out is None else self.out
+
+    def _query_rows(self) -> torch.Tensor:
+        """Return the query as [num_rows, num_qo_heads, head_dim]."""
+        query, is_ragged = arguments.check_tensor("query", self.query), self.cum_seq_lens_q is not None
+        if query.ndim != (3 if is_ragged else 4):
+            form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
+            raise ValueError(
+                f"query must be [{form}, num_qo_heads, head_dim] {'with' if is_ragged else 'without'} cum_seq_lens_q, got "
+                f"shape {list(query.shape)}"
+            )
+        if not is_ragged and query.shape[1] == 0:
+            raise ValueError(f"query needs at least one row per request, got shape {list(query.shape)}")
+        rows = query if is_ragged else query.flatten(0, 1)
+        arguments.check_query(rows)
+        return rows
+
+    def _pool(self, name: str) -> torch.Tensor:
+        """Return a pool as [num_pages, 1, page_size, head_dim]."""
+        if self.kv_layout not in ("HND", "NHD"):
+            raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {self.kv_layout!r}")
+        pool = arguments.check_tensor(name, getattr(self, name), (self.query.dtype,))
+        head_dim, is_nhd = self.query.shape[-1], self.kv_layout == "NHD"
+        form = f"[num_pages, page_size, 1, {head_dim}]" if is_nhd else f"[num_pages, 1, page_size, {head_dim}]"
+        of_head = (
+            pool if pool.ndim == 3 and not is_nhd else pool.squeeze(2 if is_nhd else 1) if pool.ndim == 4 else pool
+        )
+        if of_head.ndim != 3 or of_head.shape[2] != head_dim or of_head.shape[1] == 0 or (is_nhd and pool.ndim == 3):
+            raise ValueError(f"{name} must be {form} with kv_layout={self.kv_layout!r}, got shape {list(pool.shape)}")
+        arguments.check_head_dim_stride(name, pool)
+        if self.sparse_indices_are_storage_offsets is None and not of_head.is_contiguous():
+            raise ValueError(
+                f"{name} has tokens that do not lie next to each other (stride {pool.stride()}): pass "
+                "sparse_indices_are_storage_offsets=False, which says that sparse_indices count tokens"
+            )
+        return of_head.unsqueeze(1)
+
+    def _batch(self) -> tuple[int, int]:
+        """Return the number of requests, and the upper bound of the rows of one."""
+        if self.cum_seq_lens_q is None:
+            batch_size, q_len = self.query.shape[:2]
+            if self.max_q_len not in (None, q_len):
+                raise ValueError(
+                    f"max_q_len must be None or {q_len}, the query's second dimension, got {self.max_q_len}"
+                )
+            return batch_size, q_len
+        offsets = arguments.check_tensor("cum_seq_lens_q", self.cum_seq_lens_q)
+        if offsets.numel() < 2:
+            raise ValueError(
+                f"cum_seq_lens_q must be [batch_size + 1] of at least one request, got {list(offsets.shape)}"
+            )
+        arguments.check_vector("cum_seq_lens_q", offsets, offsets.numel(), (torch.int32,))
+        bound = arguments.check_int("max_q_len", self.max_q_len, 1, "it bounds the rows of one request")
+        return offsets.numel() - 1, bound
+
+    def _selected(self, num_rows: int) -> torch.Tensor:
+        table = arguments.check_tensor("sparse_indices", self.sparse_indices, (torch.int32,))
+        if table.ndim != 2 or table.shape[1] < WINDOW_COLUMNS or table.shape[1] % COLUMNS_STEP:
+            raise ValueError(
+                f"sparse_indices must be [num_rows, num_columns] with a multiple of {COLUMNS_STEP} columns, at least "
+                f"{WINDOW_COLUMNS}, got shape {list(table.shape)}"
+            )
+        if len(table) != num_rows:
+            error = NotImplementedError if 0 < len(table) < num_rows else ValueError
+            raise error(
+                f"sparse_indices has {len(table)} rows and query {num_rows}: the lab wants one for each query row"
+            )
+        if table.stride(1) != 1:
+            raise ValueError(f"sparse_indices rows must be contiguous, got stride {table.stride()}")
+        arguments.check_vector("sparse_topk_lens", self.sparse_topk_lens, num_rows, (torch.int32,))
+        return table

@@ -1,0 +1,145 @@
+"""DeepSeek-V4's call: its model (parameters, their values and rules), and how the call of a configuration is made.
+
+The first value of each axis is its default. The cases are those of MLA decode calls whose rows select entries: one for the pool
+of tokens and one for the pool of compressed tokens, with the same rows.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.calls.selection import WINDOW_COLUMNS
+from lab.checks.parameters.call_cases import Chosen, kv_lens_of, q_lens_of
+from lab.checks.parameters.covering import Model, constraints
+from lab.checks.parameters.paged_axes import (
+    MOST_OUT_ELEMENTS,
+    QUERY,
+    REQUESTS,
+    RULES,
+    VACUOUS,
+    softmax_axes,
+)
+from lab.checks.parameters.values import Bound, Cache, DtypePair, Lengths, Offsets, Output, Tables, Without
+from lab.ranges import Ranges, text_of
+from lab.workloads.attention_case import AttentionCase, Entries, Storage, TableTail
+from lab.workloads.inputs.call import BuiltCall
+from lab.workloads.inputs.dsv4 import DSV4Inputs, build_dsv4
+from lab.workloads.inputs.views import GAP, LEAST_ALIGNMENT_BYTES, Layout, apart, at_bytes
+
+COMPRESSION = 3  # tokens for one compressed entry of the cases; 4 and 128 in the model, which leave fewer
+HEAD_DIM, SMALL_HEAD_DIM = 512, 64  # DeepSeek-V4's, and one for large cases
+ENTRIES = tuple(each.name.lower() for each in (Entries.SHUFFLED, *Entries))
+TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
+
+
+def dsv4_model(ranges: Ranges) -> Model:
+    """Return the axes and rules of the call, restricted to ranges."""
+    pairs = [pair for pair in ranges.widened("dtypes") if pair[0] == pair[1]] or [(torch.bfloat16,) * 2]
+    axes: dict[str, Sequence[Any]] = {
+        "dtypes": [DtypePair(text_of(pair)) for pair in pairs],
+        "heads": ranges.widened("mla_heads"),
+        "head_dim": (HEAD_DIM, SMALL_HEAD_DIM),
+        "page_size": ranges.widened("mla_page_sizes"),
+        "compressed_page_size": ranges.widened("mla_page_sizes")[::-1],
+        "kv_layout": ranges.kv_layouts,
+        "requests": (REQUESTS, 1, *ranges.large_batches),
+        "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *ranges.long_requests[:1]),
+        "q_len": ranges.widened("q_lens"),
+        "offsets": (Offsets.NONE, Offsets.EQUAL, Offsets.UNEQUAL, *Without),
+        "max_q_len": (Bound.EXACT, Bound.LARGER),
+        "columns": (192, 128, 132, 640),
+        "window_entries": ENTRIES,
+        "compressed_entries": ENTRIES,
+        **softmax_axes(AttentionCall.DSV4_DECODE, ranges),  # without skip-softmax, which the call does not have
+        "out": (Output.NONE, Output.GIVEN, Output.VIEW),
+        "backend": ("auto", "trtllm-gen"),
+        "query": (*QUERY[:4], Layout.HEADS_FIRST, Layout.REQUESTS_APART),
+        "sparse_indices": (Tables.PLAIN, Tables.ROWS_APART, *TAILS),
+        "cache": (Cache.PLAIN, Cache.FOUR_AXES, Cache.PAGES_APART, Cache.TOKENS_APART, Cache.AT_16_BYTES),
+    }
+    del axes["skip_softmax"]
+    return Model.of(axes, (*RULES, *DSV4_RULES), TRIPLES, VACUOUS)
+
+
+DSV4_RULES = constraints(
+    {
+        "the tensors would be too large for a test": lambda requests, q_len, heads, head_dim: (
+            requests * q_len * heads * head_dim <= MOST_OUT_ELEMENTS
+        ),
+        "a large batch or request is of few elements": (
+            lambda requests, head_dim: requests <= REQUESTS or head_dim == SMALL_HEAD_DIM,
+            lambda lengths, head_dim: isinstance(lengths, str) or head_dim == SMALL_HEAD_DIM,
+        ),
+        "without columns for compressed entries rows select none": lambda columns, compressed_entries: (
+            columns > WINDOW_COLUMNS or compressed_entries == ENTRIES[0]
+        ),
+    }
+)
+TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "window_entries", "sparse_indices"))
+
+
+def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs:
+    """Return the tensors of a configuration."""
+    q_lens = q_lens_of(of)
+    kv_lens = kv_lens_of(of, q_lens)
+
+    def case(lens: Sequence[int], entries: str, top_k: int, page_size: int, seed: int) -> AttentionCase:
+        return AttentionCase(
+            AttentionCall.MLA_DECODE,
+            tuple(lens),
+            q_lens,
+            num_kv_heads=1,
+            group=of["heads"],
+            head_dim=of["head_dim"],
+            v_head_dim=of["head_dim"],
+            dtype=of["dtypes"].query,
+            kv_dtype=of["dtypes"].cache,
+            arithmetic=of["dtypes"].query,
+            sinks=of["sinks"] != "none",
+            offsets=of["offsets"] != Offsets.NONE,
+            top_k=top_k,
+            entries=Entries[entries.upper()] if top_k else None,
+            seed=seed,
+            storage=Storage(page_size, table_tail=TAILS.get(of["sparse_indices"], TableTail.FOREIGN), page_seed=seed),
+        )
+
+    compressed = [-(-kv_len // COMPRESSION) for kv_len in kv_lens]
+    return build_dsv4(
+        case(kv_lens, of["window_entries"], WINDOW_COLUMNS, of["page_size"], of.seed),
+        case(
+            compressed,
+            of["compressed_entries"],
+            of["columns"] - WINDOW_COLUMNS,
+            of["compressed_page_size"],
+            of.seed + 1,
+        ),
+        device,
+    )
+
+
+def _pools(call: BuiltCall) -> None:
+    """Pass both pools with the strides and axes, and the other arguments in the form, that a configuration gives them."""
+    form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
+    layouts: dict[Cache, Callable[[Tensor], Tensor]] = {
+        Cache.PAGES_APART: lambda pages: apart(pages, 0, pages[0].numel()),
+        Cache.TOKENS_APART: partial(apart, axis=1, gap=GAP),
+        Cache.AT_16_BYTES: partial(at_bytes, offset_bytes=LEAST_ALIGNMENT_BYTES),
+    }
+    for name in ("swa_kv_cache", "compressed_kv_cache"):
+        pages = layouts.get(form, lambda same: same)(call.given[name])
+        call.given[name] = pages.unsqueeze(2) if is_nhd else pages.unsqueeze(1) if form == Cache.FOUR_AXES else pages
+    if is_nhd:
+        call.given["kv_layout"] = "NHD"
+    if form in (Cache.PAGES_APART, Cache.TOKENS_APART):
+        call.given["sparse_indices_are_storage_offsets"] = False
+    if call.forms["backend"] != "auto":
+        call.given["backend"] = call.forms["backend"]
+    if call.forms["sparse_indices"] == Tables.ROWS_APART:
+        call.given["sparse_indices"] = apart(call.given["sparse_indices"], -2, GAP)
+
+
+DSV4_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_pools,)

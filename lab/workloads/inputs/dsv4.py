@@ -1,0 +1,90 @@
+"""The tensors of DeepSeek-V4's call: two poisoned pools, of tokens and of compressed ones, and the entries that rows select."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.calls.selection import WINDOW_COLUMNS
+from lab.workloads.attention_case import AttentionCase, TableTail
+from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace, running_sum
+from lab.workloads.inputs.ragged import joined
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DSV4Inputs(AttentionInputs):
+    """The tensors of a DSV4 call. The fields of `AttentionInputs` are those of the window pool, except that a request's history
+    is its tokens followed by its compressed entries, and `selected` are positions in this history.
+    """
+
+    compressed_pages: Tensor  # [num_pages, page_size, head_dim]
+    sparse_indices: Tensor  # int32 [num_rows, num_columns]; cells that are not in use have the case's `table_tail`
+    sparse_topk_lens: Tensor  # int32 [num_rows]
+
+    @property
+    def interface(self) -> AttentionCall:
+        return AttentionCall.DSV4_DECODE
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of the call by FlashInfer's names. Arguments at their default are left out."""
+        case = self.case
+        arguments: dict[str, Any] = {
+            "query": self.query if case.offsets else self.query.unflatten(0, (len(case.q_lens), case.q_lens[0])),
+            "swa_kv_cache": self.k_pages,
+            "workspace_buffer": new_workspace(self.query.device),
+            "compressed_kv_cache": self.compressed_pages,
+            **{name: getattr(self, name) for name in ("sparse_indices", "sparse_topk_lens", "seq_lens")},
+            **{name: getattr(self, name) for name in ("bmm1_scale", "bmm2_scale")},
+        }
+        if self.sinks is not None:
+            arguments["sinks"] = self.sinks
+        if case.offsets:
+            arguments["cum_seq_lens_q"] = running_sum(case.q_lens, self.query.device)
+            arguments["max_q_len"] = max(*case.q_lens, 1)  # FlashInfer refuses 0
+        return arguments
+
+
+def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: torch.device) -> DSV4Inputs:
+    """Return the tensors of a call. Queries, sinks and scales are those of `of_window`.
+
+    Args:
+        of_window: the tokens of each request, and the `WINDOW_COLUMNS` columns in which rows select them.
+        of_compressed: the compressed entries of each request, and the other columns, if any. Requests have the same rows.
+        device: the device of the tensors.
+    """
+    window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)
+    of_tokens, of_entries = window.selected or (), compressed.selected or (None,) * len(of_window.q_lens)
+    selected, keys = [], []
+    for (tokens, _), (entries, _), own, others in zip(
+        window.histories, compressed.histories, of_tokens, of_entries, strict=True
+    ):
+        keys.append(joined((tokens, entries)))
+        selected.append(
+            own if others is None else torch.cat((own, torch.where(others < 0, -1, others + len(tokens))), 1)
+        )
+    up_to_row = [
+        kv_len - q_len + row + 1
+        for kv_len, q_len in zip(of_window.kv_lens, of_window.q_lens, strict=True)
+        for row in range(q_len)
+    ]
+    parts = [_with_tail(window, torch.tensor(up_to_row, device=device))]
+    lens = torch.zeros_like(parts[0][:, 0])
+    if compressed.selected is not None:
+        lens = ((compressed.places() >= 0) * torch.arange(1, of_compressed.top_k + 1, device=device)).amax(dim=1)
+        parts.append(_with_tail(compressed, lens))
+    return DSV4Inputs(
+        **vars(window) | {"histories": tuple((each, each) for each in keys), "selected": tuple(selected)},
+        compressed_pages=compressed.k_pages,
+        sparse_indices=torch.cat(parts, dim=1),
+        sparse_topk_lens=(WINDOW_COLUMNS + lens).to(torch.int32),
+    )
+
+
+def _with_tail(inputs: AttentionInputs, used: Tensor) -> Tensor:
+    """Return the places of one pool, with the case's `table_tail` in the columns of each row after its first `used`."""
+    places = inputs.places()
+    tails = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
+    tail = tails.get(inputs.case.storage.table_tail, places[:, :1].roll(-1, 0))
+    return torch.where(torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1), places, tail)
