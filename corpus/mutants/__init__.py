@@ -1,1 +1,1 @@
-"""718 wrong kernels that were made to prove that each of the judge's checks can fail."""
+"""724 wrong kernels that were made to prove that each of the judge's checks can fail."""

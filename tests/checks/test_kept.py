@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from corpus.kernels import kernel
-from corpus.right import KERNELS
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
@@ -16,8 +15,8 @@ from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
-from lab.checks.properties.k14_interleaving import calls_at_once
-from lab.checks.run.verdicts import Outcome
+from lab.checks.properties.k14_interleaving import PARTS, calls_at_once
+from lab.checks.run.verdicts import Judged, Outcome
 from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
@@ -43,26 +42,26 @@ def check() -> Check:
     return next(check for check in checks() if check.key == "K14")
 
 
-def one_by_one(interface: Interface) -> Configuration:
-    """Return the smoke level's case of calls that differ in one argument."""
-    (case,) = (case for case in check().cases(interface, Ranges(), Level.SMOKE) if isinstance(case, Configuration))
-    return case
+def one_by_one(interface: Interface, implementation: Any) -> list[Judged]:
+    """Judge the smoke level's cases of calls that differ in one argument, by one implementation."""
+    cases = [case for case in check().cases(interface, Ranges(), Level.SMOKE) if isinstance(case, Configuration)]
+    assert len(cases) == PARTS
+    return [run_case(implementation, check(), case, CPU, Ranges()) for case in cases]
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_an_argument_that_is_kept_shows_where_it_alone_changes(name: str) -> None:
     for function in kernel(name).interface:
-        case = one_by_one(interface_of(function))
-        judged = run_case(kernel(name).implementation(), check(), case, CPU, Ranges())
-        assert judged.outcome is Outcome.WRONG
-        assert judged.wrongs[0].startswith(FOUND[name]), judged.wrongs
+        judged = one_by_one(interface_of(function), kernel(name).implementation())
+        wrong = next(each for each in judged if each.outcome is Outcome.WRONG)
+        assert wrong.wrongs[0].startswith(FOUND[name]), wrong.wrongs
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_a_right_implementation_is_right_whatever_changes(interface: Interface) -> None:
-    right = KERNELS["two_passes"] if isinstance(interface, AttentionCall) else RIGHT[interface.value]()
-    judged = run_case(right, check(), one_by_one(interface), CPU, Ranges())
-    assert (judged.outcome, judged.wrongs, judged.declines) == (Outcome.RIGHT, (), ())
+    right = references if isinstance(interface, AttentionCall) else RIGHT[interface.value]()
+    for judged in one_by_one(interface, right):
+        assert (judged.outcome, judged.wrongs, judged.declines) == (Outcome.RIGHT, (), ())
 
 
 def test_a_value_that_is_declined_is_left_out() -> None:
@@ -72,10 +71,10 @@ def test_a_value_that_is_declined_is_left_out() -> None:
         return references.trtllm_batch_decode_with_kv_cache(**arguments)
 
     only = SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
-    judged = run_case(only, check(), one_by_one(AttentionCall.DECODE), CPU, Ranges())
-    assert (judged.outcome, judged.declines) == (Outcome.RIGHT, ())
+    for judged in one_by_one(AttentionCall.DECODE, only):
+        assert (judged.outcome, judged.declines) == (Outcome.RIGHT, ())
     none = SimpleNamespace(trtllm_batch_decode_with_kv_cache=lambda **_: decode(sinks=1))
-    assert run_case(none, check(), one_by_one(AttentionCall.DECODE), CPU, Ranges()).outcome is Outcome.DECLINED
+    assert {each.outcome for each in one_by_one(AttentionCall.DECODE, none)} == {Outcome.DECLINED}
 
 
 def test_a_call_shares_what_is_equal_and_what_it_writes_is_its_own() -> None:

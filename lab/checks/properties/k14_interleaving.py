@@ -1,8 +1,8 @@
 """State that is stored under an incomplete key: a module, a scale, a plan or an output that is reused for another call.
 
 A test suite that runs all calls of a configuration in sequence, or in its own process, never finds such state. Here calls that
-differ in one argument, or are larger in every size, alternate in one process: A, B, A. One case has a B for each value of each
-argument that leaves the sizes as they are, with A's tensors for all other arguments. On a GPU the last A runs on another
+differ in one argument, or are larger in every size, alternate in one process: A, B, A. Some cases have a B for each value of
+each argument that leaves the sizes as they are, with A's tensors for all other arguments. On a GPU the last A runs on another
 stream, and then calls with different contents and workspaces run on two streams at once.
 """
 
@@ -30,6 +30,7 @@ from lab.workloads.interfaces import INTERFACES, PAGED_CALLS, Interface, Metadat
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
 LAUNCHES_AT_ONCE, BUSY_SIZE = 20, 8192  # of each stream; and a matrix whose product is as long as all launches need
+PARTS = 4  # cases of calls that differ in one argument: a kernel may be compiled for each value
 # With these, settings of the functions that prepare a call have effects.
 STEP = {"draft_step": 1}
 BASES: dict[Interface, dict[str, Any]] = {
@@ -47,7 +48,8 @@ def _cases(scope: Scope) -> Iterator[Any]:
         yield from scope.balanced(5, 32, seed=17)
     model = MODELS[scope.interface](scope.ranges)
     point = model.completed(BASES.get(scope.interface, {}))
-    yield Configuration(scope.interface, model.default if point is None else point, seed=1)
+    for part in range(PARTS):
+        yield Configuration(scope.interface, model.default if point is None else point, seed=part)
 
 
 def _judge(run: CaseRun) -> None:
@@ -82,7 +84,8 @@ def _one_by_one(run: CaseRun) -> None:
     _judge_one(run, "A", built)
     if run.wrongs:
         return
-    values = [(axis, value) for axis in model.axes if axis not in SIZES for value in model.axes[axis]]
+    axes = [axis for axis in model.axes if axis not in SIZES][first.seed % PARTS :: PARTS]
+    values = [(axis, value) for axis in axes for value in model.axes[axis]]
     for axis, value in values:
         near: Point = {**first.values, axis: value}
         point = near if model.fits(near) else model.completed({axis: value})
