@@ -8,6 +8,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties.check import Level
 from lab.checks.report import Report
+from lab.checks.run.invariance import invariance
 from lab.checks.run.judge import judge, judge_case, judge_forward, judge_recorded
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -56,6 +57,7 @@ __all__ = [
     "Report",
     "Storage",
     "TableTail",
+    "invariance",
     "judge",
     "judge_case",
     "judge_forward",

@@ -23,7 +23,7 @@ from lab.checks.run.support_protocol import (
     is_capturing,
     output_and_lse,
 )
-from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput
+from lab.checks.run.verdicts import IT_FAILED, BitDifference, CheckedResult, SavedOutput
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.errors import Truth
@@ -100,6 +100,7 @@ class CaseRun:
         declines: sentences about variations of the check that were refused, or judged in an equivalent form.
         remarks, suspicions: sentences that a reader of the verdict should know, right or wrong: those in `suspicions` say that
             the case's inputs may be wrong.
+        differences: calls of a case of `lab.checks.invariance` with other bits than its base call.
         worst_ratio: the largest ratio of an error to its bound.
         is_misshapen: a result has another shape or dtype than expected.
         judged: number of results that were compared.
@@ -125,6 +126,7 @@ class CaseRun:
         self.declines: list[str] = []
         self.remarks: list[str] = []
         self.suspicions: list[str] = []
+        self.differences: list[BitDifference] = []
         self.worst_ratio = 0.0
         self.is_misshapen = False
         self.judged = 0

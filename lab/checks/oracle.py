@@ -80,6 +80,19 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
     return OutputComparison(f"the bits of rows {rows[:SHOWN_ROWS]}{more} differ", wrong_rows=differ)
 
 
+def largest_ulps(out: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] in one dtype. The unit is the last place of
+    the vector's largest element, because elements near zero have places that no sum can hold. Infinity if an element that
+    differs is not finite.
+    """
+    limits = torch.finfo(out.dtype)
+    left, right = out.double(), other.double()
+    size = torch.maximum(left.abs(), right.abs()).nan_to_num(posinf=limits.max).amax(-1, keepdim=True)
+    place = limits.eps * torch.exp2(size.clamp(min=limits.smallest_normal).log2().floor())
+    found = ((left - right).abs() / place)[as_integers(out) != as_integers(other)]
+    return float(found.where(found.isfinite(), math.inf).max()) if found.numel() else 0.0
+
+
 def _other_shape(out: Tensor, expected: Tensor) -> str:
     return f"the output is {list(out.shape)}, not {list(expected.shape)}"
 

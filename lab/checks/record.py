@@ -18,7 +18,7 @@ import torch
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
 from lab.checks.explain.features import features_of_case
 from lab.checks.properties import checks_by_key
-from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome
+from lab.checks.run.verdicts import BitDifference, CaseVerdict, Judged, Outcome
 from lab.files import DAMAGED, read_json
 from lab.workloads.interfaces import INTERFACES, interface_of
 
@@ -56,6 +56,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                     remarks=tuple(case.get("remarks", ())),
                     by_lab=case.get("by_lab", False),
                     suspicions=tuple(case.get("suspicions", ())),
+                    differences=tuple(BitDifference(what, float(by)) for what, by in case.get("differences", ())),
                 ),
                 ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
                 drawn=case.get("drawn", False),

@@ -205,6 +205,7 @@ class Report:
             "declines": list(verdict.judged.declines),
             "remarks": list(verdict.judged.remarks),
             "suspicions": list(verdict.judged.suspicions),
+            "differences": [[each.what, _number(each.ulps)] for each in verdict.judged.differences],
             "worst_ratio": _number(verdict.judged.worst_ratio),
             "judged": verdict.judged.judged,
             "by_lab": verdict.judged.by_lab,

@@ -12,6 +12,7 @@ import lab
 from lab.commands.bench import bench
 from lab.commands.compare import ab, compare, releases
 from lab.commands.dry_run import dry_run
+from lab.commands.invariance import invariance
 from lab.commands.judge import judge
 from lab.commands.lists import checks, implementations
 from lab.commands.record import record
@@ -48,6 +49,7 @@ def common(
 # Headings of the panels in the help.
 JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
 app.command(rich_help_panel=JUDGING)(judge)
+app.command(rich_help_panel=JUDGING)(invariance)
 app.command(rich_help_panel=JUDGING)(checks)
 app.command(rich_help_panel=JUDGING)(implementations)
 app.command(rich_help_panel=JUDGING)(record)

@@ -177,7 +177,7 @@ def judge(
         refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
         if implementation is not None:
             prepare_machine(device)
-            settings["refusals"] = _refusals(refusals, implementation)
+            settings["refusals"] = refusals_named(refusals, implementation)
         from lab.recorded.case import recording_below
         from lab.recorded.own_form import ends
 
@@ -200,14 +200,14 @@ def judge(
         "discover": discover,
         "for_seconds": for_seconds or 0.0,
         "profile": profile or "",
-        "refusals": _refusals(refusals, name),
+        "refusals": refusals_named(refusals, name),
         "out": out or last_report(name),
         "fresh": fresh or out is None,
     }
     _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
 
 
-def _refusals(named: str | None, kernel: str) -> "NamesOfRefusals | None":
+def refusals_named(named: str | None, kernel: str) -> "NamesOfRefusals | None":
     """Return the names that --refusals gives. Only a worker resolves them: this may import the kernel's module."""
     from lab.checks.run.support_protocol import RefusalNames
 
@@ -251,7 +251,7 @@ def _judge_case(
     with refusing_errors():
         was = read_case(path, number)
         prepare_machine(settings["device"] or was.device)
-        refused = _refusals(refusals, name or was.implementation)
+        refused = refusals_named(refusals, name or was.implementation)
         try:
             verdict = judge_recorded(path, number, implementation=name, refusals=refused, **settings)
         except LoadError as error:

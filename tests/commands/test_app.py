@@ -15,6 +15,7 @@ from tests.recorded.write_calls import write_call
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
+    "invariance",
     "judge",
     "checks",
     "mutants",

@@ -21,6 +21,9 @@ def checks() -> tuple[Check, ...]:
 
 @functools.cache
 def checks_by_key() -> dict[str, Check]:
-    """Return `checks()` and R1, the check of recorded calls, which has cases only if a recording is given."""
+    """Return `checks()`, R1, the check of recorded calls, which has cases only if a recording is given, and the factors of
+    `lab.checks.invariance`.
+    """
     recorded = importlib.import_module(f"{__name__}.recorded").RECORDED_CALLS
-    return {check.key: check for check in (*checks(), recorded)}
+    factors = importlib.import_module(f"{__name__}.invariance").FACTORS
+    return {check.key: check for check in (*checks(), recorded, *factors)}

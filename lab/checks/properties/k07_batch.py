@@ -8,13 +8,14 @@ Finally, all requests share their first pages, like requests with a cached prefi
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.checks.properties.variants import Variant, part
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import CallInputs
-from lab.workloads.inputs.encoding import raw
-from lab.workloads.inputs.ragged import RaggedInputs, joined
+from lab.workloads.inputs.ragged import joined
 
 SHARED_PAGES = 2
 
@@ -26,13 +27,7 @@ def _judge(run: CaseRun) -> None:
     alone = [part(inputs, f"request {request} alone", [request]) for request in range(1, len(inputs.q_lens))]
     for variant in (*batch_sizes(inputs), *positions(inputs), *alone):
         run.vary(variant.what, variant.inputs, variant.inputs.truth())
-    before = run.again(inputs)
-    for variant in neighbours(inputs):
-        assert variant.rows is not None
-        after, same = run.vary(variant.what, variant.inputs), variant.rows >= 0
-        if after is not None and after.out.shape == before.out.shape:
-            kept, others = (result._replace(out=result.out[same]) for result in (before, after))
-            run.expect_equal_bits(f"the other requests, with {variant.what}", others, kept)
+    _others_keep_their_bits(run, inputs)
     if inputs.seen is None:  # K/V heads that select pages of their own have no common prefix
         shared = _with_shared_prefix(inputs)
         run.vary("a shared prefix", shared, shared.truth())
@@ -43,7 +38,7 @@ def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Var
     yield part(inputs, "request 0 alone", [0])
     every = range(len(inputs.q_lens))
     for each in times:
-        yield part(inputs, f"each request {each} times, one batch after another", [*every] * each)
+        yield part(inputs, f"the batch {each} times in one call", [*every] * each)
 
 
 def positions(inputs: CallInputs) -> Iterator[Variant]:
@@ -53,42 +48,21 @@ def positions(inputs: CallInputs) -> Iterator[Variant]:
     yield part(inputs, "request 0 after the others", [*every[1:], 0])
 
 
-def neighbours(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield calls in which other requests have other queries, keys and values: first request 0, then all but request 0."""
-    every = range(len(inputs.q_lens))
-    for what, changed in (
-        ("other contents of request 0", every[:1]),
-        ("other contents of all but request 0", every[1:]),
-    ):
-        same = part(inputs, what, every)
-        assert same.rows is not None
-        first = inputs.q_lens[0]
-        of_changed = slice(0, first) if 0 in changed else slice(first, None)
-        query, rows = inputs.query.clone(), same.rows.clone()
-        raw(query)[of_changed] = raw(query)[of_changed].roll(1, -1)
-        rows[of_changed] = -1
-        yield replace(same, inputs=_with_rolled_keys(replace(inputs, query=query), changed), rows=rows)
+def another_query(inputs: CallInputs) -> Variant:
+    """Return the call with another query of the first request, which no other request may show."""
+    rows = inputs.q_lens[0]
+    query, others = inputs.query.clone(), torch.arange(len(inputs.query), device=inputs.query.device)
+    query[:rows] *= -2.0
+    others[:rows] = -1
+    return Variant("another query of request 0", replace(inputs, query=query), rows=others)
 
 
-def _with_rolled_keys(inputs: CallInputs, requests: Sequence[int]) -> CallInputs:
-    """Return the inputs with the elements of each key and value of some requests moved by one place. In a paged call their
-    histories are those of before.
-    """
-    if isinstance(inputs, RaggedInputs):
-        parts = [*inputs.parts]
-        for request in requests:
-            keys, values = (raw(side).roll(1, -1).view(side.dtype) for side in parts[request])
-            parts[request] = keys, values
-        return replace(inputs, parts=parts)
-    size, pools = inputs.case.page_size, []
-    for pages in (inputs.k_pages,) if inputs.v_pages is inputs.k_pages else (inputs.k_pages, inputs.v_pages):
-        pools.append(pages.clone())
-        for request in requests:
-            tables = inputs.block_tables[..., request, :].view(-1, inputs.block_tables.shape[-1])
-            for table, length in zip(tables, inputs.seq_lens[..., request].flatten().tolist(), strict=True):
-                own = table[: -(-length // size)].long()
-                raw(pools[-1])[own] = raw(pages)[own].roll(1, -1)
-    return replace(inputs, k_pages=pools[0], v_pages=pools[-1])
+def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
+    rows, variant = run.case.q_lens[0], another_query(inputs)
+    before, after = run.again(inputs), run.vary(variant.what, variant.inputs)
+    if after is not None:
+        kept, others = (result._replace(out=result.out[rows:]) for result in (before, after))
+        run.expect_equal_bits("the other requests, when the first's query changed", others, kept)
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:

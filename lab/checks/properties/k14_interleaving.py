@@ -64,7 +64,8 @@ def _judge(run: CaseRun) -> None:
     scale = 0.75 * inputs.bmm1_scale
     run.vary("B, another bmm1_scale", inputs, inputs.truth(bmm1_scale=scale), bmm1_scale=scale)
     run.expect_equal_bits("A's output, after B", first, kept)
-    for what, other in calls_between(run):
+    for what, case in calls_between(run.case, run.ranges):
+        other = run.build(case)
         run.vary(f"B, {what}", other, other.truth())
         run.expect_equal_bits(f"A again, after {what}", run.again(inputs), kept)
     if run.device.type == "cuda":
@@ -133,13 +134,7 @@ def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
         run.expect_equal_bits("a call at the same time as another stream's", result, alone[launch % 2])
 
 
-def calls_between(run: CaseRun) -> Iterator[tuple[str, AttentionInputs]]:
-    """Yield calls that differ in one property from the case's, each with the property's name."""
-    for what, case in _neighbours(run.case, run.ranges):
-        yield what, run.build(case)
-
-
-def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
+def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
     """Yield cases that differ in one property from `case`, each with the property's name."""
     if case.interface is not AttentionCall.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])

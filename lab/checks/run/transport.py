@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks.run.verdicts import CheckedResult, Judged, Outcome, SavedOutput, TooLate, WrongVector
+from lab.checks.run.verdicts import BitDifference, CheckedResult, Judged, Outcome, SavedOutput, TooLate, WrongVector
 from lab.loading import LoadError
 from lab.workloads.interfaces import MetadataFunction
 
 # The findings of a case, and what `Workers.call` returns or raises.
 _SENT = (
-    *(Judged, Outcome, CheckedResult, WrongVector, SavedOutput),
+    *(Judged, Outcome, BitDifference, CheckedResult, WrongVector, SavedOutput),
     *(AttentionCall, MetadataFunction, LoadError, TooLate, pickle.PicklingError),
     # Exceptions of Python, but not KeyboardInterrupt or SystemExit, which would end the process that reads them.
     *(each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)),

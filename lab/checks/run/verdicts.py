@@ -43,6 +43,16 @@ class WrongVector:
     got: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class BitDifference:
+    """A call whose output has other bits than that of a base call. `ulps` is the largest difference, in units of the last place
+    of its vector's largest element; infinity if an element is not finite.
+    """
+
+    what: str  # how the call differs from the base call
+    ulps: float
+
+
 IT_FAILED = "it failed"  # the name of a result that its check has not named yet
 
 
@@ -94,6 +104,7 @@ class Judged:
     remarks: tuple[str, ...] = ()  # what a reader should know besides, a sentence each
     by_lab: bool = False  # nothing could be judged because of the lab or this machine, and not of the implementation
     suspicions: tuple[str, ...] = ()  # about the case's inputs, a sentence each
+    differences: tuple[BitDifference, ...] = ()  # of a case of `lab.checks.invariance`
 
     def __post_init__(self) -> None:
         for name in ("wrongs", "declines", "remarks", "suspicions"):  # they quote messages of the kernel
@@ -158,6 +169,7 @@ class CaseVerdict:
         lines += [f"  {wrong}" for wrong in self.judged.wrongs]
         lines += [f"  declined: {reason}" for reason in self.judged.declines]
         lines += [f"  note: {note}" for note in (*self.judged.suspicions, *self.judged.remarks)]
+        lines += [f"  other bits: {each.what}, by up to {each.ulps:.3g} ulp" for each in self.judged.differences]
         if self.finding:
             lines.append(f"  known: {self.finding}")
         return "\n".join(lines)

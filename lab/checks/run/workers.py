@@ -457,7 +457,9 @@ def run_case(
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED
     found = (*run.wrongs, *run.failures), tuple(run.declines), run.worst_ratio, run.judged
     remarks = (*run.remarks, *run.kernel.remarks)
-    return Judged(outcome, *found, tuple(run.results), run.output, remarks, by_lab, tuple(run.suspicions))
+    return Judged(
+        outcome, *found, tuple(run.results), run.output, remarks, by_lab, tuple(run.suspicions), tuple(run.differences)
+    )
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:

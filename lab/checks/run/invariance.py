@@ -1,0 +1,135 @@
+"""Which bits of a kernel's outputs depend on what: run the checks of the factors, and answer for each function and dtype."""
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lab.checks.properties.invariance import FACTORS
+from lab.checks.report import CheckSummary, Report
+from lab.checks.run.judge import judge
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
+from lab.exit_status import ExitStatus
+from lab.named_enum import NamedEnum
+from lab.ranges import text_of
+
+
+class Answer(NamedEnum):
+    """What a factor does to the bits of an output, the worst first."""
+
+    WRONG = "wrong"  # a result exceeds its bound, or a call failed
+    WITHIN = "within the bound"  # the bits differ, and every result is within its bound
+    SAME = "same bits"
+    UNSUPPORTED = "unsupported"  # the kernel refuses the calls
+    NOT_TRIED = "not tried"  # the lab or this machine cannot make the calls
+
+    @classmethod
+    def of(cls, verdict: CaseVerdict) -> "Answer":
+        """Return the answer of one case."""
+        if verdict.outcome in BROKEN:
+            return cls.WRONG
+        if verdict.outcome is Outcome.DECLINED:
+            return cls.NOT_TRIED if verdict.judged.by_lab else cls.UNSUPPORTED
+        return cls.WITHIN if verdict.judged.differences else cls.SAME
+
+
+@dataclass(frozen=True)
+class Dependence(CheckSummary):
+    """What a factor, the key `check`, does to the bits of a function's outputs."""
+
+    dtypes: str  # of query and keys, such as "bf16/e4m3"
+
+    @functools.cached_property
+    def answers(self) -> Counter[Answer]:
+        """Return the number of cases with each answer."""
+        return Counter(map(Answer.of, self.verdicts))
+
+    @property
+    def answer(self) -> Answer:
+        """Return the worst answer among the cases."""
+        return next(answer for answer in Answer if self.answers[answer])
+
+    @property
+    def most_ulps(self) -> float:
+        """Return the largest difference, in units of the last place of its vector's largest element."""
+        return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
+
+    def smallest(self, answer: Answer) -> CaseVerdict | None:
+        """Return the verdict with this answer on the case with the fewest keys; None if there is no such case."""
+        found = (verdict for verdict in self.verdicts if Answer.of(verdict) is answer)
+        return min(found, key=lambda verdict: (sum(verdict.case.kv_lens), verdict.case.head_dim), default=None)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the answer as JSON data. The smallest case of each answer is named by its number in the report."""
+        return {
+            "function": self.interface.value,
+            "dtypes": self.dtypes,
+            "factor": self.check,
+            "answer": self.answer.value,
+            "cases": {answer.value: count for answer, count in self.answers.items()},
+            "most_ulps": str(self.most_ulps),  # JSON has no infinity
+            "smallest": {each.value: found.number for each in Answer if (found := self.smallest(each))},
+        }
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """The answers of one run: the report of its cases, and the factors that were required to change no bit."""
+
+    report: Report
+    required: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def dependences(self) -> tuple[Dependence, ...]:
+        """Return an answer for each factor, function and pair of dtypes."""
+        found: dict[tuple[Any, ...], list[CaseVerdict]] = {}
+        for verdict in self.report.verdicts:
+            dtypes = text_of((verdict.case.dtype, getattr(verdict.case, "kv_dtype", verdict.case.dtype)))
+            found.setdefault((verdict.check, verdict.interface, dtypes), []).append(verdict)
+        return tuple(Dependence(check, of, tuple(cases), dtypes) for (check, of, dtypes), cases in found.items())
+
+    @property
+    def unmet(self) -> tuple[Dependence, ...]:
+        """Return the answers other than "same bits" to required factors, where the kernel takes the function and dtypes."""
+        judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
+        taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
+        asked = (each for each in self.dependences if each.check in self.required)
+        return tuple(
+            each for each in asked if each.answer is not Answer.SAME and (each.interface, each.dtypes) in taken
+        )
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """Return the exit status of the report, or WRONG if a required factor changes bits."""
+        status = self.report.exit_status
+        is_over = status in (ExitStatus.REFUSED, ExitStatus.INTERRUPTED)
+        return ExitStatus.WRONG if self.unmet and not is_over else status
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the report as JSON data, with the answers under "invariance"."""
+        answers = [each.as_record() for each in self.dependences]
+        return self.report.as_record() | {"required": list(self.required), "invariance": answers}
+
+
+def invariance(
+    implementation: Any, *, factors: Sequence[str] = (), require: Sequence[str] = (), **settings: Any
+) -> Invariance:
+    """Find out which bits of an implementation's outputs depend on the batch size, the workspace and so on (`FACTORS`).
+
+    Args:
+        implementation: as in `judge`.
+        factors: keys of the factors to try; all if empty.
+        require: keys of the factors that may change no bit. They are tried too.
+        settings: as in `judge`, without those that choose cases, except `level`, `ranges` and `functions`.
+
+    Raises:
+        ValueError: there is no such factor; or as in `judge`.
+        lab.loading.LoadError: the implementation cannot be imported.
+    """
+    known = {factor.key: factor for factor in FACTORS}
+    if unknown := [name for name in (*factors, *require) if name not in known]:
+        raise ValueError(f"there is no factor {unknown[0]!r}; there are {', '.join(known)}")
+    chosen = [factor for key, factor in known.items() if not factors or key in (*factors, *require)]
+    report = judge(implementation, only=chosen, drawn=0, fresh=True, known_failures={}, **settings)
+    return Invariance(report, tuple(require))

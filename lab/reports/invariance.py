@@ -1,0 +1,82 @@
+"""Show what the bits of a kernel's outputs depend on: a table of factors by dtypes, and the smallest case of each answer."""
+
+from collections.abc import Iterator, Sequence
+
+from lab.checks.run.invariance import Answer, Dependence, Invariance
+from lab.reports.judgement import SHOWN_CHARACTERS, SHOWN_DECLINES, reproduction
+from lab.reports.tables import Cell, TableReport, table_of_lines, words
+from lab.wording import joined, shortened
+from lab.workloads.interfaces import INTERFACES
+
+STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"}  # of answers to calls that were made
+
+
+def invariance_report(found: Invariance) -> TableReport:
+    """Return a table with a row for each function and factor, and a column for each pair of dtypes. Lines below it have the
+    smallest case of each row that is wrong or has other bits, reasons, and the summary.
+    """
+    rows: dict[tuple[str, str], list[Dependence]] = {}
+    for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface)):
+        rows.setdefault((each.interface.name.lower().replace("ragged_context", "ragged"), each.check), []).append(each)
+    dtypes = tuple(dict.fromkeys(each.dtypes for each in found.dependences))
+    lines = [[*map(words, names), *(_cell(row, each) for each in dtypes)] for names, row in rows.items()]
+    report = found.report
+    above = (
+        f"{report.implementation} on {report.environment.get('gpu') or report.device}: what do output bits depend on?"
+    )
+    below = [line for names, row in rows.items() for line in _examples(" ".join(names), row)]
+    below += [*_reasons(found.dependences)][:SHOWN_DECLINES]
+    table = table_of_lines(("function", "factor", *dtypes), lines)
+    return TableReport((above,), table, (*below, *_summary(found)), found.as_record(), found.exit_status)
+
+
+def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
+    """Return the answer over a pair of dtypes, with its number of cases, and that of all cases if some have another answer."""
+    for each in row:
+        if each.dtypes == dtypes:
+            text = f"{each.most_ulps:.3g} ulp" if each.answer is Answer.WITHIN else each.answer.value
+            count, judged = each.answers[each.answer], sum(each.answers[answer] for answer in STYLES)
+            cases = "" if each.answer not in STYLES else f" {count}" if count == judged else f" {count}/{judged}"
+            return words(text + cases, STYLES.get(each.answer, "declined"))
+    return words(None)
+
+
+def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
+    """Yield two lines about the smallest wrong case of a row, and about the smallest one with other bits."""
+    for answer in (Answer.WRONG, Answer.WITHIN):
+        cases = [smallest for each in row if (smallest := each.smallest(answer))]
+        for verdict in sorted(cases, key=lambda verdict: sum(verdict.case.kv_lens))[:1]:
+            most = max(verdict.judged.differences, key=lambda each: each.ulps, default=None)
+            why = verdict.reason if answer is Answer.WRONG or most is None else f"{most.what}, {most.ulps:.3g} ulp"
+            yield f"{names}, {answer.value}: {shortened(why, SHOWN_CHARACTERS)}"
+            lens = (joined([*map(str, each)]) for each in (verdict.case.kv_lens, verdict.case.q_lens))
+            yield f"    {' keys and '.join(lens)} rows: {reproduction(verdict)}"
+
+
+def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
+    """Yield why calls were refused or not tried, each reason once."""
+    told = ((each, verdict, Answer.of(verdict)) for each in found for verdict in each.verdicts)
+    refused = [
+        (each.check, answer, why)
+        for each, verdict, answer in told
+        if answer not in STYLES
+        for why in verdict.judged.declines[:1]
+    ]
+    yield from dict.fromkeys(
+        f"{factor} {answer.value}: {shortened(why, SHOWN_CHARACTERS)}" for factor, answer, why in refused
+    )
+
+
+def _summary(found: Invariance) -> Iterator[str]:
+    """Yield what limits the answers, the requirements that are not met, and the factors by their worst answer."""
+    if found.report.left_out or not found.dependences:
+        yield str(found.report)
+    for answer in Answer:
+        if unmet := [each for each in found.unmet if each.answer is answer]:
+            where = dict.fromkeys(f"{each.check} of {each.interface.name.lower()}" for each in unmet)
+            yield f"required, but {answer.value}: {', '.join(where)}"
+    worst: dict[str, Answer] = {}
+    for each in found.dependences:
+        worst[each.check] = min(worst.get(each.check, each.answer), each.answer, key=[*Answer].index)
+    of = {answer: [factor for factor, found in worst.items() if found is answer] for answer in Answer}
+    yield "; ".join(f"{answer.value}: {', '.join(factors)}" for answer, factors in of.items() if factors)
