@@ -180,16 +180,20 @@ def test_the_arrows_inside_the_judge_run_one_way() -> None:
 
 
 MOST_FILES = 12  # outside the family's own files, whose names begin with the call's
-FAMILY = re.compile(r"\bRAGGED_CONTEXT\b|\bRaggedContextCall\b|\btrtllm_ragged_attention_deepseek\b")
-OWN_STEMS = re.compile(r"ragged|mla_prefill")  # M3 is this call's own check
+# The names of a family, and the stems of its own files; M3 is the ragged call's own check.
+FAMILIES = {
+    r"\bRAGGED_CONTEXT\b|\bRaggedContextCall\b|\btrtllm_ragged_attention_deepseek\b": "ragged|mla_prefill",
+    r"\bDSV4_DECODE\b|\bDSV4DecodeCall\b|\bTwoPools\b|\btrtllm_batch_decode_sparse_mla_dsv4\b": "dsv4",
+}
 
 
-def test_few_files_know_a_family_of_calls() -> None:
-    """The ragged context call is a family of its own: whoever adds the next follows its name through the lab."""
-    paths = (path for path in (ROOT / "lab").rglob("*.py") if not OWN_STEMS.search(path.stem))
-    naming = sorted(str(path.relative_to(ROOT)) for path in paths if FAMILY.search(path.read_text()))
+@pytest.mark.parametrize(("names", "own"), FAMILIES.items())
+def test_few_files_know_a_family_of_calls(names: str, own: str) -> None:
+    """These calls are families of their own: whoever adds the next follows their names through the lab."""
+    paths = (path for path in (ROOT / "lab").rglob("*.py") if not re.search(own, path.stem))
+    naming = sorted(str(path.relative_to(ROOT)) for path in paths if re.search(names, path.read_text()))
     assert len(naming) <= MOST_FILES, (
-        f"{len(naming)} files name the ragged context call, more than {MOST_FILES}: {', '.join(naming)}. Take what is asked "
+        f"{len(naming)} files name {names}, more than {MOST_FILES}: {', '.join(naming)}. Take what is asked "
         "from AttentionCall, CALL_TYPES, the problem that the call poses or a row of lab.checks.parameters.models.FAMILIES, "
         "or put it into a file of the family's own"
     )

@@ -95,9 +95,9 @@ class DSV4DecodeCall:
             only head; with kv_layout "NHD" [num_pages, page_size, 1, head_dim]. The query's dtype (1153).
         workspace_buffer: memory for FlashInfer's kernels. Other implementations ignore it.
         sparse_indices: int32 [num_rows, num_columns]: the places of each row's entries. The first 128 columns are places
-            page * page_size + offset in `swa_kv_cache`, and the others places in `compressed_kv_cache`; -1 is no entry, in any
-            column (2020). num_columns is at least 128 and a multiple of 4 (1122). Only other backends go without this tensor
-            and the next three.
+            page * page_size + offset in `swa_kv_cache`, and the others places in `compressed_kv_cache`; -1 is no entry (2020).
+            num_columns is at least 128 and a multiple of 4 (1122). Only other backends go without this tensor and the next
+            three.
         compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, with pages of its own size. It may be
             the same tensor.
         sparse_topk_lens: int32 [num_rows], columns in use, from 128 to num_columns: all 128 first columns count (1203). Later

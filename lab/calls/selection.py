@@ -8,11 +8,12 @@ are not negative. An entry that stands in two columns counts twice.
 DSV4's call has two pools. The places of its first `WINDOW_COLUMNS` columns lie in the pool of recent tokens, and of these
 columns a row never uses more than p + 1. The other columns lie in the pool of compressed tokens, and lengths count all columns.
 
-Sources, of FlashInfer 0.7.2: a negative cell is no entry, in any column (`trace/templates/attention.py` 4141; DSV4's:
-`mla/_core.py` 2019, and SGLang 0.5.23's `kernels/ops/attention/dsv4/trtllm_metadata.py` 48); lengths are per query row
-(`mla/_core.py` 4046); the bound by position is documented for the 128 window columns of DSV4's call (`mla/_core.py` 2018).
-That a column which several readings treat alike decides nothing else is the lab's choice: SGLang 0.5.23 passes one row per
-request, and -1 after the last entry (`dsa_backend.py` 920).
+Sources, of FlashInfer 0.7.2: a negative cell is no entry, in any column (`trace/templates/attention.py` 4141; for DSV4's call
+`mla/_core.py` 2019, of the backend cake); lengths are per query row (`mla/_core.py` 4046); the bound by position is documented
+for the 128 window columns of DSV4's call (`mla/_core.py` 2018). That a column which several readings treat alike decides
+nothing else is the lab's choice: SGLang 0.5.23 passes one row per request, and -1 after the last entry (`dsa_backend.py` 920).
+It says that to trtllm-gen a -1 before the last column in use is a key of zeros (`deepseek_v4_backend.py` 591), and so the judge
+passes none in DSV4's call.
 """
 
 from typing import NamedTuple

@@ -33,6 +33,9 @@ from lab.workloads.inputs.views import GAP, LEAST_ALIGNMENT_BYTES, Layout, apart
 COMPRESSION = 3  # tokens for one compressed entry of the cases; 4 and 128 in the model, which leave fewer
 HEAD_DIM, SMALL_HEAD_DIM = 512, 64  # DeepSeek-V4's, and one for large cases
 ENTRIES = tuple(each.name.lower() for each in (Entries.SHUFFLED, *Entries))
+# -1 in a column in use is no entry to the backend cake, but by SGLang 0.5.23 a key of zeros to trtllm-gen
+# (`deepseek_v4_backend.py` 591). So rows use all window columns that they may, and no -1 is before a compressed entry.
+FULL = ENTRIES[0], Entries.ORDERED.name.lower()
 TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
 
 
@@ -52,7 +55,7 @@ def dsv4_model(ranges: Ranges) -> Model:
         "offsets": (Offsets.NONE, Offsets.EQUAL, Offsets.UNEQUAL, *Without),
         "max_q_len": (Bound.EXACT, Bound.LARGER),
         "columns": (192, 128, 132, 640),
-        "window_entries": ENTRIES,
+        "window_entries": FULL,
         "compressed_entries": ENTRIES,
         **softmax_axes(AttentionCall.DSV4_DECODE, ranges),  # without skip-softmax, which the call does not have
         "out": (Output.NONE, Output.GIVEN, Output.VIEW),

@@ -1,6 +1,6 @@
 """The tensors of DeepSeek-V4's call: two poisoned pools, of tokens and of compressed ones, and the entries that rows select."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,9 +52,12 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
     Args:
         of_window: the tokens of each request, and the `WINDOW_COLUMNS` columns in which rows select them.
         of_compressed: the compressed entries of each request, and the other columns, if any. Requests have the same rows.
+            Of each row's columns the entries come first.
         device: the device of the tensors.
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)
+    if compressed.selected is not None:
+        compressed = replace(compressed, selected=tuple(map(_entries_first, compressed.selected)))
     of_tokens, of_entries = window.selected or (), compressed.selected or (None,) * len(of_window.q_lens)
     selected, keys = [], []
     for (tokens, _), (entries, _), own, others in zip(
@@ -72,7 +75,7 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
     parts = [_with_tail(window, torch.tensor(up_to_row, device=device))]
     lens = torch.zeros_like(parts[0][:, 0])
     if compressed.selected is not None:
-        lens = ((compressed.places() >= 0) * torch.arange(1, of_compressed.top_k + 1, device=device)).amax(dim=1)
+        lens = (compressed.places() >= 0).sum(dim=1)
         parts.append(_with_tail(compressed, lens))
     return DSV4Inputs(
         **vars(window) | {"histories": tuple((each, each) for each in keys), "selected": tuple(selected)},
@@ -80,6 +83,11 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
         sparse_indices=torch.cat(parts, dim=1),
         sparse_topk_lens=(WINDOW_COLUMNS + lens).to(torch.int32),
     )
+
+
+def _entries_first(selected: Tensor) -> Tensor:
+    """Return positions with -1 after the last entry of each row, in their order otherwise."""
+    return selected.gather(1, (selected < 0).to(torch.int8).argsort(dim=1, stable=True))
 
 
 def _with_tail(inputs: AttentionInputs, used: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""Cases of DeepSeek-V4's call: what rows select in two pools, what must not matter, and the wrong kernels that are found."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from corpus.kernels import MUTANTS
+from corpus.models.dsv4 import DSV4Decode
+from lab.calls import AttentionCall, DSV4DecodeCall
+from lab.checks.case_run import CaseRun
+from lab.checks.parameters.calls import built_call, judge_call
+from lab.checks.parameters.configuration import Configuration
+from lab.ranges import Ranges
+
+DSV4, CPU, WINDOW = AttentionCall.DSV4_DECODE, torch.device("cpu"), 128
+SMALL: dict[str, Any] = {"head_dim": 64}
+
+
+def run_of(implementation: Any, **values: Any) -> CaseRun:
+    run = CaseRun(implementation, Configuration(DSV4, SMALL | values, 1), CPU, Ranges())
+    judge_call(run)
+    return run
+
+
+def call_of(**values: Any) -> Any:
+    return built_call(Configuration(DSV4, SMALL | values, 1), Ranges(), CPU)
+
+
+@pytest.mark.parametrize("name", [name for name, each in MUTANTS.items() if each.interface == (DSV4.value,)])
+def test_a_wrong_kernel_is_found_in_a_case_of_the_smoke_level(name: str) -> None:
+    alone: list[dict[str, Any]] = [{}, {"q_len": 2}, {"q_len": 3}, {"sinks": "per head"}]
+    implementation = MUTANTS[name].implementation()
+    assert any(run_of(implementation, **values).wrongs for values in alone)
+
+
+VALUES: list[dict[str, Any]] = [
+    *[
+        {"window_entries": each, "compressed_entries": each}
+        for each in ("mixed", "ordered", "edges", "one", "none", "late")
+    ],
+    *[{"q_len": 3, "sparse_indices": each} for each in ("plain", "rows apart", "tail of -1", "tail far outside")],
+    *[{"columns": each, "q_len": 2} for each in (128, 132, 640)],
+    *[{"cache": each, "kv_layout": "NHD", "dtypes": "e4m3/e4m3"} for each in ("plain", "pages apart", "at 16 bytes")],
+    *[{"offsets": each, "q_len": 3, "sinks": "per head"} for each in ("equal", "unequal", "none first", "none at all")],
+]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=repr)
+def test_a_right_kernel_is_right(values: dict[str, Any]) -> None:
+    run = run_of(DSV4Decode(), **values)
+    assert not run.wrongs + run.failures + run.declines
+    assert run.judged
+
+
+def test_columns_that_a_row_does_not_use_hold_entries_that_would_show() -> None:
+    """Ascending entries fill the columns: 128 or as many as there are tokens up to a row, and the compressed ones."""
+    given = call_of(q_len=3, window_entries="ordered", compressed_entries="ordered", columns=640).given
+    call = DSV4DecodeCall(**given)
+    used = call.problem().columns_in_use()
+    places = given["sparse_indices"]
+    assert (places[used] >= 0).all()
+    none = call_of(q_len=2, compressed_entries="none").given
+    assert (none["sparse_indices"][DSV4DecodeCall(**none).problem().columns_in_use()] >= 0).all()
+    assert (none["sparse_topk_lens"] == WINDOW).any()
+    assert given["sparse_topk_lens"].tolist() == [WINDOW + int(row[WINDOW:].sum()) for row in used]
+    assert (places[~used] >= 0).any()
+    far = call_of(q_len=3, sparse_indices="tail far outside").given
+    assert (far["sparse_indices"][~DSV4DecodeCall(**far).problem().columns_in_use()] == 2**30).all()
+
+
+def test_the_truth_is_of_the_histories_that_places_name() -> None:
+    """Each position that a row selects is, at its place, the entry of its request's history."""
+    call = call_of(q_len=2, window_entries="shuffled", compressed_entries="mixed", dtypes="bf16/bf16")
+    problem, inputs, row = DSV4DecodeCall(**call.given).problem(), call.inputs, 0
+    pools = [cache[:, 0].flatten(0, 1) for cache in (problem.window_cache, problem.k_cache)]
+    for (keys, _), selected in zip(inputs.histories, inputs.selected, strict=True):
+        for positions in selected:
+            for column in (positions >= 0).nonzero().flatten().tolist():
+                entry = pools[column >= WINDOW][int(problem.selected[row, column])]
+                assert torch.equal(entry, keys[positions[column], 0])
+            in_use = problem.columns_in_use()[row] & (problem.selected[row] >= 0)
+            assert torch.equal(in_use, positions >= 0)
+            row += 1
+    assert row == problem.num_rows
