@@ -11,12 +11,13 @@ import torch
 
 from corpus.kernels import MUTANTS, kernel
 from corpus.matrix import WRONG, markdown, ranges_of, write_matrix
+from corpus.models.dsv4 import DSV4Decode
 from corpus.models.lists import DraftListsModel
 from corpus.models.metadata import MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.models.ragged import Ragged
 from corpus.models.selected import SelectedSplitKV
 from corpus.models.split_kv import SplitKV
-from corpus.wrong import LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED
+from corpus.wrong import DSV4, LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.record import read_expression
@@ -33,6 +34,7 @@ RIGHT: dict[str, Any] = {
     MLA_METADATA: MLABuilder,
     MLA_PREFILL: MLAPrefillBuilder,
     RAGGED: Ragged,
+    DSV4: DSV4Decode,
 }
 NAMES = [record["mutant"] for record in read_json(RECORDED)]
 SAMPLED = 1 / 6  # of the mutants of each module: what is judged without --whole-corpus
