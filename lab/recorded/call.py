@@ -21,8 +21,6 @@ from lab.references.errors import Truth
 # DSV4's call is left out, because a recording would hold its pools whole.
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
 RESULTS = ("out", "lse")  # arguments that a call fills
-# Arguments with which a call selects some keys of its requests.
-SELECTIONS = {"sparse_mla_top_k": "rows select entries", "enable_block_sparse_attention": "K/V heads select pages"}
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
 NAN_BYTE = 0xFF  # a number of these bytes is NaN in each dtype of a result
 # The errors that torch, pickle, zlib and safetensors raise for a damaged file.
@@ -159,11 +157,12 @@ class RecordedCall:
             raise RecordingError("no request has a query row")
         return problem
 
-    def refuse_selection(self, done: str) -> None:
-        """Raise RecordingError if not every row sees its whole request. `done` is what then cannot be done, such as "timed"."""
-        for name, selection in SELECTIONS.items():
-            if self.given.get(name):
-                raise RecordingError(f"a call whose {selection} ({name}) cannot be {done} yet")
+    def refuse_block_sparse(self, done: str) -> None:
+        """Raise RecordingError if each K/V head has keys of its own. `done` is what then cannot be done, such as "timed"."""
+        if self.given.get("enable_block_sparse_attention"):
+            raise RecordingError(
+                f"a call whose K/V heads select pages (enable_block_sparse_attention) cannot be {done} yet"
+            )
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
         """Return the expected results, and an output and LSE of this call, in the form in which they are compared: one row per

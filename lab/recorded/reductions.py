@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
+from lab.calls.entries import live_cells, num_keys, places_of
 from lab.calls.problem import shown_draft_tokens
 from lab.recorded.call import RecordedCall, each_tensor
 from lab.shrinking import halvings
@@ -27,7 +29,14 @@ CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # 
 HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks": -1}
 # Arguments that define how others are read; the mask, which XQA needs for several rows; and bmm1_scale, because the scores are
 # too large at its default of 1.
-LAYOUT = ("workspace_buffer", "kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len")
+LAYOUT = (
+    "workspace_buffer",
+    "kv_layout",
+    "uses_shared_paged_kv_idx",
+    "cum_seq_lens_q",
+    "max_q_len",
+    "sparse_mla_top_k",
+)
 KEPT = (*LAYOUT, "mask", "bmm1_scale")
 NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # in calls in which they have no default
 LEAST_HEAD_DIM = 16
@@ -64,10 +73,10 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
         chosen = slice(parts[0].rows.start, parts[0].rows.stop)
         return packed_mask(shown_draft_tokens(mask[requests].to(torch.int32))[:, chosen, chosen])
 
-    changes: dict[str, Change] = dict.fromkeys(("query", "out", "lse"), by_row)
-    changes |= {"mask": of_draft} | dict.fromkeys(
-        ("block_tables", "causal_seqlens_kv_global"), lambda each: each[requests]
-    )
+    changes: dict[str, Change] = dict.fromkeys(("query", "out", "lse", "sparse_mla_top_k_lens"), by_row)
+    changes |= {"mask": of_draft, "causal_seqlens_kv_global": lambda each: each[requests]}
+    selects = isinstance(problem, PagedAttention) and problem.selected is not None
+    changes["block_tables"] = by_row if selects else lambda each: each[requests]
     if isinstance(problem, RaggedAttention):
         starts = problem.cu_seqlens_kv.tolist()
         tokens = [starts[part.request] + token for part in parts for token in range(part.kv_len)]
@@ -108,6 +117,14 @@ def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
             yield cut(call, [each._replace(kv_len=length) if each is part else each for each in parts])
 
 
+def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Leave out the last columns of the entries that rows select."""
+    for columns in _less(call.given.get("sparse_mla_top_k") or 1):
+        changes: dict[str, Change] = {"block_tables": itemgetter((..., slice(columns)))}
+        changes["sparse_mla_top_k_lens"] = partial(torch.clamp, max=columns)
+        yield _changed(_with(call, sparse_mla_top_k=columns), changes)
+
+
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
     """Leave out K/V heads, each with its group of query heads."""
     problem = call.problem()
@@ -135,14 +152,16 @@ def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
     """Keep only the pages that hold keys, numbered in the order of the table, or else in their old order."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
-        tables = call.given["block_tables"]
-        pages = -(-problem.seq_lens.to(torch.int64) // problem.page_size)
-        is_live = torch.arange(tables.shape[-1]) < pages.view(-1, *[1] * (tables.ndim - 1))
-        ids = tables[is_live.expand_as(tables)].tolist()
+        tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page
+        if problem.selected is not None:  # or an entry of one
+            dead, in_page = -1, problem.page_size
+        is_live = live.view(tables.shape) if live.numel() == tables.numel() else live[:, None].expand_as(tables)
+        of_cells = tables.where(is_live, 0).long() // in_page
+        ids = of_cells[is_live].tolist()
         for kept in ([*dict.fromkeys(ids)] or [0], sorted({*ids}) or [0]):
             new = torch.zeros(problem.k_cache.shape[0], dtype=tables.dtype)
             new[kept] = torch.arange(len(kept), dtype=tables.dtype)
-            renamed = torch.where(is_live, new[tables.where(is_live, 0).long()], 0)
+            renamed = torch.where(is_live, new[of_cells] * in_page + tables % in_page, dead)
             if len(kept) < len(new) or not torch.equal(renamed, tables):
                 pool = {"kv_cache": lambda cache, kept=kept: cache[kept]}
                 yield _changed(_with(call, block_tables=renamed), pool)
@@ -154,10 +173,10 @@ def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> It
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
         return
     is_live = torch.zeros(problem.k_cache.shape[0], problem.page_size, dtype=torch.bool)
-    for tables in (problem.k_block_tables, problem.v_block_tables):
-        for request, kv_len in enumerate(problem.seq_lens.tolist()):
-            for column, first in enumerate(range(0, kv_len, problem.page_size)):
-                is_live[tables[request, column], : kv_len - first] = True
+    lens = num_keys(problem)
+    requests = torch.arange(len(lens)).repeat_interleave(torch.tensor(lens))
+    for places in places_of(problem, requests, torch.cat([torch.arange(length) for length in lens])):
+        is_live.view(-1)[places] = True
     slots = -3 if call.given.get("kv_layout") == "NHD" else -2
     found = []
 
@@ -208,7 +227,7 @@ def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
 # What changes the size most is first; what makes FlashInfer compile another kernel (rows, groups, head_dim) is late. Dead slots
 # are before contents, because drawn contents keep what is not finite.
 REDUCTIONS: tuple[Reduction, ...] = (
-    *(fewer_requests, fewer_pages, fewer_keys, fewer_heads, without_dead_slots, drawn_contents),
+    *(fewer_requests, fewer_pages, fewer_keys, fewer_entries, fewer_heads, without_dead_slots, drawn_contents),
     *(default_arguments, fewer_rows, smaller_groups, smaller_head_dim),
 )
 # By these, the output of the rows that are kept does not change.

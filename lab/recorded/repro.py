@@ -59,8 +59,6 @@ def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict
     `saved` is a dictionary, the program reads contents from `repro.pt`, and their tensors are added to `saved`.
     """
     problem = call.problem()
-    if isinstance(problem, PagedAttention) and problem.num_visible is not None and problem.max_q_len > 1:
-        raise RecordingError("repro.py cannot express context parallelism with several rows of a request yet")
     values = {
         "title": in_markdown(_title(call, fault, called)).replace("\\", "\\\\").replace('"', '\\"'),
         "module": CALL_TYPES[call.function].module,
@@ -69,7 +67,7 @@ def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict
             f'    "{name}": {_expression(call, name, value, saved)},' for name, value in _stated(call)
         ),
         "bounds": _bounds(problem),
-        "visible": _visible(problem),
+        "seen": _seen(problem),
         **_expressions(call, problem),
         "group": problem.group,
         "base": " / math.log(2)" if lse_is_base_e(call.given) else "",
@@ -175,6 +173,8 @@ def _expressions(call: RecordedCall, problem: Problem) -> dict[str, str]:
     if isinstance(problem, PagedAttention):
         sides = f"({cache}[:, 0], {cache}[:, -1])" if isinstance(given["kv_cache"], Tensor) else cache
         pages = f'ARGUMENTS["block_tables"][request].long()[..., : -(-kv_len // {problem.page_size})]'
+        if problem.selected is not None:
+            pages = "torch.arange(len(sides[0]))"
     if call.function is AttentionCall.MLA_DECODE:
         cache = f"{cache}.flatten(0, -3)[:, None]"
         sides = f"({cache}, {cache}[..., :{problem.v_head_dim}])"
@@ -190,15 +190,21 @@ def _expressions(call: RecordedCall, problem: Problem) -> dict[str, str]:
     return {"sides": sides, "pages": pages, "logits": logits, "scale": scale, "offsets": rows}
 
 
-def _visible(problem: Problem) -> str:
-    """Return the condition under which a row sees a key, as the program has it in a list; empty for all keys."""
+def _seen(problem: Problem) -> str:
+    """Return an expression of the program for the list of keys that a row sees."""
+    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
+        return f"[*range(min(kv_len, {problem.num_visible.tolist()}[row]))]"
+    if isinstance(problem, PagedAttention) and problem.selected is not None:
+        used = "max(position + 1, 0)" if problem.selected_lens is None else 'ARGUMENTS["sparse_mla_top_k_lens"][row]'
+        return f'[key for key in ARGUMENTS["block_tables"].flatten(0, -2)[row, : {used}].tolist() if key >= 0]'
     found = ["key <= position"] if problem.causal else []
     if isinstance(problem, PagedAttention) and problem.mask is not None:
         draft = f"(key - kv_len + {problem.max_q_len})"
         bit = f'int(ARGUMENTS["mask"][request, row - start, {draft} // 16]) >> {draft} % 16 & 1'
         found = [f"(key < kv_len - {problem.max_q_len} or {bit})"]
     found += [f"key >= position - {problem.window_left}"] if problem.window_left >= 0 else []
-    return f" if {' and '.join(found)}" if found else ""
+    condition = f" if {' and '.join(found)}" if found else ""
+    return f"[key for key in range(kv_len){condition}]"
 
 
 def _expression(call: RecordedCall, name: str, value: Any, saved: dict[str, Tensor] | None, side: int = 0) -> str:

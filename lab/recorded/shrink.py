@@ -126,7 +126,7 @@ def shrunk(
         RecordingError: the result is right or has only a bias, the call cannot be judged, it crashes the GPU's context, or it
             raises an error and the recorded call did not.
     """
-    call.refuse_selection("shrunk")
+    call.refuse_block_sparse("shrunk")
     judged, end = find or recorded_fault, time.monotonic() + most_seconds
     try:
         fault = judged(call)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from lab.calls import PagedAttention, Problem
+from lab.calls.entries import places_of, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.assertion import History
-from lab.references.selected_truth import selections_of
 from lab.references.softmax_attention import visible_to
 
 MOST_SHOWN = 6
@@ -92,7 +92,7 @@ class RecordedInputs:
         owners = defaultdict(list)
         for request, kv_len in enumerate(problem.seq_lens.tolist()):
             if kv_len % problem.page_size:
-                owners[self._page(problem, 0, request, kv_len)].append(str(request))
+                owners[self._page(0, request, kv_len - 1)].append(str(request))
         for page, requests in owners.items():
             if len(requests) > 1:
                 several = ", ".join(requests)
@@ -114,10 +114,10 @@ class RecordedInputs:
         if not isinstance(problem, PagedAttention) or problem.selected is not None:
             return "all that it sees is finite"
         if kv_len % problem.page_size and not problem.is_nvfp4:
-            column, first = divmod(kv_len, problem.page_size)
-            for side, (cache, table) in enumerate(_sides(problem)):
-                if not bool(cache[int(table[request, column]), :, first:].to(torch.float32).isfinite().all()):
-                    page = self._page(problem, side, request, kv_len)
+            for side, cache in enumerate((problem.k_cache, problem.v_cache)):
+                last, slot = self._place(side, request, kv_len - 1)
+                if not bool(cache[last, :, slot + 1 :].to(torch.float32).isfinite().all()):
+                    page = self._page(side, request, kv_len - 1)
                     return (
                         f"page {page} holds a non-finite {'KV'[side]} after the request's last key, which no row sees"
                     )
@@ -128,17 +128,21 @@ class RecordedInputs:
         side, request, token, head = place
         vector, where = self.histories[request][side][token, head].to(torch.float32), ""
         if isinstance(self.problem, PagedAttention):
-            page = self._page(self.problem, side, request, token)
-            where = f" (page {page}, slot {_place(self.problem, request, token) % self.problem.page_size})"
+            where = f" (page {self._page(side, request, token)}, slot {self._place(side, request, token)[1]})"
         value = float(vector[~vector.isfinite()][0])
         return (
             f"{'KV'[side]} of request {request}, key {token}{where}, K/V head {self.first_kv_head + head} holds {value}"
         )
 
-    def _page(self, problem: PagedAttention, side: int, request: int, token: int) -> int:
+    def _place(self, side: int, request: int, token: int) -> tuple[int, int]:
+        """Return the page of a key in the problem's cache, and the key's slot in the page."""
+        assert isinstance(self.problem, PagedAttention)
+        at = torch.tensor([[request], [token]], device=self.problem.query.device)
+        return divmod(int(places_of(self.problem, *at)[side]), self.problem.page_size)
+
+    def _page(self, side: int, request: int, token: int) -> int:
         """Return the engine's id of the page of a key."""
-        column = _place(problem, request, token) // problem.page_size
-        page = column if problem.selected is not None else int(_sides(problem)[side][1][request, column])
+        page, _ = self._place(side, request, token)
         return page if self.pages is None else self.pages[page]
 
 
@@ -157,19 +161,6 @@ def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) 
     shown = None if mask is None else shown_draft_tokens(mask[request : request + 1].to(torch.int32))
     (visible,) = visible_to(range(q_len), q_len, kv_len, problem, shown, problem.query.device)
     return visible
-
-
-def _place(problem: PagedAttention, request: int, token: int) -> int:
-    """Return the place of a request's key: in the pool if rows select entries, else in the request's pages."""
-    if problem.selected is None:
-        return token
-    ((places, _),) = selections_of(problem, [request])
-    return int(places[token])
-
-
-def _sides(problem: PagedAttention) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return the cache and the page table of K, and those of V."""
-    return (problem.k_cache, problem.k_block_tables), (problem.v_cache, problem.v_block_tables)
 
 
 def _shortened(found: Sequence[str]) -> list[str]:

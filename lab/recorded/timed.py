@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
+from lab.calls.entries import num_keys, places_of
 from lab.calls.problem import E4M3, NVFP4
 from lab.kernels import prepare
 from lab.recorded.case import RecordedCase
@@ -29,7 +30,8 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 @dataclass(frozen=True)
 class CallSizes:
     """The sizes of a recorded call, in the fields of `lab.timing.forward.case_facts`. A key that several requests share counts
-    once in `bytes_moved`. `page_size` is None if K and V are not paged.
+    once in `bytes_moved`. `page_size` is None if K and V are not paged. If rows select entries, `kv_lens` counts those of each
+    request, each once.
     """
 
     mode: AttentionCall
@@ -45,7 +47,7 @@ class CallSizes:
     @classmethod
     def of(cls, problem: Problem) -> "CallSizes":
         """Measure a checked call on the CPU."""
-        offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
+        offsets, kv_lens = problem.row_offsets(), _num_keys(problem)
         q_lens = [end - start for start, end in itertools.pairwise(offsets)]
         visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
         seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
@@ -93,7 +95,7 @@ class RecordedPass:
             RecordingError: as of `RecordedCase.posed`.
         """
         call, problem = recorded.posed()
-        call.refuse_selection("timed")
+        call.refuse_block_sparse("timed")
         sizes, given = CallSizes.of(problem), call.arguments(device)
         if given.get("out") is None:
             shape = (*given["query"].shape[:-1], problem.v_head_dim)
@@ -136,6 +138,11 @@ class CallRedraw(SeededRedraw):
 
     forward: RecordedPass
 
+    @property
+    def selects(self) -> bool:
+        """Return True if rows select entries. Lengths, with which the selected entries would change, then stay."""
+        return bool(self.forward.given.get("sparse_mla_top_k"))
+
     def first_set(self) -> dict[str, Any]:
         return copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
 
@@ -148,8 +155,9 @@ class CallRedraw(SeededRedraw):
             table, num_pages = self.forward.given["block_tables"], len(sides[0])
             stays = self.keeps_metadata or sides[0].dtype == NVFP4  # scale factors stay in their pages
             shift = 0 if stays else random.Random(f"pages {seed}").randrange(num_pages)
-            is_page = (table >= 0) & (table < num_pages)
-            arguments["block_tables"].copy_(torch.where(is_page, (table + shift) % num_pages, table))
+            in_page = self.forward.case.page_size if self.selects else 1  # a cell names an entry of a page, or a page
+            is_page, count = (table >= 0) & (table < num_pages * in_page), num_pages * in_page
+            arguments["block_tables"].copy_(torch.where(is_page, (table + shift * in_page) % count, table))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
         """Draw the queries and a few tokens again, and wipe the output. For some seeds, requests become shorter."""
@@ -165,7 +173,7 @@ class CallRedraw(SeededRedraw):
             if side.dtype == E4M3:  # torch cannot index it
                 side, drawn = side.view(torch.uint8), drawn.view(torch.uint8)
             side[at // size, at % size] = drawn
-        if self.forward.case.page_size:
+        if self.forward.case.page_size and not self.selects:
             lengths = kv_lens - torch.tensor(self._shorter(seeds.call), device=query.device)
             arguments["seq_lens"].copy_(lengths)
             if "cum_seq_lens_kv" in arguments:
@@ -209,9 +217,11 @@ def _places(problem: Problem, requests: Tensor, tokens: Tensor) -> list[Tensor]:
     """Return where tokens of requests lie in `_sides`, in K and in V: page · page_size + slot, int64."""
     if isinstance(problem, RaggedAttention):
         return [problem.cu_seqlens_kv[requests] + tokens] * 2
-    size = problem.page_size
-    tables = (problem.k_block_tables, problem.v_block_tables)
-    return [table[requests, tokens // size].long() * size + tokens % size for table in tables]
+    return [*places_of(problem, requests, tokens)]
+
+
+def _num_keys(problem: Problem) -> list[int]:
+    return problem.kv_lens() if isinstance(problem, RaggedAttention) else num_keys(problem)
 
 
 def _deviation(contents: Tensor) -> float:

@@ -15,11 +15,12 @@ from lab.calls import (
     Problem,
     refuse_nan,
 )
+from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
 from lab.references.quantization import dequantize_nvfp4, indexed
-from lab.references.selected_truth import selections_of, truth_of_selected, with_requests
+from lab.references.selected_truth import truth_of_selected, with_requests
 from lab.references.softmax_attention import Rules, truth_of_requests
 
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
@@ -203,7 +204,7 @@ def truth_of_problem(
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
     """Return K and V of requests of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables or
     offsets. None: all requests. If rows select entries, a request's K and V are the entries that its rows select
-    (`lab.references.selected_truth.selections_of`).
+    (`lab.calls.entries`).
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if isinstance(problem, PagedAttention):
@@ -222,28 +223,20 @@ def _without_unseen(history: History, q_len: int, window_left: int) -> History:
 
 
 def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[History]:
-    sides = (
-        (problem.k_cache, problem.k_scale_factors, problem.k_block_tables),
-        (problem.v_cache, plain_v_scales(problem), problem.v_block_tables),
-    )
-    if problem.selected is not None:
-        size, selections = problem.page_size, selections_of(problem, requests)
-        slots = [(places // size, slice(None), places % size) for places, _ in selections]
-        return [(indexed(problem.k_cache, each), indexed(problem.v_cache, each)) for each in slots]
-    histories, kv_lens = [], problem.seq_lens.tolist()
-    for request in requests:
-        kv_len = kv_lens[request]
-        num_pages = -(-kv_len // problem.page_size)
-        k, v = (
-            _tokens(cache, factors, tables[request, :num_pages].long())[:kv_len] for cache, factors, tables in sides
-        )
+    sides = ((problem.k_cache, problem.k_scale_factors), (problem.v_cache, plain_v_scales(problem)))
+    histories = []
+    for places in places_of_requests(problem, requests):
+        k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
         histories.append((k, v))
     return histories
 
 
-def _tokens(cache: Tensor, scale_factors: Tensor | None, pages: Tensor) -> Tensor:
-    """Return the K or V entries in pages of a cache, [tokens, num_kv_heads, head_dim], dequantised if the cache is NVFP4."""
-    entries = indexed(cache, pages)
-    if scale_factors is not None:
-        entries = dequantize_nvfp4(entries, indexed(scale_factors, pages)).to(torch.float32)  # exact: of six bits
-    return entries.transpose(1, 2).flatten(0, 1)
+def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
+    """Return the K or V entries at places of a cache, [len(places), num_kv_heads, head_dim], dequantised if the cache is
+    NVFP4.
+    """
+    slots = places // page_size, slice(None), places % page_size
+    entries = indexed(cache, slots)
+    if scale_factors is None:
+        return entries
+    return dequantize_nvfp4(entries, indexed(scale_factors, slots)).to(torch.float32)  # exact: of six bits

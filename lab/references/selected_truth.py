@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from lab.calls.problem import PagedAttention
 from lab.references.errors import Truth
 from lab.references.quantization import indexed
 from lab.references.softmax_attention import Rules, requests_of_rows, truth_of_requests
@@ -63,17 +61,3 @@ def truth_of_heads(
         sinks = None if rules.sinks is None else rules.sinks.chunk(num_kv_heads)[head]
         parts.append(truth_of_requests(rows, of_head, q_lens, replace(rules, sinks=sinks)))
     return Truth.of_heads(parts)
-
-
-def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the entries that the rows of requests select: their places, int64, sorted, each once; and for each row the indices
-    of its entries among these places, int64 [q_len, num_columns], -1 for none. The problem must have `selected`.
-    """
-    assert problem.selected is not None
-    offsets, found = problem.row_offsets(), []
-    cells = torch.where(problem.columns_in_use(), problem.selected, -1).to(torch.int64)
-    for request in requests:
-        rows = cells[offsets[request] : offsets[request + 1]]
-        places = rows[rows >= 0].unique()
-        found.append((places, torch.where(rows >= 0, torch.searchsorted(places, rows), -1)))
-    return found

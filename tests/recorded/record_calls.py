@@ -82,6 +82,13 @@ def latent_arguments(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
+def selecting_arguments(**changes: Any) -> dict[str, Any]:
+    """Make the arguments of an MLA decode of two requests of two rows each, which select entries of their pages."""
+    of_rows = [[[96, -1, 35, 103], [39, 97, 96, -1]], [[2, 0, -1, 3], [4, 1, 2, 0]]]
+    table, query = torch.tensor(of_rows, dtype=torch.int32), latent_arguments()["query"].repeat(1, 2, 1, 1)
+    return latent_arguments(query=query, block_tables=table, sparse_mla_top_k=4) | changes
+
+
 def rank_arguments(num_rows: int = 3) -> dict[str, Any]:
     """Make the arguments of an MLA decode of rank 1 of 2, which holds every second key of requests of 80 and 10 keys."""
     query = latent_arguments()["query"].repeat(1, num_rows, 1, 1)

@@ -37,6 +37,7 @@ from tests.recorded.record_calls import (
     latent_arguments,
     ragged_arguments,
     rank_arguments,
+    selecting_arguments,
 )
 from tests.recorded.write_calls import write_call
 
@@ -148,6 +149,10 @@ CALLS = {
     "context": _context(),
     "context, not causal": _context(causal=False, return_lse=True),
     "MLA": _latent(return_lse=True, return_lse_base="basee"),
+    "MLA, selected entries": _recorded(AttentionCall.MLA_DECODE, selecting_arguments()),
+    "MLA, numbers of selected entries": _recorded(
+        AttentionCall.MLA_DECODE, selecting_arguments(sparse_mla_top_k_lens=torch.tensor([1, 3, 2, 4]).int())
+    ),
     "MLA, sinks in a list": _latent(sinks=[SINKS]),
     "ragged": _ragged(window_left=2, return_lse=True),
     "ragged, not causal, sinks": _ragged(is_causal=False, return_lse=True, attention_sinks=SINKS),
@@ -500,12 +505,26 @@ def test_a_lost_gpu_ends_the_search_with_what_was_found(monkeypatch: pytest.Monk
         _smallest(_decode(), crashes)
 
 
-def test_a_program_has_no_rank_of_several_rows() -> None:
-    with pytest.raises(RecordingError, match="cannot express context parallelism with several rows of a request"):
-        repro(_recorded(AttentionCall.MLA_DECODE, rank_arguments(3)), None)
-    program = repro(_recorded(AttentionCall.MLA_DECODE, rank_arguments(1)), None)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_program_knows_the_keys_of_a_rank(num_rows: int) -> None:
+    program = repro(_recorded(AttentionCall.MLA_DECODE, rank_arguments(num_rows)), None)
     right = references.trtllm_batch_decode_with_kv_cache_mla
     assert _status(program, right, AttentionCall.MLA_DECODE) == 0
+    assert _status(program, _scaled(1.05, right), AttentionCall.MLA_DECODE) == 1
+
+
+def test_selected_entries_are_left_out_unless_they_make_the_result_wrong() -> None:
+    def expects_order(**arguments: Any) -> Any:
+        table = arguments["block_tables"]
+        ordered = torch.where(table.diff(prepend=table[..., :1]) < 0, -1, table)
+        return references.trtllm_batch_decode_with_kv_cache_mla(**arguments | {"block_tables": ordered})
+
+    smaller, fault = _smallest(CALLS["MLA, selected entries"], expects_order)
+    assert fault is not None
+    assert smaller.given["sparse_mla_top_k"] == 2
+    first, second = smaller.given["block_tables"].flatten().tolist()
+    assert first > second >= 0
+    assert len(smaller.given["kv_cache"]) <= 2
 
 
 def test_what_a_program_cannot_express_is_refused() -> None:

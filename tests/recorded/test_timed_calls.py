@@ -30,6 +30,7 @@ from tests.recorded.record_calls import (
     decode_arguments,
     latent_arguments,
     ragged_arguments,
+    selecting_arguments,
     several_rows,
 )
 from tests.recorded.write_calls import write_call
@@ -86,6 +87,11 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "context": (CONTEXT, context_arguments),
     "context, all keys": (CONTEXT, lambda: context_arguments(causal=False)),
     "latent": (MLA, latent_arguments),
+    "selected entries": (MLA, selecting_arguments),
+    "numbers of selected entries": (
+        MLA,
+        lambda: selecting_arguments(sparse_mla_top_k_lens=torch.tensor([1, 3, 2, 4]).int()),
+    ),
     "ragged": (RAGGED, ragged_arguments),
 }
 
