@@ -15,8 +15,8 @@ from lab.checks.explain.batch_features import CallFeatures, of_any_request
 from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.explain.features import features_of_case
 from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
+from lab.checks.run.equivalent_calls import KernelCalls
 from lab.checks.run.support_protocol import (
-    KernelCalls,
     KernelError,
     Refusals,
     Unsupported,
