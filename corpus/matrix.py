@@ -24,9 +24,9 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
+from lab.checks.run.judging import run_case
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.checks.run.verdicts import BROKEN
-from lab.checks.run.workers import run_case
 from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.ranges import Ranges

@@ -26,8 +26,8 @@ from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combina
 from lab.checks.explain.diagnosis import Region, diagnose
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
+from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import CaseVerdict, Outcome
-from lab.checks.run.workers import run_case
 from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.workloads.interfaces import interface_of

@@ -12,7 +12,7 @@ from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
-from lab.checks.run.workers import run_case
+from lab.checks.run.judging import run_case
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_pool import KVPool

@@ -17,7 +17,7 @@ from lab.checks import GraphCase, Level, Outcome, Ranges, ReplaySequence, judge_
 from lab.checks.properties import graph_replays
 from lab.checks.properties.check import Check
 from lab.checks.properties.graph_replays import SEQUENCES, judge_sequence
-from lab.checks.run.workers import run_case
+from lab.checks.run.judging import run_case
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner

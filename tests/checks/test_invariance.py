@@ -17,7 +17,7 @@ from lab.checks.properties.check import Level
 from lab.checks.properties.invariance import FACTORS, _judge
 from lab.checks.properties.variants import Variant
 from lab.checks.run.invariance import Answer, Dependence, Invariance
-from lab.checks.run.workers import run_case
+from lab.checks.run.judging import run_case
 from lab.exit_status import ExitStatus
 from lab.workloads.interfaces import PAGED_CALLS
 from tests.checks import dependent_kernels as kernels

@@ -10,7 +10,7 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import Level, Outcome, Ranges
 from lab.checks.properties.k13_boundaries import CHECK
-from lab.checks.run.workers import run_case
+from lab.checks.run.judging import run_case
 from lab.workloads.attention_case import AttentionCase
 
 DECODES = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)

@@ -16,8 +16,8 @@ from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.properties.k14_interleaving import PARTS, calls_at_once
+from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Judged, Outcome
-from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import INTERFACES, Interface, interface_of

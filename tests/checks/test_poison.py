@@ -11,8 +11,8 @@ from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.values import Cache
 from lab.checks.properties import checks
+from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Outcome
-from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.encoding import unwritten

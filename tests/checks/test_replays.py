@@ -19,9 +19,9 @@ from lab.checks.parameters.call_cases import Lens
 from lab.checks.properties import k09_replay as replays
 from lab.checks.properties.check import Level
 from lab.checks.properties.k09_replay import CHECK, Replay, maker_of
+from lab.checks.run.judging import run_case
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.checks.run.verdicts import Outcome
-from lab.checks.run.workers import run_case
 from lab.workloads.inputs.call import Form, in_forms
 from lab.workloads.interfaces import Interface
 from tests.checks.small import SMALL, decoding

@@ -21,8 +21,8 @@ from corpus.wrong import DSV4, LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, R
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.record import read_expression
+from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Judged, Outcome
-from lab.checks.run.workers import run_case
 from lab.files import read_json, without_suffix
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json.gz"

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from lab.checks.case_run import MOST_SAVED_ELEMENTS, CaseRun, Result
+from lab.checks.run.judging import AUDITED_CHECKS
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput, dishonest
-from lab.checks.run.workers import AUDITED_CHECKS, Workers
+from lab.checks.run.workers import Workers
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.forward_pass import build_forward

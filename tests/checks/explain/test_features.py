@@ -38,7 +38,7 @@ from lab.checks.explain.features import FEATURES, TABLES, UnknownFeatureError, f
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
-from lab.checks.run.workers import run_case
+from lab.checks.run.judging import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.attention_case import Contents, HeadPages

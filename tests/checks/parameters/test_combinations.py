@@ -15,7 +15,7 @@ from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.values import Lse
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import read_expression
-from lab.checks.run.workers import run_case
+from lab.checks.run.judging import run_case
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 from tests.checks.small import SMALL, decoding

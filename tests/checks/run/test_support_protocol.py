@@ -21,6 +21,7 @@ from lab.checks import AttentionCase, Outcome, judge
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
+from lab.checks.run.judging import run_case
 from lab.checks.run.support_protocol import (
     KernelError,
     RefusalNames,
@@ -30,7 +31,6 @@ from lab.checks.run.support_protocol import (
     resolve_refusals,
 )
 from lab.checks.run.verdicts import Judged
-from lab.checks.run.workers import run_case
 from lab.loading import load
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache as right
