@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun, GivenCall, Result
-from lab.workloads.inputs.attention import lengths_of_heads
 from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.encoding import raw
+from lab.workloads.inputs.pools import lengths_of_heads
 from lab.workloads.inputs.ragged import RaggedInputs
 
 

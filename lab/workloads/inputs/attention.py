@@ -3,22 +3,29 @@
 import itertools
 import mmap
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
+from lab.calls.problem import E4M3, AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.softmax_attention import Rules
-from lab.workloads.attention_case import AttentionCase, Dead, TableTail
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, raw, read_kv, stored_kv, unwritten
+from lab.workloads.attention_case import AttentionCase, TableTail
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, raw, read_kv, stored_kv, unwritten
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
+from lab.workloads.inputs.pools import (
+    block_tables,
+    fill_dead,
+    lengths_of_heads,
+    new_pools,
+    new_scale_factors,
+    seen_keys,
+)
 from lab.workloads.inputs.selection import positions_of_rank, selected_positions
 from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import with_strides_of
@@ -313,8 +320,8 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     if case.top_k:  # the pool's first slot holds a key
         ids.sort(key=lambda page: page > 0)
     ids = [page + storage.first_page for page in ids]
-    pools = _new_pools(case, storage.first_page + num_pages, device)
-    factors = _new_scale_factors(case, pools)
+    pools = new_pools(case, storage.first_page + num_pages, device)
+    factors = new_scale_factors(case, pools)
     tables = torch.tensor(ids[:used], dtype=torch.int64).split(pages_of)
     in_page = torch.arange(size)
     slots = torch.cat(
@@ -326,7 +333,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     if case.is_mla:
         read_values = read_keys[..., : case.out_head_dim]
     rows, lengths = list(tables), torch.tensor(case.kv_lens, dtype=torch.int32)
-    seen = None if case.head_pages is None else _seen_keys(case, device)
+    seen = None if case.head_pages is None else seen_keys(case, device)
     if seen is not None:
         heads, requests = range(case.num_kv_heads), range(len(tables))
         rows = [tables[request][case.selected_pages(request, head)] for head in heads for request in requests]
@@ -344,71 +351,10 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
         histories=tuple(zip(read_keys.split(case.kv_lens), read_values.split(case.kv_lens), strict=True)),
         k_pages=pools[0],
         v_pages=pools[-1],
-        block_tables=_block_tables(case, rows, max(pages_of), ids[:used] or ids[:1], device).view(*lengths.shape, -1),
+        block_tables=block_tables(case, rows, max(pages_of), ids[:used] or ids[:1], device).view(*lengths.shape, -1),
         seq_lens=lengths.to(device),
         sinks=sinks,
         scale_factors=(factors[0], factors[1]) if factors else None,
         selected=selected_positions(case, device) if case.top_k else None,
         seen=seen,
     )
-
-
-def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
-    """Return how many keys of each request a K/V head sees, int32 [num_kv_heads, batch_size], from `AttentionInputs.seen`."""
-    return torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
-
-
-def _seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the keys of each request in the pages that a K/V head selects, bool [kv_len, num_kv_heads]."""
-    found = []
-    for request, kv_len in enumerate(case.kv_lens):
-        pages = torch.zeros(-(-kv_len // case.page_size), case.num_kv_heads, dtype=torch.bool)
-        for head in range(case.num_kv_heads):
-            pages[case.selected_pages(request, head), head] = True
-        found.append(pages.repeat_interleave(case.page_size, dim=0)[:kv_len].to(device))
-    return tuple(found)
-
-
-def fill_dead(pool: Tensor, dead: Dead) -> None:
-    """Fill pages with the numbers of cells that no row may read."""
-    fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
-
-
-def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
-    """Return the scale factors of K and of V for all pages of an NVFP4 cache; an empty list for other caches."""
-    if case.kv_dtype != NVFP4:
-        return []
-    pages, *page = pools[0].shape
-    page[-1] = case.head_dim // NVFP4_BLOCK
-    room = 2 if case.storage.gaps_in_scale_factors else 1
-    whole = torch.empty(2, pages, room, *page, dtype=E4M3, device=pools[0].device)
-    return list(whole[:, :, 0].unbind(0))
-
-
-def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
-    """Return uninitialised pages of K and of V; MLA has one pool for both."""
-    new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
-    if case.is_mla:
-        return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
-    width = case.head_dim // 2 if case.kv_dtype == NVFP4 else case.head_dim
-    page: tuple[int, ...] = (case.num_kv_heads, case.page_size, width)
-    if case.storage.kv_layout == "NHD":
-        page = (case.page_size, case.num_kv_heads, width)
-    if case.storage.stacked:
-        return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
-    return list(torch.empty(2, num_pages, *page, **new).unbind(0))
-
-
-def _block_tables(
-    case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
-) -> Tensor:
-    width = most_pages + case.storage.spare_columns
-    if case.storage.table_tail is TableTail.FOREIGN:
-        cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
-        block_tables = cells[: len(tables) * width].view(len(tables), width).flip(0)
-    else:
-        value = -1 if case.storage.table_tail is TableTail.NEGATIVE else 2**30
-        block_tables = torch.full((len(tables), width), value, dtype=torch.int32)
-    for row, table in enumerate(tables):
-        block_tables[row, : len(table)] = table
-    return block_tables.to(device)
