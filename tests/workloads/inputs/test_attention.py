@@ -153,8 +153,11 @@ def test_heads_select_what_the_case_names() -> None:
 
 
 def test_only_a_decode_without_a_window_is_block_sparse() -> None:
-    for changes in ({"interface": AttentionCall.CONTEXT}, {"window_left": 3}):
-        with pytest.raises(ValueError, match=r"head_pages=HeadPages.LAST belongs to DECODE without a window"):
+    for changes, said in (
+        ({"interface": AttentionCall.CONTEXT}, r"head_pages=HeadPages.LAST belongs to DECODE"),
+        ({"window_left": 3}, "window_left=3 must be -1 in an MLA call, with head_pages"),
+    ):
+        with pytest.raises(ValueError, match=said):
             replace(CASE, head_pages=HeadPages.LAST, **changes)
 
 
