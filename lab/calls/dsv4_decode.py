@@ -4,7 +4,6 @@ A request has two kinds of cache entries: one per token, of which a row sees the
 the model compressed. They lie in two pools. A row selects entries of both, and one softmax goes over all of them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
@@ -28,52 +27,37 @@ class TwoPools(PagedAttention):
     Attributes:
         selected, selected_lens: as in `PagedAttention`, but the first `WINDOW_COLUMNS` columns are places in `window_cache`,
             and the others places in `k_cache`. A row at position p uses at most p + 1 of the first ones.
-        window_cache: view [num_pages, 1, page_size, head_dim] of keys that are values too. It must be given.
+        window_cache: view [num_pages, 1, page_size, head_dim] of keys that are values too.
     """
 
-    window_cache: torch.Tensor | None = None
+    selected: torch.Tensor = field(kw_only=True)
+    window_cache: torch.Tensor = field(kw_only=True)
 
     def of_one_pool(self) -> PagedAttention:
         """Return the same problem over one pool, which has copies of all entries of both."""
-        window, compressed = (each.view(torch.uint8) for each in self._entries())
-        pool = torch.cat((window, compressed)).view(self.kv_dtype)[:, None, None]
-        selected, width = self._cells()
-        places = torch.where(self._is_window(), selected, selected + len(window))
+        pools = [cache[:, 0].flatten(0, 1).view(torch.uint8) for cache in (self.window_cache, self.k_cache)]
+        pool = torch.cat(pools).view(self.kv_dtype)[:, None, None]
+        is_entry = self.columns_in_use() & (self.selected >= 0)
+        places = torch.where(self._is_window(), self.selected, self.selected + len(pools[0]))
         given = {each.name: getattr(self, each.name) for each in fields(PagedAttention)}
-        given |= {"k_cache": pool, "v_cache": pool, "selected": torch.where(self._is_entry(), places, -1)}
-        lens = torch.full((len(selected),), width, dtype=torch.int32, device=selected.device)
-        return PagedAttention(**given | {"selected_lens": lens})
+        given |= {"k_cache": pool, "v_cache": pool, "selected": torch.where(is_entry, places, -1)}
+        return PagedAttention(**given | {"selected_lens": torch.full_like(places[:, 0], places.shape[1])})
 
     def columns_in_use(self) -> torch.Tensor:
-        selected, _ = self._cells()
-        return columns_in_use(selected, self.selected_lens, self.seq_lens, self.row_offsets(), WINDOW_COLUMNS)
-
-    def _cells(self) -> tuple[torch.Tensor, int]:
-        assert self.selected is not None
-        return self.selected, self.selected.shape[1]
+        return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets(), WINDOW_COLUMNS)
 
     def _is_window(self) -> torch.Tensor:
-        selected, width = self._cells()
-        return torch.arange(width, device=selected.device) < WINDOW_COLUMNS
-
-    def _is_entry(self) -> torch.Tensor:
-        return self.columns_in_use() & (self._cells()[0] >= 0)
-
-    def _entries(self) -> Iterator[torch.Tensor]:
-        """Yield the entries of the window pool and of the other pool, [num_entries, head_dim]."""
-        assert self.window_cache is not None
-        for cache in (self.window_cache, self.k_cache):
-            yield cache[:, 0].flatten(0, 1)
+        return torch.arange(self.selected.shape[1], device=self.selected.device) < WINDOW_COLUMNS
 
     def _check_selection(self, lens: torch.Tensor | None, cells: torch.Tensor) -> None:
-        (selected, _), (window, compressed) = self._cells(), map(len, self._entries())
-        check_selection(selected, lens, cells & ~self._is_window(), compressed, NAMES)
-        check_selection(selected, None, cells & self._is_window(), window, NAMES)
-        for request, rows in enumerate(torch.tensor(self.row_offsets()).diff().tolist()):
-            if int(self.seq_lens[request]) < rows:
+        window, compressed = (cache.shape[0] * cache.shape[2] for cache in (self.window_cache, self.k_cache))
+        check_selection(self.selected, lens, cells & ~self._is_window(), compressed, NAMES)
+        check_selection(self.selected, None, cells & self._is_window(), window, NAMES)
+        q_lens = torch.tensor(self.row_offsets()).diff().tolist()
+        for request, (kv_len, rows) in enumerate(zip(self.kv_lens(), q_lens, strict=True)):
+            if kv_len < rows:
                 raise ValueError(
-                    f"seq_lens[{request}] = {int(self.seq_lens[request])} is less than the request's {rows} query rows, whose "
-                    "tokens it counts"
+                    f"seq_lens[{request}] = {kv_len} is less than the request's {rows} query rows, whose tokens it counts"
                 )
 
 
@@ -234,20 +218,21 @@ class DSV4DecodeCall:
         if self.kv_layout not in ("HND", "NHD"):
             raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {self.kv_layout!r}")
         pool = arguments.check_tensor(name, getattr(self, name), (self.query.dtype,))
-        head_dim, is_nhd = self.query.shape[-1], self.kv_layout == "NHD"
-        form = f"[num_pages, page_size, 1, {head_dim}]" if is_nhd else f"[num_pages, 1, page_size, {head_dim}]"
-        of_head = (
-            pool if pool.ndim == 3 and not is_nhd else pool.squeeze(2 if is_nhd else 1) if pool.ndim == 4 else pool
-        )
-        if of_head.ndim != 3 or of_head.shape[2] != head_dim or of_head.shape[1] == 0 or (is_nhd and pool.ndim == 3):
-            raise ValueError(f"{name} must be {form} with kv_layout={self.kv_layout!r}, got shape {list(pool.shape)}")
+        head_dim, head_axis = self.query.shape[-1], 2 if self.kv_layout == "NHD" else 1
+        pages = pool.unsqueeze(1) if pool.ndim == 3 and head_axis == 1 else pool
+        if pages.ndim != 4 or pages.shape[head_axis] != 1 or pages.shape[3] != head_dim or 0 in pages.shape[1:]:
+            form = "page_size, 1" if head_axis == 2 else "1, page_size"
+            raise ValueError(
+                f"{name} must be [num_pages, {form}, {head_dim}] with kv_layout={self.kv_layout!r}, got shape "
+                f"{list(pool.shape)}"
+            )
         arguments.check_head_dim_stride(name, pool)
-        if self.sparse_indices_are_storage_offsets is None and not of_head.is_contiguous():
+        if self.sparse_indices_are_storage_offsets is None and not pages.is_contiguous():
             raise ValueError(
                 f"{name} has tokens that do not lie next to each other (stride {pool.stride()}): pass "
                 "sparse_indices_are_storage_offsets=False, which says that sparse_indices count tokens"
             )
-        return of_head.unsqueeze(1)
+        return pages.transpose(1, head_axis)
 
     def _batch(self) -> tuple[int, int]:
         """Return the number of requests, and the upper bound of the rows of one."""

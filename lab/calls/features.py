@@ -78,7 +78,7 @@ FIELDS: dict[str, Asks] = {
         Feature.TOP_K: lambda problem: problem.selected is not None,
         Feature.STRIDED_TOP_K: lambda problem: problem.selected is not None and not problem.selected.is_contiguous(),
     },
-    "window_cache": {Feature.TWO_POOLS: lambda problem: problem.window_cache is not None},
+    "window_cache": {Feature.TWO_POOLS: lambda _: True},
     "num_visible": {Feature.RANK_KEYS: lambda problem: problem.num_visible is not None},
     "selected_lens": {Feature.TOP_K_LENS: lambda problem: problem.selected_lens is not None},
     "skip_softmax": {Feature.SKIP_SOFTMAX: lambda problem: problem.skip_softmax > 0},

@@ -91,6 +91,11 @@ def test_what_its_launcher_refuses_is_refused(made: Arguments, changes: tuple[Br
     assert words in str(refusal(*changes, **made))
 
 
+def test_an_empty_pool_is_refused() -> None:
+    none = value(sparse_indices=torch.full((4, SPAN), -1, dtype=torch.int32))
+    assert "at least one page of swa_kv_cache" in str(refusal(none, tensor("swa_kv_cache", lambda pool: pool[:0])))
+
+
 def test_pages_that_are_no_whole_tokens_apart_are_refused() -> None:
     odd = tensor(
         "swa_kv_cache", lambda pool: torch.zeros(2, 64 * 512 + 8, dtype=BF16)[:, : 64 * 512].view(2, 1, 64, 512)

@@ -13,10 +13,8 @@ from lab.kernels.support.kernel import Kernel, Sizes, sizes
 
 def _limits(_capability: Capability | None, problem: TwoPools) -> str | None:
     """Return a refusal (a sentence) if the launcher cannot read a pool, the index tensor, the query or out, else None."""
-    window, selected = problem.window_cache, problem.selected
-    assert window is not None
-    assert selected is not None
-    for name, pool in (("swa_kv_cache", window), ("compressed_kv_cache", problem.k_cache)):
+    selected = problem.selected
+    for name, pool in (("swa_kv_cache", problem.window_cache), ("compressed_kv_cache", problem.k_cache)):
         # trtllm_fmha_kernel_launcher.cu 78-90
         if len(pool) == 0:
             return f"needs at least one page of {name}"
