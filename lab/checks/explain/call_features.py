@@ -162,7 +162,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "page_gaps": _lie_apart(k_cache),
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
-        "page_size_is_num_kv_heads": not is_mla and page_size == num_kv_heads,
+        "page_size_is_num_kv_heads": "kv_cache" in arguments and not is_mla and page_size == num_kv_heads,
         "head_lengths_differ": problem.is_block_sparse and (problem.seq_lens != problem.seq_lens[0]).any(),
         "table_columns": table.shape[1],
         "pool_pages": num_pages,
@@ -170,9 +170,9 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     }
     if problem.selected is not None:
         read |= {
-            "top_k": problem.selected.shape[1],
+            "top_k": problem.selected.shape[1] if is_mla else None,
             "selects_entries": True,
-            "top_k_lens": problem.selected_lens is not None,
+            "top_k_lens": is_mla and problem.selected_lens is not None,
             "first_slot": (problem.columns_in_use() & (problem.selected == 0)).any(),
         }
     if mask is not None:
