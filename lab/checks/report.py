@@ -85,6 +85,7 @@ class Report:
         profile: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
         unended: number of cases that had begun and did not end before the time was over; they are among `left_out`.
         functions: the functions that have cases, even if none of their cases was begun.
+        shard: the part of the run that was judged, such as "3/8"; "" for the whole run.
         audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
     """
 
@@ -105,6 +106,7 @@ class Report:
     profile: str = ""
     functions: tuple[Interface, ...] = ()
     unended: int = 0
+    shard: str = ""
 
     def __str__(self) -> str:
         return self.diagnosis.sentence
@@ -135,7 +137,7 @@ class Report:
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
         functions = {*self.functions, *(verdict.interface for verdict in self.verdicts)}
         is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended or self._is_hardly_judged)
-        return not is_left_out and judged == functions
+        return not is_left_out and (judged == functions or bool(self.shard))
 
     @property
     def _is_hardly_judged(self) -> bool:
@@ -165,7 +167,11 @@ class Report:
             "level": self.level.value,
             "device": self.device,
             "is_right": self.is_right,
+            "shard": self.shard,
+            "functions": [each.value for each in self.functions],
             "left_out": self.left_out,
+            "unended": self.unended,
+            "ended": self.ended,
             "interrupted": self.interrupted,
             "seed": self.ranges.seed,
             "num_random": self.num_random,
@@ -222,10 +228,12 @@ class Report:
         left_out = f"{counted(self.left_out, 'case')} {'was' if self.left_out == 1 else 'were'} left out, {self.ended}"
         chosen_by = f"the {self.level.value} level" + (f" of the profile {self.profile}" if self.profile else "")
         missing = list(not_judged(self.verdicts, self.coverages, left_out if self.left_out else "", chosen_by))
+        if self.shard:
+            missing.insert(0, f"this is shard {self.shard}, and `lab merge` unites the reports of all shards")
         engines = (self.profile,) if self.profile else tuple(profiles())
         return diagnose(
             self.verdicts,
-            answer(self.verdicts, engines, missing, self._is_whole),
+            answer(self.verdicts, engines, missing, self._is_whole and not self.shard),
             is_whole=self._is_whole or not self.left_out,
         )
 

@@ -13,7 +13,7 @@ from lab.commands.bench import bench
 from lab.commands.compare import ab, compare, releases
 from lab.commands.dry_run import dry_run
 from lab.commands.invariance import invariance
-from lab.commands.judge import judge
+from lab.commands.judge import judge, merge
 from lab.commands.lists import checks, implementations
 from lab.commands.record import record
 from lab.commands.recorded import recorded
@@ -60,6 +60,7 @@ app.command(rich_help_panel=TIMING)(dry_run)
 app.add_typer(recorded, name="recorded", rich_help_panel=RECORDED)
 app.command(rich_help_panel=RECORDED)(compare)
 app.command(rich_help_panel=RECORDED)(releases)
+app.command(rich_help_panel=RECORDED)(merge)
 app.command(rich_help_panel=RECORDED)(report)
 app.command(rich_help_panel=RECORDED)(html)
 # Commands of a checkout's other folders, which a wheel does not contain.

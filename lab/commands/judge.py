@@ -113,6 +113,12 @@ Calls = Annotated[
         "for their inputs",
     ),
 ]
+ShardText = Annotated[
+    str,
+    typer.Option(
+        "--shard", metavar="3/8", help="judge a part of the cases, such as the third of 8; lab merge unites the reports"
+    ),
+]
 Watched = Annotated[
     Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
 ]
@@ -146,6 +152,7 @@ def judge(
     discover: Discover = True,
     for_seconds: For = None,
     profile: ProfileKey = None,
+    shard: ShardText = "",
     coverage: ShowsCoverage = False,
     **narrowed: Any,
 ) -> None:
@@ -200,6 +207,7 @@ def judge(
         "discover": discover,
         "for_seconds": for_seconds or 0.0,
         "profile": profile or "",
+        "shard": shard,
         "refusals": refusals_named(refusals, name),
         "out": out or last_report(name),
         "fresh": fresh or out is None,
@@ -288,6 +296,22 @@ def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, con
     if shows_coverage:
         _print_coverage(console, report.coverages)
     return report.exit_status
+
+
+def merge(
+    reports: Annotated[list[Path], typer.Argument(help="the reports of all shards of one run")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="the file of the united report")],
+) -> None:
+    """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is that of one run."""
+    from lab.checks.record import replaceable
+    from lab.checks.run.merging import merged
+    from lab.reports.judgement import show as show_report
+
+    with refusing_recordings("not merged"):
+        report = merged(reports, replaceable(out))
+    report.write(out)
+    show_report(report, Console())
+    raise typer.Exit(report.exit_status)
 
 
 def _print_recorded_coverage(path: Path) -> None:

@@ -5,12 +5,41 @@ import inspect
 import itertools
 import math
 import random
+import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 Point = dict[str, Any]  # a value of each axis, by its name
 Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their declaration
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several parts into which machines divide a run, such as 3 of 8. Each part has other cases and other goals."""
+
+    number: int = 1  # from 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @classmethod
+    def of(cls, text: str) -> "Shard":
+        """Return the shard of a text such as "3/8", or raise ValueError; "" is the whole run."""
+        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text or "1/1")
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"{text!r} is no shard: its number from 1, and their number, such as 3/8")
+        return cls(int(found[1]), int(found[2]))
+
+    def has(self, goal: Values) -> bool:
+        """Return True if a combination of values is a goal of this shard. It is one of exactly one shard."""
+        return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
+
+    def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
+        """Yield the shard's part of some items, which are dealt in turn, to shard `first` + 1 the first."""
+        return itertools.islice(items, (self.number - 1 - first) % self.count, None, self.count)
 
 
 @dataclass(frozen=True)
@@ -53,6 +82,7 @@ class Model:
         apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as those of an NVFP4 cache.
             A point with a value of a group covers only combinations that contain a value of the group. So each other
             combination is judged in a plain point too. A group is ignored if an axis has no value outside it.
+        shard: the part of the pairs and triples that are goals.
 
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
@@ -63,6 +93,7 @@ class Model:
     triples: tuple[tuple[str, str, str], ...] = ()
     vacuous: frozenset[tuple[str, Any]] = frozenset()
     apart: tuple[frozenset[tuple[str, Any]], ...] = ()
+    shard: Shard = Shard()
     default: Point = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,8 +232,8 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield all pairs of values of two axes, and the declared triples, that fit the rules between them."""
-        return (goal for goal in self._goals() if self.fits(dict(goal)))
+        """Yield the shard's pairs of values of two axes, and declared triples, that fit the rules between them."""
+        return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     @property
     def _named_together(self) -> tuple[tuple[str, ...], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import NUM_BUILDS, balanced, drawn_cases
 from lab.checks.parameters.call_kinds import KINDS, CallKind
+from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.sampling import DrawnPoint
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
@@ -56,8 +57,9 @@ class Scope:
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
 
 
-# Cases that follow from the verdicts so far, and random ones within what the verdicts say that the implementation takes.
-Following = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Any]]
+# Cases of one shard that follow from its verdicts so far, and random ones within what the verdicts say that the implementation
+# takes.
+Following = Callable[[Interface, Ranges, Sequence[CaseVerdict], Shard], Iterable[Any]]
 DrawOn = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[DrawnPoint]]
 
 
@@ -80,7 +82,8 @@ class Check:
         drawn: turns a random attention case into a case of this check; None for a check without random cases.
         draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
         more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
-            rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases.
+            rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases. Each shard
+            has all of these, and of the later rounds the cases of its own goals.
         quick: number of cases at the quick level, spread over the fixed ones; a check with `more` has its own.
         kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind,
             at the full level one of each form of it.

@@ -26,7 +26,7 @@ from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
-from lab.checks.parameters.covering import Point
+from lab.checks.parameters.covering import Model, Point, Shard
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
@@ -72,13 +72,21 @@ def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> 
         yield Configuration(interface, point, seed)
 
 
-def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
+    """Return the model of a function, whose goals are those of a shard."""
+    model = MODELS[interface](ranges)
+    return model if shard == model.shard else replace(model, shard=shard)
+
+
+def _beside(
+    interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
+) -> Iterator[Configuration]:
     """Yield cases that combine each value that was declined alone with every value that was judged. Alone means: with the
     default for all other axes.
 
     If some axis has no judged value, yield cases that cover all pairs and declared triples instead.
     """
-    model = MODELS[interface](ranges)
+    model = _model(interface, ranges, shard)
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:
         yield from _unlike(interface, ranges, model.covering(ranges.seed), verdicts)
@@ -92,7 +100,7 @@ def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict
 
 
 def _again(
-    chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
+    chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
     """Yield cases that together contain each pair and triple of judged values that no judged case contains so far.
 
@@ -100,17 +108,20 @@ def _again(
         chosen: the largest number of axes of a case that may differ from their default; None: all axes.
         interface, ranges: the function and the ranges of its arguments.
         verdicts: the verdicts so far.
+        shard: whose pairs and triples the cases contain.
     """
-    if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
+    if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
         taken, goals = found
         yield from _unlike(interface, ranges, taken.covering(ranges.seed, goals, chosen), verdicts)
 
 
-def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+def _alone(
+    interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
+) -> Iterator[Configuration]:
     """Yield a case for each pair and triple of judged values that no judged case contains. All other axes have their default. A
     triple is left out if one of its pairs gets a case.
     """
-    if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
+    if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
         taken, goals = found
         left = set(goals)
         least = (goal for goal in goals if len(goal) == 2 or not left & set(itertools.combinations(goal, 2)))
@@ -118,7 +129,9 @@ def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
         yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
 
 
-def _usual_values(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+def _usual_values(
+    interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
+) -> Iterator[Configuration]:
     """Yield cases of usual values alone that together contain each of these that no judged case contains so far."""
     usual = MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
     judged, _ = tuples_by_outcome(MODELS[interface](ranges), verdicts)
@@ -127,7 +140,7 @@ def _usual_values(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseV
 
 
 def _left_values(
-    chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
+    chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
     """Yield cases that together contain each value that no judged case contains so far, of at most `chosen` values that are not
     the defaults.

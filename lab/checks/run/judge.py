@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.profiles import profile_named
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
@@ -64,6 +65,7 @@ def judge(
     seed: int | None = None,
     profile: str = "",
     for_seconds: float = 0.0,
+    shard: str = "",
 ) -> Report:
     """Find out whether an implementation is right: run checks on its functions, and return the report.
 
@@ -96,6 +98,7 @@ def judge(
             implementation is right. "": all cases.
         seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
+        shard: judge one part of the run, such as "3/8". `lab.checks.run.merging.merged` unites the reports of all parts.
         discover: if a function declines most cases, judge it also on the values in `ranges` that it is found to accept.
 
     Raises:
@@ -113,6 +116,8 @@ def judge(
     most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
     if profile:
         profile_named(profile)
+    if Shard.of(shard) != Shard() and depth is Level.QUICK:
+        raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
     is_open = isinstance(workers, Workers)
@@ -120,7 +125,8 @@ def judge(
     with nullcontext(opened) if is_open else opened as pool:
         offered, sources = _offered(pool, name, isinstance(implementation, str), wanted)
         settings = ([check.key for check in chosen], offered, count, discover, profile)
-        report = replace(_empty_report(name, depth, given, where, refused, sources, settings), profile=profile)
+        report = _empty_report(name, depth, given, where, refused, sources, settings)
+        report = replace(report, profile=profile, shard=shard)
         return Run(
             pool,
             report,

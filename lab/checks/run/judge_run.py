@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.discovery import discover, is_mostly_declined
 from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
@@ -100,8 +101,8 @@ class Run:
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
-            (check.key, interface): CheckRun(self, check, interface)
-            for check, interface in pairs
+            (check.key, interface): CheckRun(self, check, interface, turn)
+            for turn, (check, interface) in enumerate(pairs)
             if interface in check.interfaces
         }
         try:
@@ -219,12 +220,16 @@ class Run:
 class CheckRun:
     """One check of one function in a run: its planned cases and their verdicts."""
 
-    def __init__(self, run: Run, check: Check, interface: Interface) -> None:
+    def __init__(self, run: Run, check: Check, interface: Interface, turn: int) -> None:
         self.interface, self.verdicts = interface, list[CaseVerdict]()
         self.planned = self.judged = 0  # cases
         self.num_random = 0  # further cases that were judged after those
         self._run, self._check, self._ranges = run, check, run.report.ranges
-        self._reprs = set[str]()  # of the planned cases that were not drawn
+        self._reprs = set[str]()  # of the planned cases that were not drawn, those of other shards included
+        self._shard, self._turn = (
+            Shard.of(run.report.shard),
+            turn,
+        )  # a check's first case is of the shard whose turn it is
 
     @property
     def is_telling(self) -> bool:
@@ -237,13 +242,14 @@ class CheckRun:
         self._ranges = ranges
         rounds = [*self._check.more.get(level, ())]
         if level is Level.QUICK:
-            rounds.append(lambda interface, of_cases, _: self._check.cases(interface, of_cases, Level.SMOKE))
+            rounds.append(lambda interface, of_cases, *_: self._check.cases(interface, of_cases, Level.SMOKE))
         first = Level.SMOKE if rounds and level is Level.FULL else level  # the rounds follow the smoke level's cases
         cases = self._check.cases(self.interface, self._ranges_of_cases, first)
         draw = self._check.draw(self.interface, self._ranges_of_cases)
-        samples = [sample for sample in itertools.islice(draw, self._run.drawn) if self._is_chosen(sample.case)]
+        drawn = self._shard.part(itertools.islice(draw, self._run.drawn), self._turn)
+        samples = [sample for sample in drawn if self._is_chosen(sample.case)]
         self.planned += len(samples)
-        return self._turns(self._planned(cases), rounds, samples)
+        return self._turns(self._planned(cases, is_divided=not rounds), rounds, samples)
 
     @property
     def _ranges_of_cases(self) -> Ranges:
@@ -263,10 +269,13 @@ class CheckRun:
         profile = self._run.report.profile
         return not profile or profiles()[profile].sends(self.interface, case)
 
-    def _planned(self, cases: Iterable[Any]) -> list[Any]:
-        """Return the cases that were not planned before, and add their number to `planned`."""
+    def _planned(self, cases: Iterable[Any], is_divided: bool = False) -> list[Any]:
+        """Return the cases that were not planned before, and add their number to `planned`. If they are divided among shards,
+        return the shard's part.
+        """
         new = [case for case in cases if repr(case) not in self._reprs and self._is_chosen(case)]
         self._reprs |= set(map(repr, new))
+        new = list(self._shard.part(new, self._turn)) if is_divided else new
         self.planned += len(new)
         return new
 
@@ -276,13 +285,13 @@ class CheckRun:
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
                 return
-            cases = self._planned(following(self.interface, self._ranges_of_cases, self.verdicts))
+            cases = self._planned(following(self.interface, self._ranges_of_cases, self.verdicts, self._shard))
             yield from self._judge(cases, self._keep_planned)
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
         """Judge further random cases until `end`, a time of `time.monotonic`, or until `MOST_WRONG` cases are wrong."""
-        samples = iter(self._check.draw_on(self.interface, self._ranges_of_cases, self.verdicts))
+        samples = self._shard.part(self._check.draw_on(self.interface, self._ranges_of_cases, self.verdicts))
         wrong = set[str]()
         while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:
             several = list(itertools.islice(samples, CASES_PER_WORKER * self._run.pool.workers))

@@ -1,0 +1,102 @@
+"""Unite the reports of the shards of one run (`lab judge --shard 3/8`) in one report."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lab.checks.parameters.covering import Shard
+from lab.checks.properties.check import Level
+from lab.checks.record import ReportError, read_cases, read_expression, read_record
+from lab.checks.report import WORST_FIRST, Report
+from lab.checks.run.verdicts import CaseVerdict, Key
+from lab.wording import joined
+from lab.workloads.interfaces import interface_of
+
+# Entries of a report's record that are equal in all shards, and words for each.
+EQUAL = {
+    "implementation": "the kernel",
+    "level": "the level",
+    "ranges": "the ranges",
+    "device": "the device",
+    "profile": "the profile",
+    "refusals": "the refusals",
+    "run": "the sources of the kernel or the lab, a setting, or the software",
+}
+
+
+def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
+    """Return one report of all verdicts of a run's shards.
+
+    A case that several shards judged has one verdict, the worst. The results of single calls are not in reports, so that
+    regions are found from the features of cases alone.
+
+    Args:
+        paths: the reports of all shards, in any order.
+        out: the file that the report will be written to, which its verdicts name.
+
+    Raises:
+        ReportError: a file is no report of a shard, the reports are not of one run, or a shard is missing or there twice.
+    """
+    records = {path: read_record(path) for path in paths}
+    _check_shards(paths, records)
+    return _united(list(records.values()), "" if out is None else str(out))
+
+
+def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Raise ReportError unless the records are all shards of one run."""
+    if not paths:
+        raise ReportError("name the reports of all shards of a run")
+    (first, expected), *others = records.items()
+    for path, record in others:
+        for name, words in EQUAL.items():
+            if record.get(name) != expected.get(name):
+                raise ReportError(f"{first} and {path} are not of one run: {words} differs")
+    shards: dict[Shard, Path] = {}
+    for path in paths:
+        if not (text := str(records[path].get("shard") or "")):
+            raise ReportError(f"{path} is no report of a shard: lab judge --shard writes one")
+        shard = Shard.of(text)
+        if (other := shards.setdefault(shard, path)) is not path:
+            raise ReportError(f"{other} and {path} are both shard {shard}")
+        if shard.count != next(iter(shards)).count:
+            raise ReportError(f"{first} is shard {next(iter(shards))}, and {path} is shard {shard}")
+    count = next(iter(shards)).count
+    if missing := [str(number) for number in range(1, count + 1) if Shard(number, count) not in shards]:
+        raise ReportError(f"of {count} shards, {joined(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+
+
+def _united(records: Sequence[dict[str, Any]], out: str) -> Report:
+    found: dict[tuple[str, str], dict[Key, CaseVerdict]] = {}  # by check and function
+    for record in records:
+        for verdict in read_cases(record):
+            of_check = found.setdefault((verdict.check, verdict.interface.value), {})
+            both = (verdict, *filter(None, [of_check.get(verdict.key)]))
+            of_check[verdict.key] = min(both, key=lambda each: WORST_FIRST.index(each.outcome))
+    verdicts = [verdict for of_check in found.values() for verdict in of_check.values()]
+    first, left_out = records[0], [record for record in records if record["left_out"]]
+    return Report(
+        implementation=first["implementation"],
+        level=Level(first["level"]),
+        environment=first["environment"],
+        device=first["device"],
+        verdicts=tuple(replace(each, number=number, recorded_in=out) for number, each in enumerate(verdicts, 1)),
+        left_out=sum(record["left_out"] for record in records),
+        ranges=read_expression(first["ranges"]),
+        ended=left_out[0]["ended"] if left_out else "",
+        interrupted=any(record["interrupted"] for record in records),
+        narrowed=tuple(
+            dict.fromkeys(
+                (interface_of(name), read_expression(ranges))
+                for record in records
+                for name, ranges in record["narrowed"].items()
+            )
+        ),
+        refusals=tuple(first["refusals"]),
+        run=first["run"],
+        num_random=sum(record["num_random"] for record in records),
+        audited=sum(record["audited"] for record in records),
+        profile=first["profile"],
+        functions=tuple(dict.fromkeys(interface_of(name) for record in records for name in record["functions"])),
+        unended=sum(record["unended"] for record in records),
+    )

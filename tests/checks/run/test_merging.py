@@ -1,0 +1,187 @@
+"""Shards of a run judge all of it together, and their reports make one."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import references
+from lab.checks import CaseVerdict, Configuration, Level, Outcome, Report, judge
+from lab.checks.parameters.coverage import tuples_by_outcome
+from lab.checks.parameters.covering import Model, Point, Shard
+from lab.checks.parameters.models import MODELS
+from lab.checks.properties.k18_combinations import CHECK
+from lab.checks.record import ReportError, read_case
+from lab.checks.run.merging import merged
+from lab.checks.run.verdicts import Judged
+from lab.exit_status import ExitStatus
+from lab.workloads.interfaces import MetadataFunction
+from tests.checks.small import SMALL, decoding
+
+NAMES = ("trtllm_batch_decode_with_kv_cache",)
+SETTINGS = {"ranges": SMALL, "device": "cpu", "discover": False, "functions": NAMES}
+
+
+def in_shards(folder: Path, kernel: Any, count: int, **settings: Any) -> list[Path]:
+    paths = [folder / f"{number}.json" for number in range(1, count + 1)]
+    for number, path in enumerate(paths, 1):
+        judge(kernel, out=path, shard=f"{number}/{count}", **SETTINGS | settings)
+    return paths
+
+
+def outcomes(report: Report) -> dict[str, Outcome]:
+    return {repr((each.check, each.case)): each.outcome for each in report.verdicts}
+
+
+def doubled_with_lse(**arguments: Any) -> Any:
+    out = references.trtllm_batch_decode_with_kv_cache(**arguments)
+    return (2 * out[0], out[1]) if arguments.get("return_lse") else out
+
+
+def test_shards_of_the_smoke_level_judge_each_case_once_and_are_of_equal_size(tmp_path: Path) -> None:
+    settings = {"only": ["K13", "K15", "L1", "K18"], "drawn": 3, "functions": ["draft_kv_indices"]}
+    whole = judge(references, **SETTINGS | settings)
+    paths = in_shards(tmp_path, references, 3, **settings)
+    united = merged(paths, tmp_path / "all.json")
+    assert outcomes(united) == outcomes(whole)
+    sizes = [len(json.loads(path.read_text())["cases"]) for path in paths]
+    assert sum(sizes) == len(whole.verdicts)
+    assert max(sizes) - min(sizes) <= 2
+    assert [each.number for each in united.verdicts] == list(range(1, len(whole.verdicts) + 1))
+    assert united.is_right
+    assert united.coverages == whole.coverages
+    assert str(united) == str(whole)
+    assert united.functions == whole.functions
+
+
+def test_a_shard_says_that_it_is_one_and_fails_only_for_its_own_cases(tmp_path: Path) -> None:
+    report = judge(references, shard="2/2", only="K13", **SETTINGS)
+    assert report.exit_status is ExitStatus.DONE
+    assert str(report).startswith("Right in ") or "Not judged as a whole: this is shard 2/2" in str(report)
+    assert "Right for all" not in str(report)
+
+
+FUNCTION = MetadataFunction.DRAFT_KV_INDICES
+MODEL = MODELS[FUNCTION](SMALL)
+FIRST, SECOND, *_ = MODEL.axes
+DECLINED: dict[str, Callable[[Point], bool]] = {
+    "nothing": lambda point: False,
+    "a value": lambda point: point[FIRST] == MODEL.axes[FIRST][-1],
+    "a pair": lambda point: all(point[axis] != MODEL.default[axis] for axis in (FIRST, SECOND)),
+    "a default": lambda point: point[FIRST] == MODEL.default[FIRST],
+}
+
+
+def all_rounds(declines: Callable[[Point], bool], shard: Shard) -> list[CaseVerdict]:
+    """Return the verdicts of K18's rounds at the full level, for a kernel that declines some points."""
+
+    def verdicts_on(cases: Iterable[Configuration]) -> list[CaseVerdict]:
+        outcomes = {True: Judged(Outcome.DECLINED), False: Judged(Outcome.RIGHT, judged=1)}
+        return [
+            CaseVerdict("a kernel", "K18", case.interface, case, "cpu", outcomes[declines(case.values)])
+            for case in cases
+        ]
+
+    found = verdicts_on(CHECK.cases(FUNCTION, SMALL, Level.SMOKE))
+    for following in CHECK.more[Level.FULL]:
+        found += verdicts_on(following(FUNCTION, SMALL, found, shard))
+    return found
+
+
+@pytest.mark.parametrize("declines", DECLINED)
+def test_shards_of_the_full_level_cover_the_pairs_that_one_run_covers(declines: str) -> None:
+    """Each shard follows its own verdicts: what a kernel declines is tried again in the shard whose goal it is."""
+    whole = all_rounds(DECLINED[declines], Shard())
+    shards = [all_rounds(DECLINED[declines], Shard(number, 3)) for number in range(1, 4)]
+    of_whole, _ = tuples_by_outcome(MODEL, whole)
+    of_shards, _ = tuples_by_outcome(MODEL, itertools.chain(*shards))
+    assert of_shards >= of_whole
+    assert max(map(len, shards)) < 0.75 * len(whole)
+
+
+def test_each_goal_is_of_one_shard() -> None:
+    axes = {name: tuple(range(5)) for name in "abcd"}
+    shards = [set(Model(axes, shard=Shard(number, 4)).tuples()) for number in range(1, 5)]
+    every = list(Model(axes).tuples())
+    assert sorted(map(repr, set().union(*shards))) == sorted(map(repr, every))
+    assert sum(map(len, shards)) == len(every)
+    assert min(map(len, shards)) > len(every) / 8
+
+
+@pytest.mark.parametrize("text", ["3", "0/8", "9/8", "3/8/1", "-1/2", "a/b", "1/0"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no shard"):
+        Shard.of(text)
+    with pytest.raises(ValueError, match="no shard"):
+        judge(references, shard=text, **SETTINGS)
+
+
+def test_the_quick_level_has_no_shards() -> None:
+    with pytest.raises(ValueError, match="the quick level is not divided"):
+        judge(references, shard="1/2", level=Level.QUICK, **SETTINGS)
+
+
+def test_a_wrong_case_of_one_shard_makes_all_wrong_and_is_judged_again_by_its_number(tmp_path: Path) -> None:
+    kernel = decoding(doubled_with_lse)
+    paths = in_shards(tmp_path, kernel, 2, only="K1", drawn=0)
+    whole, out = judge(kernel, only="K1", drawn=0, **SETTINGS), tmp_path / "all.json"
+    united = merged(paths, out)
+    united.write(out)
+    assert outcomes(united) == outcomes(whole)
+    assert united.exit_status is ExitStatus.WRONG
+    first = next(united.wrong)
+    assert read_case(out, first.number).case == first.case
+    assert first.recorded_in == str(out)
+
+
+def changed(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"level": "full"}, "are not of one run: the level differs"),
+        ({"implementation": "other"}, "the kernel differs"),
+        ({"ranges": "Ranges(seed=3)"}, "the ranges differs"),
+        ({"run": "other"}, "the sources of the kernel or the lab"),
+        ({"shard": ""}, "is no report of a shard"),
+        ({"shard": "1/2"}, "are both shard 1/2"),
+        ({"shard": "2/3"}, "is shard 1/2, and .* is shard 2/3"),
+    ],
+)
+def test_reports_of_other_runs_are_refused(entries: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    paths = in_shards(tmp_path, references, 2, only="K15")
+    changed(paths[1], **entries)
+    with pytest.raises(ReportError, match=sentence):
+        merged(paths)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    paths = in_shards(tmp_path, references, 3, only="K15")
+    with pytest.raises(ReportError, match="of 3 shards, 1 and 3 are missing"):
+        merged(paths[1:2])
+
+
+def test_cases_that_a_shard_left_out_are_left_out_of_the_whole(tmp_path: Path) -> None:
+    paths = in_shards(tmp_path, references, 2, only="K13")
+    judge(references, out=paths[1], shard="2/2", only="K13", most_seconds=0.0, fresh=True, **SETTINGS)
+    united = merged(paths)
+    assert united.left_out > 0
+    assert united.exit_status is ExitStatus.NOT_JUDGED
+    assert "were left out, the time was over" in str(united)
+
+
+def test_the_worst_of_several_verdicts_on_a_case_counts(tmp_path: Path) -> None:
+    paths = in_shards(tmp_path, references, 2, only="K15")
+    record = json.loads(paths[0].read_text())
+    first = record["cases"] or json.loads(paths[1].read_text())["cases"]
+    wrong = [first[0] | {"outcome": "wrong", "wrongs": ["it is wrong"]}]
+    changed(paths[0], cases=first[:1])
+    changed(paths[1], cases=wrong)
+    for order in (paths, paths[::-1]):
+        (verdict,) = merged(order).verdicts
+        assert verdict.outcome is Outcome.WRONG
