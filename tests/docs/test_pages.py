@@ -24,7 +24,7 @@ READERS_FILES = {
     "my/__init__.py": "",
     "conversation_trace.jsonl": "",
 }
-READERS_RUNS = ("timings.json", "before.json", "after.json")
+READERS_RUNS = ("timings.json", "before.json", "after.json", "shard-1.json", "shard-2.json")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
