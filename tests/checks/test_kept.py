@@ -1,6 +1,7 @@
 """Calls one after another that differ in one argument, and calls at the same time, of kernels that keep something."""
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,33 @@ def test_a_right_implementation_is_right_whatever_changes(interface: Interface) 
     right = references if isinstance(interface, AttentionCall) else RIGHT[interface.value]()
     for judged in one_by_one(interface, right):
         assert (judged.outcome, judged.wrongs, judged.declines) == (Outcome.RIGHT, (), ())
+
+
+def test_the_first_call_is_judged_again_and_nothing_follows_a_wrong_one() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def as_first(**arguments: Any) -> bool:
+        known = {
+            name: id(value) if isinstance(value, torch.Tensor | tuple) else repr(value)
+            for name, value in arguments.items()
+        }
+        calls.append(known)
+        return len(calls) > 1 and known == calls[0]
+
+    def decode(wrong: Callable[..., bool]) -> SimpleNamespace:
+        def call(**arguments: Any) -> Any:
+            out = references.trtllm_batch_decode_with_kv_cache(**arguments)
+            return torch.zeros_like(out) if isinstance(out, torch.Tensor) and wrong(**arguments) else out
+
+        return SimpleNamespace(trtllm_batch_decode_with_kv_cache=call)
+
+    def first_words(wrong: Callable[..., bool]) -> set[str]:
+        calls.clear()
+        judged = run_case(decode(wrong), check(), Configuration(AttentionCall.DECODE, {}, 1), CPU, Ranges())
+        return {each.split(":")[0] for each in judged.wrongs}
+
+    assert first_words(as_first) == {"A again"}
+    assert first_words(lambda **_: True) == {"A"}
 
 
 def test_a_value_that_is_declined_is_left_out() -> None:

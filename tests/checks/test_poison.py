@@ -46,6 +46,15 @@ def test_a_kernel_that_reads_what_must_not_matter_is_found(name: str) -> None:
         assert judged.outcome is Outcome.RIGHT, judged.wrongs
 
 
+@pytest.mark.parametrize("lse", ["given", "given alone", "strided", "rows apart", None])
+def test_what_any_given_lse_holds_is_huge_too(lse: str | None) -> None:
+    key = "K18" if lse else "K5"
+    check = next(check for check in checks() if check.key == key)
+    case: Any = Configuration(WINDOW.interface, {"lse": lse}) if lse else WINDOW
+    judged = run_case(kernel("lse_kept_if_larger").implementation(), check, case, CPU, Ranges())
+    assert "1e+30" in judged.wrongs[0], judged.wrongs
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3])
 def test_a_buffer_to_write_has_nan_and_huge_values_of_both_signs_in_turn(dtype: torch.dtype) -> None:
     buffer = torch.zeros(4, 3, dtype=dtype)

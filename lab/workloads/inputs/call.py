@@ -85,10 +85,11 @@ class BuiltCall:
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Return True for two tensors with equal dtypes, strides and bits."""
-    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+    """Return True for two tensors with equal dtypes, strides, places in their storage, and bits."""
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor) and value.dtype == other.dtype):
         return False
-    return (value.dtype, value.stride()) == (other.dtype, other.stride()) and same_bits(value, other)
+    places = [(each.stride(), each.storage_offset()) for each in (value, other)]
+    return places[0] == places[1] and same_bits(value, other)
 
 
 class Form(NamedEnum):
