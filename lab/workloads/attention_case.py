@@ -89,6 +89,7 @@ class Storage:
         gaps_in_scale_factors: the pages of an NVFP4 cache's scale factors are twice as large as needed.
         stacked: K and V are one tensor [num_pages, 2, ...], with V's page after K's. Otherwise they are two tensors.
         first_page: number of unused pages at the start of the pool, so that the used pages lie far from its start.
+        one_far: only one of the used pages lies after those unused pages, and the others before them.
     """
 
     page_size: int = 16
@@ -100,6 +101,7 @@ class Storage:
     gaps_in_scale_factors: bool = False
     stacked: bool = False
     first_page: int = 0
+    one_far: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

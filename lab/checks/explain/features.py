@@ -53,6 +53,7 @@ OF_FIELDS: dict[str, CaseFeature] = {
     "engine": Choice("the engine that makes the pass", Cost.SETTING),
     "first_cell": Number("the first cell of each tensor is {}", Cost.SETTING),
     "first_page": Number("the first page in use is {}", Cost.SETTING),
+    "one_far": Condition("{|not }one of the used pages alone lies far from the others", Cost.SETTING),
     "gaps_in_scale_factors": Condition("scale factors {have|do not have} gaps", Cost.SETTING),
     "geometry": Choice("the geometry", Cost.SETTING),
     "index_topk": Number("the most positions that an indexer selects are {}", Cost.SETTING),

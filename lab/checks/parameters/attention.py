@@ -39,7 +39,7 @@ def balanced(
     columns = {name: _dealt(rng, getattr(ranges, name), count) for name in names}
     for number in range(count):
         values = all_builds[(first + number) % num_builds] | {name: column[number] for name, column in columns.items()}
-        q_lens, kv_lens = _lens(rng, ranges, interface, values)
+        q_lens, kv_lens = (lens[number % 3 :] + lens[: number % 3] for lens in _lens(rng, ranges, interface, values))
         page_size = _page_size(values)
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
         seeds = {"seed": number + seed, "page_seed": number + seed}
@@ -118,14 +118,14 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Draw 3 or 4 requests. Return their numbers of query rows, and their numbers of keys."""
+    """Draw 3 or 4 requests, the longest last. Return their numbers of query rows, and their numbers of keys."""
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is AttentionCall.MLA_DECODE:
         return [q_len] * 3, [max(rng.choice(edges), q_len) for _ in range(3)]
     q_lens = [rng.choice((1, q_len, *CONTEXT_ROWS)) if interface is AttentionCall.CONTEXT else q_len for _ in range(4)]
     kv_lens = [max(rng.choice(edges), rows) for rows in q_lens[:-1]]
-    # The last request is long, so that a window truncates something.
+    # One request is long, so that a window truncates something.
     return q_lens, [*kv_lens, max(ranges.longest - rng.randrange(page_size), q_lens[-1])]
 
 
@@ -159,11 +159,12 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
 
 
 def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the attention case of a point of `drawn_model` (a value for each axis). The last request is the longest; the seed
-    determines the lengths of the others.
+    """Return the attention case of a point of `drawn_model` (a value for each axis). The seed determines the lengths of all
+    requests but the longest, and its place.
     """
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
+    rng.shuffle(kv_lens)
     q_lens = [q_len] * len(kv_lens)
     if interface is AttentionCall.CONTEXT:
         q_lens = [rng.randint(1, min(kv_len, point["rows"])) for kv_len in kv_lens]

@@ -4,7 +4,7 @@
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,13 +12,21 @@ import torch
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.attention import edge_lengths
-from lab.checks.parameters.paged_axes import EQUAL, HEAD_PAGES, NO_SELECTION, RANKS, REQUESTS, SHORT
-from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
+from lab.checks.parameters.paged_axes import (
+    EQUAL,
+    HEAD_PAGES,
+    NO_SELECTION,
+    RANKS,
+    REQUESTS,
+    SHORT,
+    empty_requests,
+)
+from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Place, Rows, Sinks, Tables
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Entries, Storage, TableTail
 from lab.workloads.interfaces import Interface
 
-LAST = 600  # keys of a large batch's last request
+LONGEST_OF_MANY = 600  # keys of a large batch's longest request: a kernel splits it, unlike the rest
 CONTEXT_ROWS = (5, 1, 17, 2, 33)  # of the requests in turn
 WIDE = 4200  # columns of a wide table, more than 4,096
 _TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
@@ -114,26 +122,29 @@ def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
         rows = (1, 2, 3) if of["rows"] == Rows.UNEQUAL else rows
     q_lens = [rows[request % len(rows)] for request in range(count)]
     if isinstance(of["rows"], int):
-        of_prompt = longest_request(of)
+        of_prompt = next(iter(longest_requests(of)))
         q_lens[0], q_lens[of_prompt] = q_lens[of_prompt], q_lens[0]
     return emptied(q_lens, of["offsets"])
 
 
-def longest_request(of: Chosen) -> int:
-    """Return the index of the longest request: 0, or -1 (the last) if the first has no rows."""
-    return -1 if of["offsets"] in (Without.FIRST, Without.TWICE) else 0
+def longest_requests(of: Chosen) -> list[int]:
+    """Return the indexes of the longest requests, without those that have no rows or no keys."""
+    count = of["requests"]
+    empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
+    places: Place = of.get("longest_request", Place.LAST)
+    return [request for request in places.requests(count) if request not in empty] or [count - 1]
 
 
 def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
     """Return the lengths, with 0 for the requests that `without` names. If it is no `Without`, nothing changes."""
-    last = len(lens) - 1
-    empty: dict[Any, Sequence[int]] = {
-        Without.FIRST: (0,),
-        Without.LAST: (last,),
-        Without.TWICE: (last - 2, last - 1),
-        Without.ALL: range(last + 1),
-    }
-    return tuple(0 if request in empty.get(without, ()) else length for request, length in enumerate(lens))
+    empty = empty_requests(without, len(lens))
+    return tuple(0 if request in empty else length for request, length in enumerate(lens))
+
+
+def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
+    """Set the number of keys of each of the longest requests: to one from `longest`, of every second request to half of one."""
+    for number, request in enumerate(longest_requests(of)):
+        kv_lens[request] = longest() // (1 + number % 2)
 
 
 def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
@@ -156,19 +167,22 @@ def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], generator(of)
     if count > REQUESTS:
         kv_lens = [8 + 3 * request % 47 for request in range(count)]
-        kv_lens[-1] = LAST  # long enough that a kernel splits it, unlike the rest
     else:
-        edges = edge_lengths(page_size, SHORT)
+        edges = edge_lengths(page_size, EQUAL)
         kv_lens = [rng.choice(edges) for _ in q_lens]
-        kv_lens[-1] = SHORT - rng.randrange(20)  # a window hides something of it
+    if isinstance(lengths, int):
+        with_long(kv_lens, of, lambda: lengths + rng.randrange(page_size))
+    elif count > REQUESTS:
+        with_long(kv_lens, of, lambda: LONGEST_OF_MANY)
+    else:
+        with_long(kv_lens, of, lambda: SHORT - rng.randrange(20))  # a window hides something of it
         if of.get("pages") == Pages.TWICE:
             kv_lens = [kv_len + page_size for kv_len in kv_lens]
     if of.get("mask") == Mask.OWN_BIT_CLEAR:
-        kv_lens[0] = 0  # of the draft alone, whose first row sees no key
+        # Of the draft alone, whose first row sees no key.
+        kv_lens[min({*range(count)}.difference(longest_requests(of)), default=0)] = 0
     if lengths == Lengths.EQUAL:
         kv_lens = [EQUAL] * count
-    elif isinstance(lengths, int):
-        kv_lens[longest_request(of)] = lengths - rng.randrange(page_size)
     kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
     if lengths == Lengths.FEWER:
         kv_lens = fewer_than_rows(q_lens)

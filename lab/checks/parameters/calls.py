@@ -44,6 +44,9 @@ PADDED_ROWS: dict[Any, float] = {
 }
 
 
+LONGEST_OF_A_MODEL = 2**18  # keys
+
+
 def judge_call(run: CaseRun) -> None:
     """Make and judge the call of a run's configuration."""
     judge_built(run, built_call(run.case, run.ranges, run.device))
@@ -153,6 +156,8 @@ def _bounds(call: BuiltCall) -> None:
         given[name] = max(int(call.inputs.seq_lens.max()), 1)
     elif of.get("bound") == Bound.FOUR_TIMES:
         given[name] *= 4
+    elif of.get("bound", of.get("max_kv_len")) == Bound.OF_A_MODEL:
+        given[name] = LONGEST_OF_A_MODEL
     for each in ("max_q_len", "max_kv_len"):
         if of.get(each) == Bound.LARGER:
             given[each] = 2 * given[each] + 1

@@ -313,14 +313,14 @@ class Model:
         for goal in order:
             if goal not in left.goals:
                 continue
-            point = self._around(goal, left, rng, chosen or len(self.axes))
+            point = self._around(goal, left, rng, chosen)
             left.remove(goal)
             if point is not None:
                 for each in self.tuples_of(point):
                     left.remove(each)
                 yield point
 
-    def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int) -> Point | None:
+    def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int | None) -> Point | None:
         """Return a point that contains a goal, or None if there is none. The values of the remaining axes are chosen one by
         one, to contain further goals.
 
@@ -329,13 +329,16 @@ class Model:
         whole = self.completed(dict(goal))
         if whole is None:
             return None
-        point = dict(goal)
+        point = {name: values[0] for name, values in self.axes.items() if len(values) == 1} | dict(goal)
         groups = [group for group in (self.vacuous, *self._apart) if not group.isdisjoint(goal)]
         others = self.vacuous.union(*(group for group in self._apart if group.isdisjoint(goal)))
         names = [name for name in self.axes if name not in point]
         rng.shuffle(names)
         names.sort(key=self._largest_triples.__getitem__, reverse=True)
-        for name in names[: chosen - len(goal)]:
+        most = len(names) if chosen is None else chosen - len(goal)
+        for name in names:
+            if most <= 0:
+                break
             values = [
                 value
                 for value in self.axes[name]
@@ -344,7 +347,10 @@ class Model:
             rng.shuffle(values)
             if not values:
                 return whole
-            point[name] = max(values, key=lambda value: left.gain(name, value, point, groups))
+            gains = [left.gain(name, value, point, groups) for value in values]
+            if chosen is None or any(gains):
+                point[name] = values[gains.index(max(gains))]
+                most -= 1
         return self.completed(point) or whole
 
 

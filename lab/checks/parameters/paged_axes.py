@@ -4,6 +4,7 @@ The first value of each axis is its default. If a caller has narrowed a field of
 Otherwise it also has unusual values, which kernels for common sizes decline.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from lab.checks.parameters.values import (
     Offsets,
     Output,
     Pages,
+    Place,
     Rows,
     SeqLens,
     Sinks,
@@ -59,7 +61,7 @@ INERT, SOME_SKIPPED = 1e-30, 3.0
 RANKS: dict[str, Any] = {"none": None, "0 of 2": (0, 2), "3 of 4": (3, 4), "0 of 1": (0, 1)}
 SPLIT_SCALE = 0.5  # an o_scale that changes no result
 NEAR = "nothing"  # of the values of "far", the arguments whose last row lies more than 2**31 elements after the first
-EQUAL = 128  # keys of each request where lengths are equal
+EQUAL = 128  # keys of each request where lengths are equal, otherwise at most of those that are not the longest
 CONTIGUOUS_TABLES = (Tables.PLAIN, Tables.NEGATIVE_TAIL, Tables.FAR_TAIL, Tables.WIDE, Tables.SEPARATE)
 VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
 # By an axis: whether kernels decline a value, or compute it by separate code, so that it tests no pair of other values.
@@ -75,7 +77,10 @@ STORED_WITH_FACTORS = (Cache.PLAIN, Cache.PAGES_APART, Cache.V_OTHERWISE, Cache.
 NO_SELECTION = "none"
 HEAD_PAGES = {NO_SELECTION: None, **{each.name.lower().replace("_", " "): each for each in HeadPages}}
 OF_SEVERAL_HEADS = [text for text, each in HEAD_PAGES.items() if each in (HeadPages.NOT_LAST, HeadPages.SOME_NONE)]
-ONE_WITHOUT = (Without.FIRST, Without.LAST, Without.TWICE)
+SOME_WITHOUT = [each for each in Without if each is not Without.ALL]
+# Lengths among which no request stands out as the longest.
+WITHOUT_LONGEST = (Lengths.EQUAL, Lengths.FEWER, Lengths.AS_ROWS, Lengths.OF_THE_NEXT)
+MOST_LONG = 64  # requests of a batch of which all but one are long
 
 
 ALL_KEYS = "all"  # rows select no entries
@@ -114,6 +119,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
         "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *Without, Lengths.FEWER, *ranges.long_requests),
+        "longest_request": tuple(Place),
         "rows": (*Rows, *PROMPTS),
         "q_len": (*ranges.widened("q_lens"), *(ranges.widened("masked_rows") if is_decode else ())),
         "offsets": (
@@ -133,7 +139,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.AS_THE_QUERY, Lse.BASE_E) if is_mla else LSE,
         "seq_lens": tuple(SeqLens),
         "key_offsets": tuple(KeyOffsets),
-        "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES),
+        "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES, Bound.OF_A_MODEL),
         "backend": ("auto", "trtllm-gen", "xqa"),
         "hints": (False, True),
         "rank": tuple(RANKS),
@@ -175,6 +181,18 @@ def _is_long(lengths: Any) -> bool:
 
 def _longest(lengths: Any) -> int:
     return lengths if _is_long(lengths) else SHORT
+
+
+@functools.cache
+def empty_requests(without: Any, requests: int) -> frozenset[int]:
+    """Return the indexes of the requests in a batch that `without` names. If it is no `Without`, there are none."""
+    return frozenset(without.requests(requests) if isinstance(without, Without) else ())
+
+
+@functools.cache
+def _is_outside(place: Place, without: Any, requests: int) -> bool:
+    """Return True if none of the longest requests is one of those that `without` empties. If it empties all, any place fits."""
+    return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 
 def _prompt(rows: Any) -> int:
@@ -330,11 +348,21 @@ RULES = constraints(
             not block_tables.is_separate or not (cache.is_one_tensor or cache == Cache.K_IS_V)
         ),
         "the only request has rows": lambda requests, offsets: (
-            requests > 1 or offsets not in (Offsets.UNEQUAL, *ONE_WITHOUT)
+            requests > 1 or offsets not in (Offsets.UNEQUAL, *SOME_WITHOUT)
         ),
-        "the only request has keys": lambda requests, lengths: requests > 1 or lengths not in ONE_WITHOUT,
-        "no request would have both rows and keys": lambda requests, offsets, lengths: (
-            requests > REQUESTS or {offsets, lengths} != {Without.TWICE, Without.LAST}
+        "the only request has keys": lambda requests, lengths: requests > 1 or lengths not in SOME_WITHOUT,
+        "the only request is the longest": lambda requests, longest_request: (
+            requests > 1 or longest_request == Place.LAST
+        ),
+        "no request is longer than the others": lambda lengths, longest_request: (
+            longest_request == Place.LAST or lengths not in WITHOUT_LONGEST
+        ),
+        "the longest request has rows and keys": (
+            lambda requests, longest_request, offsets: _is_outside(longest_request, offsets, requests),
+            lambda requests, longest_request, lengths: _is_outside(longest_request, lengths, requests),
+        ),
+        "a large batch would have too many long requests": lambda requests, longest_request: (
+            requests <= MOST_LONG or longest_request != Place.ALL_BUT_ONE
         ),
         "fewer keys than one row are none": (
             lambda q_len, lengths: q_len > 1 or lengths != Lengths.FEWER,

@@ -20,11 +20,12 @@ from lab.checks.parameters.call_cases import (
     emptied,
     fewer_than_rows,
     generator,
-    longest_request,
     rows_of_prompts,
+    with_long,
 )
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import (
+    EQUAL,
     LSE,
     NEAR,
     OUT,
@@ -44,6 +45,7 @@ from lab.checks.parameters.values import (
     Lengths,
     Offsets,
     Output,
+    Place,
     RaggedPadding,
     Rows,
     SeqLens,
@@ -93,6 +95,7 @@ def ragged_model(ranges: Ranges) -> Model:
             *Without,
             *(min(kv_len, LONGEST) for kv_len in ranges.long_requests),
         ),
+        "longest_request": tuple(Place),
         "offsets": (Offsets.PLAIN, *Without),
         "padding": tuple(RaggedPadding),
         "causal": (True, False),
@@ -104,7 +107,7 @@ def ragged_model(ranges: Ranges) -> Model:
         "lse": LSE,
         "seq_lens": tuple(SeqLens),
         "max_q_len": (Bound.EXACT, Bound.LARGER),
-        "max_kv_len": (Bound.EXACT, Bound.LARGER),
+        "max_kv_len": (Bound.EXACT, Bound.LARGER, Bound.OF_A_MODEL),
         "mirrors": ("none", "int32", "int64"),
         "skip_all_rows_active_check": (True, False),
         "query": QUERY,
@@ -151,7 +154,8 @@ RAGGED_RULES = constraints(
         "several far tensors take too much memory": lambda kv, far: kv != Layout.FAR_APART or far == NEAR,
         "each token takes whole pages": lambda kv, num_kv_heads: kv != Layout.FAR_APART or num_kv_heads <= 3,
         "no request would have both rows and keys": lambda requests, offsets, lengths: (
-            requests > REQUESTS or offsets != Without.TWICE or lengths != Lengths.OF_THE_NEXT
+            lengths != Lengths.OF_THE_NEXT
+            or (offsets != Without.ALL_BUT_ONE and (requests > REQUESTS or offsets != Without.TWICE))
         ),
         "a sink beside logits below zero leaves nothing of a row": lambda contents, sinks: (
             contents != BELOW_ZERO or sinks == Sinks.NONE
@@ -204,17 +208,17 @@ def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     if len(q_lens) > REQUESTS:
         kv_lens = [rows + 3 * request % 47 for request, rows in enumerate(q_lens)]
     else:
-        edges = edge_lengths(TILE, SHORT)
-        kv_lens = [max(rng.choice(edges), rows) for rows in q_lens]
-        kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
+        edges = edge_lengths(TILE, EQUAL)
+        kv_lens = [rng.choice(edges) for _ in q_lens]
+    longest = lengths if isinstance(lengths, int) else SHORT - 20  # a window hides something of it
+    with_long(kv_lens, of, lambda: longest + rng.randrange(20))
+    kv_lens = list(map(max, kv_lens, q_lens))
     if lengths == Lengths.AS_ROWS:
         kv_lens = list(q_lens)
     elif lengths == Lengths.OF_THE_NEXT:
         kv_lens = [*q_lens[1:], q_lens[0]]
     elif lengths == Lengths.FEWER:
         kv_lens = fewer_than_rows(q_lens)
-    elif isinstance(lengths, int):
-        kv_lens[longest_request(of)] = lengths + rng.randrange(TILE)
     return emptied(kv_lens, lengths)
 
 

@@ -1,5 +1,7 @@
 """The values of a call's parameters that are not numbers. Each value equals a text, which the repr of a case contains."""
 
+from collections.abc import Callable, Collection
+
 import torch
 
 from lab.calls.problem import E4M3
@@ -47,12 +49,30 @@ class Lengths(TextEnum):
 
 
 class Without(TextEnum):
-    """Which requests have no rows, or no keys."""
+    """Which requests have no rows, or no keys. `requests` returns their indexes in a batch of a given size."""
 
-    FIRST = "none first"
-    LAST = "none last"
-    TWICE = "none twice"  # the two before the last
-    ALL = "none at all"
+    FIRST = "none first", lambda count: range(1)
+    MIDDLE = "none in the middle", lambda count: range(count // 2, count // 2 + 1)
+    LAST = "none last", lambda count: range(count - 1, count)
+    TWICE = "none twice", lambda count: range(max(count - 3, 0), count - 1)  # the two before the last
+    ALL_BUT_ONE = "none but the first", lambda count: range(1, count)
+    ALL = "none at all", range
+
+    def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
+        self.requests = requests
+
+
+class Place(TextEnum):
+    """Which requests are the longest of the batch. `requests` returns their indexes in a batch of a given size."""
+
+    LAST = "last", lambda count: (count - 1,)
+    FIRST = "first", lambda count: (0,)
+    MIDDLE = "in the middle", lambda count: (count // 2,)
+    TWO = "first and last", lambda count: (0, count - 1)
+    ALL_BUT_ONE = "all but the first", lambda count: range(1, count)
+
+    def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
+        self.requests = requests
 
 
 class Offsets(TextEnum):
@@ -199,6 +219,7 @@ class Bound(TextEnum):
     EXACT = "exact"
     LARGER = "larger"
     FOUR_TIMES = "4 times"
+    OF_A_MODEL = "262,144"  # as long as a model's requests may become, however short the batch's are
     NONE = "None"
 
 

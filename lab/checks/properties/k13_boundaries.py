@@ -1,9 +1,10 @@
 """Off-by-one errors at boundaries of pages, tiles, windows, splits and warps, and errors for lengths of zero.
 
-A batch has requests of neighbouring lengths, beginning with 0 and 1. Needles (a few keys that outweigh all others) lie at the
-first and last keys that rows see.
+A batch has requests of neighbouring lengths in any order, 0 and 1 among them. Needles (a few keys that outweigh all others) lie
+at the first and last keys that rows see.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -42,11 +43,13 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
             q_lens = tuple(max(1, min(kv_len, (1, 2, 65)[place % 3])) for place, kv_len in enumerate(chosen))
         # Requests with fewer keys than rows are cases of their own: some kernels cannot take them.
         enough = [(kv_len, q_len) for kv_len, q_len in zip(chosen, q_lens, strict=True) if kv_len >= q_len]
+        longest = max(enough)
+        random.Random(case.seed).shuffle(enough)
         yield _of(case, enough)
         fewer = [(kv_len, q_lens[0]) for kv_len in range(q_lens[0])] if interface is not AttentionCall.CONTEXT else []
         if fewer:
-            yield _of(case, [*fewer, enough[-1]])
-        yield _of(case, enough[-1:])
+            yield _of(case, [*fewer, longest])
+        yield _of(case, [longest])
     for case in scope.balanced(1, 4, seed=24):
         q_len = case.q_lens[0]
         if interface is AttentionCall.CONTEXT:

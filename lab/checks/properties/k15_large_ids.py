@@ -1,7 +1,7 @@
 """Page offsets that do not fit in 32 bits: pools of more than 2**31 elements, or of more than 2**32 bytes.
 
-A test's pool has a few hundred pages, an engine's a hundred gigabytes. Here the used pages lie at the end of such a large pool.
-Nothing touches its other pages, so on a CPU they take no memory.
+A test's pool has a few hundred pages, an engine's a hundred gigabytes. Here the used pages lie at the end of such a large pool,
+or only one of them, in any column of any request's table. Nothing touches its other pages, so on a CPU they take no memory.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,11 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         page_elements = case.num_kv_heads * case.page_size * case.head_dim
         for first_element in sorted({SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize}):
             first_page = -(-first_element // page_elements)
-            storage = replace(case.storage, first_page=first_page)
-            yield replace(case, window_left=-1, contents=Contents.NEEDLES, storage=storage)
+            for one_far in (False, True):
+                storage = replace(case.storage, first_page=first_page, one_far=one_far)
+                # All pages are seen, and each key counts where a single page is wrong.
+                contents = Contents.RANDOM if one_far else Contents.NEEDLES
+                yield replace(case, window_left=-1, contents=contents, storage=storage)
 
 
 def _judge(run: CaseRun) -> None:

@@ -3,9 +3,10 @@
 A kernel branches on its arguments, and many defects show only for a combination of two: a window with split tables, a mask with
 sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The quick level
 judges each value in a case of many others; what the kernel declines so, in cases of usual values, of four other values, or
-alone. The smoke level judges each value alone, with the default for all other axes. The full level also judges every pair of
-values, and declared triples. A call without rows or keys counts as a test only of the value that makes it empty, not of its
-other values.
+alone. The smoke level judges each value alone, with the default for all other axes, and each form of an argument also in
+circumstances for which kernels have code of their own (`lab.checks.parameters.circumstances`), several forms in a case. The
+full level also judges every pair of values, and declared triples. A call without rows or keys counts as a test only of the
+value that makes it empty, not of its other values.
 
 If a kernel declines a case because of one value, the case tests none of its other values. So the full level first judges each
 value alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A
@@ -24,6 +25,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.calls import judge_call
+from lab.checks.parameters.circumstances import circumstances
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Model, Point, Shard
@@ -59,6 +61,8 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
         yield from _cheapest_first(_numbered(interface, ranges, many), ranges, MOST_PRODUCTS)
         return
     points = list(model.alone())
+    for number, each in enumerate(circumstances(model)):
+        points += each.points(SEEDS * ranges.seed + number, each.goals)
     yield from _numbered(interface, ranges, points)
     if scope.is_full:
         covered = {each for point in points for each in model.tuples_of(point)}
@@ -97,6 +101,20 @@ def _beside(
                 wider = replace(taken, axes={**taken.axes, axis: (*taken.axes[axis], value)})
                 pairs = (goal for goal in wider.tuples() if len(goal) == 2 and (axis, value) in goal)
                 yield from _unlike(interface, ranges, wider.covering(ranges.seed, pairs), verdicts)
+
+
+def _left_in_circumstances(
+    chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
+) -> Iterator[Configuration]:
+    """Yield cases that together contain, in each of `circumstances`, the goals of judged values that no judged case contains:
+    a case that was declined for one of its values has tested none of them.
+    """
+    model = MODELS[interface](ranges)
+    taken = model.only(tuples_by_outcome(model, verdicts)[0])
+    for each in () if taken is None else circumstances(taken):
+        judged, _ = tuples_by_outcome(each.model, [verdict for verdict in verdicts if each.has(verdict.case.values)])
+        goals = [goal for goal in each.goals if goal not in judged]
+        yield from _unlike(interface, ranges, each.points(ranges.seed, goals, chosen), verdicts)
 
 
 def _again(
@@ -207,6 +225,7 @@ CHECK = Check(
     interfaces=tuple(MODELS),
     more={
         Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
+        Level.SMOKE: tuple(partial(_left_in_circumstances, chosen) for chosen in (None, 1)),
         Level.FULL: (_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
     },
     draw_on=_draw_on,

@@ -319,7 +319,8 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     random.Random(storage.page_seed).shuffle(ids)
     if case.top_k:  # the pool's first slot holds a key
         ids.sort(key=lambda page: page > 0)
-    ids = [page + storage.first_page for page in ids]
+    far = ids if not storage.one_far else ids[storage.page_seed % max(used, 1) :][:1]
+    ids = [page + storage.first_page if page in far else page for page in ids]
     pools = new_pools(case, storage.first_page + num_pages, device)
     factors = new_scale_factors(case, pools)
     tables = torch.tensor(ids[:used], dtype=torch.int64).split(pages_of)
@@ -329,6 +330,8 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     ).to(device)
     for pool in (*pools, *factors):
         fill_dead(pool[storage.first_page :], storage.dead)
+        if storage.one_far:
+            fill_dead(pool[:num_pages], storage.dead)
     read_keys, read_values = read_kv(*stored)
     if case.is_mla:
         read_values = read_keys[..., : case.out_head_dim]

@@ -12,11 +12,13 @@ from lab.checks import Configuration, Level, Ranges
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_cases import attention_case, fewer_than_rows
 from lab.checks.parameters.calls import built_call, judge_call
+from lab.checks.parameters.covering import Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.ragged import ragged_case, ragged_model
-from lab.checks.parameters.values import HeadDims, Pages
+from lab.checks.parameters.values import HeadDims, Pages, Place, Without
 from lab.checks.properties.k18_combinations import CHECK
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 from tests.checks.small import SMALL, decoding
 
@@ -41,6 +43,10 @@ def judged(interface: Interface = AttentionCall.DECODE, **values: Any) -> tuple[
 
 def ragged(**values: Any) -> Configuration:
     return Configuration(AttentionCall.RAGGED_CONTEXT, values)
+
+
+def paged(**values: Any) -> AttentionCase:
+    return attention_case(Configuration(AttentionCall.DECODE, {"offsets": "equal", **values}), Ranges())
 
 
 def arguments_of(**values: Any) -> dict[str, Any]:
@@ -162,9 +168,42 @@ def test_lengths_are_what_their_names_say() -> None:
     assert ragged_case(ragged(lengths="fewer than rows")).kv_lens == (4, 0, 16)
     assert ragged_case(ragged(lengths="none first")).kv_lens[0] == 0
     assert ragged_case(ragged(lengths="none twice")).kv_lens[:2] == (0, 0)
-    assert ragged_case(ragged(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
     assert ragged_case(ragged(offsets="none twice")).q_lens == (0, 0, 17)
     assert len(ragged_case(ragged(requests=257)).q_lens) == 257
+    assert paged(offsets="none in the middle").q_lens == (1, 0, 1)
+    assert paged(lengths="none but the first").kv_lens[1:] == (0, 0)
+
+
+@pytest.mark.parametrize("interface", AttentionCall)
+@pytest.mark.parametrize(("count", "lengths", "least"), [(3, 4_100, 4_100), (3, None, 130), (40, None, 130)])
+def test_the_longest_requests_are_at_their_places(
+    interface: AttentionCall, count: int, lengths: int | None, least: int
+) -> None:
+    assert [list(place.requests(3)) for place in Place] == [[2], [0], [1], [0, 2], [1, 2]]
+    for place in Place:
+        given = {"requests": count, "longest_request": place, **({"lengths": lengths} if lengths else {})}
+        case = Configuration(interface, given, seed=2)
+        if interface is AttentionCall.RAGGED_CONTEXT:
+            kv_lens = ragged_case(case).kv_lens
+        else:
+            kv_lens = attention_case(case, SMALL).kv_lens
+            least = 600 if count > 3 else least
+        places = list(place.requests(count))
+        assert [request for request, kv_len in enumerate(kv_lens) if kv_len >= least] == places[::2]
+        assert all(least // 2 <= kv_lens[request] < least for request in places[1::2])
+        assert max(kv_len for request, kv_len in enumerate(kv_lens) if request not in places) <= 128
+
+
+@pytest.mark.parametrize("model", [paged_model(AttentionCall.DECODE, Ranges()), ragged_model(Ranges())])
+def test_a_longest_request_has_rows_and_keys(model: Model) -> None:
+    assert model.completed({"longest_request": Place.FIRST, "offsets": Without.FIRST}) is None
+    assert model.completed({"longest_request": Place.TWO, "lengths": Without.LAST}) is None
+    assert model.completed({"longest_request": Place.MIDDLE, "requests": 1}) is None
+    assert model.completed({"longest_request": Place.ALL_BUT_ONE, "requests": 257}) is None
+    both = {"requests": 3, "longest_request": Place.MIDDLE, "offsets": Without.LAST}
+    assert not model.fits({**both, "lengths": Without.MIDDLE})
+    assert model.fits({**both, "lengths": Without.FIRST})
+    assert model.completed({"offsets": Without.ALL, "longest_request": Place.FIRST}) is not None
 
 
 def test_strides_are_what_their_names_say() -> None:

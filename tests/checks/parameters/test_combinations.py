@@ -9,10 +9,11 @@ import lab.metadata
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import Configuration, Level, Outcome, Ranges, judge
+from lab.checks.parameters.circumstances import KEPT, WINDOW
 from lab.checks.parameters.coverage import Reach
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
-from lab.checks.parameters.values import Lse
+from lab.checks.parameters.values import Bound, Lse, Place, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import read_expression
 from lab.checks.run.judging import run_case
@@ -47,6 +48,49 @@ def test_the_smoke_level_has_every_value_of_every_axis(interface: Interface) -> 
     cases = list(CHECK.cases(interface, Ranges(), Level.SMOKE))
     for axis, values in model.axes.items():
         assert {case[axis] for case in cases} == set(values), axis
+
+
+@pytest.mark.parametrize("interface", AttentionCall)
+@pytest.mark.parametrize("rows", [{"q_len": 1, "rows": "one each"}, {"q_len": 4, "rows": "unequal"}])
+@pytest.mark.parametrize(
+    "wanted",
+    [{"lengths": 4_100}, {"requests": 1, "bound": Bound.OF_A_MODEL, "max_kv_len": Bound.OF_A_MODEL}],
+)
+def test_the_smoke_level_has_every_form_in_every_circumstance(
+    interface: AttentionCall, rows: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    model = MODELS[interface](Ranges())
+    wanted = {name: value for name, value in (wanted | rows).items() if value in model.axes.get(name, ())}
+    cases = [case for case in CHECK.cases(interface, Ranges(), Level.SMOKE) if wanted.items() <= case.values.items()]
+    cases = [case for case in cases if case.get("group", case.get("heads")) > 1]
+    assert all(len(case.non_default) <= len(wanted) + 8 for case in cases)
+    wanted |= {name: cases[0][name] for name in KEPT if name in model.axes}
+    for axis in {*model.axes} - {*wanted}:
+        for value in model.axes[axis]:
+            is_possible = model.completed({**wanted, axis: value}) is not None and (axis, value) not in model.vacuous
+            assert (value in {case[axis] for case in cases}) == is_possible, (axis, value)
+    windows = {case["longest_request"] for case in cases if case.get("window_left") == WINDOW}
+    assert "window_left" not in model.axes or "requests" in wanted or windows == set(Place)
+
+
+def test_a_form_of_a_long_request_is_judged_though_others_are_declined() -> None:
+    def narrow(**arguments: Any) -> Any:
+        if arguments["seq_lens"].max() > 256:
+            if sum(name in arguments for name in ("sinks", "cum_seq_lens_q", "out", "mask", "window_left")) > 1:
+                raise NotImplementedError("one of these at a time")
+            if arguments.get("return_lse"):
+                raise NotImplementedError("no LSE of long requests")
+        if "skip_softmax_threshold_scale_factor" in arguments:
+            raise NotImplementedError("no skip-softmax")
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    report = judge(decoding(narrow), level="smoke", ranges=SMALL, device="cpu", only="K18", discover=False, drawn=0)
+    long = [verdict.case for verdict in report.verdicts if verdict.outcome is Outcome.RIGHT]
+    long = [case for case in long if case["lengths"] == min(SMALL.long_requests) and case["group"] > 1]
+    axes = MODELS[AttentionCall.DECODE](SMALL).axes
+    for axis in ("sinks", "out", "mask", "window_left", "bmm1_scale", "bmm2_scale", "offsets", "block_tables"):
+        assert {case[axis] for case in long} >= set(axes[axis]) - {Without.ALL}, axis
+    assert {case["lse"] for case in long} == {"none", "given alone"}
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)

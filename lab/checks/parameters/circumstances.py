@@ -1,0 +1,106 @@
+"""Circumstances in which the smoke level judges each form of an argument, because kernels have code of their own for them.
+
+A form that is right for short requests may be wrong where keys are split.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lab.checks.parameters.covering import Model, Point, Values
+from lab.checks.parameters.values import Bound, HeadDims, Lengths, Rows
+
+Wanted = dict[str, list[Any]]  # values of axes, the first of them that a model has
+FEW_ROWS = 4  # of a request, at least, where it has several
+SMALL = HeadDims("64/64")
+WINDOW = 127  # it ends inside the longest requests alone, and they are at each place
+# Sizes, so that cases are cheap, and how tensors lie in memory: they have one value in all cases of a circumstance.
+KEPT = (
+    *("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "page_size", "requests", "lengths"),
+    *("q_len", "rows", "qk_nope_head_dim", "kv_layout", "query", "cache", "kv", "pages", "contents"),
+)
+# What decides which keys a row sees, and which code computes it.
+DECISIVE = (
+    *(
+        "window_left",
+        "offsets",
+        "causal",
+        "mask",
+        "sinks",
+        "skip_softmax",
+        "lse",
+        "rank",
+        "head_pages",
+        "longest_request",
+    ),
+    *("max_q_len", "top_k", "entries", "top_k_lens"),
+)
+# How many such axes, and how many others, have another value than the default in a case: where more have one, a kernel is more
+# likely to decline the case, or not to take the way on which it is wrong.
+FEW, SEVERAL = 2, 4
+
+
+@dataclass(frozen=True)
+class Circumstance:
+    """A model that is restricted to a circumstance, and how many axes of a case may have another value than the default."""
+
+    model: Model
+    chosen: int
+
+    def has(self, point: Point) -> bool:
+        """Return True if a point is in the circumstance: it has only values of the model."""
+        return all(point[name] in values for name, values in self.model.axes.items())
+
+    @property
+    def goals(self) -> list[Values]:
+        """Return what the cases of the circumstance contain: each value with which a call computes something, and `WINDOW` with
+        each place of the longest requests.
+        """
+        axes = self.model.axes
+        pairs = itertools.product(
+            [("window_left", WINDOW)], [("longest_request", place) for place in axes["longest_request"]]
+        )
+        goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
+        return [*goals, *(pair for pair in pairs if WINDOW in axes.get("window_left", ()))]
+
+    def points(self, seed: int, goals: list[Values], chosen: int | None = None) -> Iterator[Point]:
+        return self.model.covering(seed, goals, chosen or self.chosen)
+
+
+def circumstances(model: Model) -> Iterator[Circumstance]:
+    """Yield the circumstances that the axes and rules of a model permit: a request of thousands of keys, with values of
+    few `DECISIVE` axes in a case, or with values of several other axes; and one request alone, with a bound of the lengths that
+    is far too large. Each is with one row per request, and with several. A metadata builder has no circumstances.
+
+    Where a model has query heads that share a K/V head, the circumstances have them.
+    """
+    axes = model.axes
+    if "longest_request" not in axes:  # a metadata builder's
+        return
+    one: Wanted = {"q_len": [1], "rows": [Rows.ONE_EACH]}
+    several: Wanted = {"q_len": [rows for rows in axes.get("q_len", ()) if rows >= FEW_ROWS], "rows": [Rows.UNEQUAL]}
+    shared: Wanted = {name: [heads for heads in axes.get(name, ()) if heads > 1] for name in ("group", "heads")}
+    shared["head_dims"] = [SMALL]
+    long: Wanted = {"lengths": [length for length in axes["lengths"] if isinstance(length, int)]}
+    alone: Wanted = {"requests": [1], "lengths": [Lengths.UNEQUAL, Lengths.LONGER]}
+    loose: Wanted = {"bound": [Bound.OF_A_MODEL], "max_kv_len": [Bound.OF_A_MODEL]}
+    for rows in (one, several):
+        others = [name for name in axes if name not in DECISIVE]
+        yield from _restricted(model, shared | rows | long, others, FEW)
+        yield from _restricted(model, shared | rows | long, DECISIVE, SEVERAL)
+        yield from _restricted(model, shared | rows | alone | loose, (), SEVERAL)
+
+
+def _restricted(model: Model, wanted: Wanted, kept: Iterable[str], chosen: int) -> Iterator[Circumstance]:
+    """Yield the circumstance with one value of each axis in `wanted`, `kept` and `KEPT`: the first wanted value that the axis
+    has, else the default. Yield nothing if no point has these values.
+    """
+    values = {
+        name: next(value for value in several if value in model.axes[name])
+        for name, several in wanted.items()
+        if not set(several).isdisjoint(model.axes.get(name, ()))
+    }
+    if (point := model.completed(values)) is not None:
+        fixed = {name: (point[name],) for name in (*values, *kept, *KEPT) if name in point}
+        yield Circumstance(replace(model, axes={**model.axes, **fixed}), chosen)
