@@ -18,7 +18,7 @@ WINDOW = 127  # it ends inside the longest requests alone, and they are at each 
 # Sizes, so that cases are cheap, and how tensors lie in memory: they have one value in all cases of a circumstance.
 KEPT = (
     *("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "page_size", "requests", "lengths"),
-    *("q_len", "rows", "qk_nope_head_dim", "kv_layout", "query", "cache", "kv", "pages", "contents"),
+    *("q_len", "rows", "qk_nope_head_dim", "kv_layout", "query", "cache", "kv", "pages", "contents", "far"),
 )
 # What decides which keys a row sees, and which code computes it.
 DECISIVE = (
