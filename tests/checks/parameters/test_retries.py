@@ -45,8 +45,8 @@ def test_a_pair_in_declined_cases_alone_is_judged_in_smaller_ones() -> None:
     report = report_of(declining(lse_and("out")))
     (found,) = report.coverages
     assert found.blind
-    # A call with a rank returns an LSE, so that it has never been judged with an output of the caller's either.
-    pairs = {frozenset({"out", "lse"}), frozenset({"out", "rank"})}
+    # A call with a rank, or with an LSE whose rows lie far apart, has never been judged with an output of the caller's either.
+    pairs = {frozenset({"out", "lse"}), frozenset({"out", "rank"}), frozenset({"out", "far"})}
     assert {frozenset(name for name, _ in pair) for pair, _ in found.blind} == pairs
     assert {reach for _, reach in found.blind} == {Reach.DECLINED}
     assert report.left_out == 0
@@ -62,11 +62,13 @@ def test_a_defect_of_a_pair_that_all_arrays_were_declined_with_is_found() -> Non
         return block_tables.ndim == 2 and block_tables.stride(0) > block_tables.shape[1]
 
     def is_declined(**arguments: Any) -> bool:
-        others = ("out", "mask", "q_seq_lens", "cum_seq_lens_q", "sinks", "lse")
+        others = ("out", "out_dtype", "mask", "cum_seq_lens_q", "sinks", "lse", "return_lse", "backend", "cp_rank")
         return is_apart(**arguments) and any(arguments.get(name) is not None for name in others)
 
     def is_wrong(**arguments: Any) -> bool:
-        return is_apart(**arguments) and isinstance(arguments["bmm1_scale"], torch.Tensor)
+        # Several short requests: the circumstances of check K18 have cases of no large array.
+        is_usual = len(arguments["seq_lens"]) > 1 and arguments["seq_lens"].max() < 256
+        return is_apart(**arguments) and isinstance(arguments["bmm1_scale"], torch.Tensor) and bool(is_usual)
 
     report = report_of(declining(is_declined, is_wrong))
     fixed = {repr(case) for case in CHECK.cases(AttentionCall.DECODE, SMALL, Level.FULL)}
