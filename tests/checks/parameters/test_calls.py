@@ -19,7 +19,7 @@ from lab.checks.parameters.ragged import ragged_case, ragged_model
 from lab.checks.parameters.values import HeadDims, Pages, Place, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface
 from tests.checks.small import SMALL, decoding
 
 HEADS = 3
@@ -174,7 +174,7 @@ def test_lengths_are_what_their_names_say() -> None:
     assert paged(lengths="none but the first").kv_lens[1:] == (0, 0)
 
 
-@pytest.mark.parametrize("interface", AttentionCall)
+@pytest.mark.parametrize("interface", [*PAGED_CALLS, AttentionCall.RAGGED_CONTEXT])
 @pytest.mark.parametrize(("count", "lengths", "least"), [(3, 4_100, 4_100), (3, None, 130), (40, None, 130)])
 def test_the_longest_requests_are_at_their_places(
     interface: AttentionCall, count: int, lengths: int | None, least: int

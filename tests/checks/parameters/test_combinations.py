@@ -50,7 +50,7 @@ def test_the_smoke_level_has_every_value_of_every_axis(interface: Interface) -> 
         assert {case[axis] for case in cases} == set(values), axis
 
 
-@pytest.mark.parametrize("interface", AttentionCall)
+@pytest.mark.parametrize("interface", [*PAGED_CALLS, AttentionCall.RAGGED_CONTEXT])
 @pytest.mark.parametrize("rows", [{"q_len": 1, "rows": "one each"}, {"q_len": 4, "rows": "unequal"}])
 @pytest.mark.parametrize(
     "wanted",
