@@ -145,14 +145,21 @@ def test_a_prefix_without_tokens_is_usual_and_no_engine_but_sglang_builds_its_me
     assert senders(configuration.interface, configuration) == "sglang"
 
 
-def concerned(case: Any, *results: CheckedResult) -> str:
+def concerned(case: Any, *results: CheckedResult, check: str = "K2") -> str:
     outcome = Outcome.WRONG if any(result.wrong for result in results) else Outcome.RIGHT
-    verdict = CaseVerdict("kernel", "K2", AttentionCall.DECODE, case, "cpu", Judged(outcome, results=results))
+    verdict = CaseVerdict("kernel", check, AttentionCall.DECODE, case, "cpu", Judged(outcome, results=results))
     return " ".join(key for key, profile in profiles().items() if profile.concerns(verdict))
 
 
 def result(*, wrong: bool = True, requests: Any = (), **features: Any) -> CheckedResult:
     return CheckedResult("the call", "output", features, wrong, requests)
+
+
+def test_a_configuration_is_one_call_where_no_other_call_follows_it() -> None:
+    case, corner = Configuration(AttentionCall.DECODE), result(sinks=True, some_inf_sink=True)
+    assert concerned(case, corner, check="K18") == "sglang vllm"
+    assert concerned(case, corner, check="K14") == ""
+    assert concerned(case, result(sinks=True), check="K14") == "sglang vllm"
 
 
 def test_a_wrong_variation_concerns_the_engines_that_make_its_call() -> None:
