@@ -17,7 +17,7 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.call_cases import rows_without_keys
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.models import FAMILIES
-from lab.checks.parameters.paged_axes import NEAR
+from lab.checks.parameters.paged_axes import NEAR, USUAL
 from lab.checks.parameters.values import (
     Bound,
     KeyOffsets,
@@ -166,7 +166,10 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Pass both scales as the configuration says: as numbers, as tensors, or in `bmm1_scale_log2`."""
+    """Pass both scales as the configuration says: of which size, and as numbers, as tensors, or in `bmm1_scale_log2`."""
+    for name in ("bmm1_scale", "bmm2_scale"):
+        if (size := call.forms[name.replace("scale", "size")]) != USUAL:
+            call.given[name] = call.rules[name] = math.copysign(size, call.given[name])
     form, scale = call.forms["bmm1_scale"], call.given["bmm1_scale"]
     if form.is_log2:  # which takes precedence over bmm1_scale
         call.given["bmm1_scale_log2"] = _scale(call, scale * math.log2(math.e), form.shape)

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from lab.checks.case_run import CaseRun
 from lab.checks.explain.batch_features import CallFeatures
 from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.metadata_axes import DIVISIBLE, DTYPES, ROWS, TWICE
+from lab.checks.parameters.metadata_axes import DIVISIBLE, DTYPES, ROWS, TWICE, VIRTUAL_WITH_HOLES, WITH_HOLES
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
@@ -208,7 +208,7 @@ def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int
         spare_pages=of["spare_pages"],
         # Not as many as the other pool has.
         swa_spare_pages=None if of.get("window", "none") == "none" else of["spare_pages"] - 3,
-        virtual_slots=of["slots"] == "virtual",
+        virtual_slots=of["slots"] in ("virtual", VIRTUAL_WITH_HOLES),
         seed=seed,
         device=device,
     )
@@ -232,6 +232,8 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
                 for row, first_kept in zip(requests.rows, kept, strict=True):
                     pool.full_to_swa[pool.slots(row, 0, first_kept)] = -1
         batch = requests.batch(case.mode, SLOTS if of["padding"] == BatchPadding.ROWS else 0)
+        if of["slots"] in WITH_HOLES:
+            _make_holes(pool, requests.rows)
         if of["prefixes"] == Prefixes.NO_LIST and not any(case.prefix_lens):
             batch = replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None)
     else:
@@ -251,6 +253,19 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
     if of["spec_info"] == "of a graph":
         batch = replace(batch, spec_info=_spec_info_of_a_graph(batch))
     return batch if of.get("host_rows", "given") == "given" else replace(batch, extend_seq_lens_cpu=None)
+
+
+def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
+    """Set the slots of one page of each request to -1. If slots are virtual, every other request keeps them, and their page has
+    no page of the pool.
+    """
+    for number, row in enumerate(rows):
+        first = number % 3 * pool.page_size
+        slots = pool.req_to_token[row, first : first + pool.page_size]
+        if pool.v2p is not None and number % 2:
+            pool.v2p[slots[slots >= 0].long() // pool.page_size] = -1
+        else:
+            slots.fill_(-1)
 
 
 def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:

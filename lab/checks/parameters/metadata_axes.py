@@ -35,13 +35,15 @@ DTYPES: dict[str, dict[str, torch.dtype]] = {
     "int32 rows": {"req_pool_indices": torch.int32},
     "int64 new lens": {"extend_seq_lens": torch.int64},
 }
+VIRTUAL_WITH_HOLES = "virtual, some -1 or without a page"
+WITH_HOLES = ("where they lie, some -1", VIRTUAL_WITH_HOLES)
 SHARED: dict[str, tuple[Any, ...]] = {
     "draft_step": ("none", 0, 1, 2, 3, 4, 7),
     "rows": (1, 4, 2, 3, 5, 6, 7, 8, 11, "unequal", DIVISIBLE),
     "requests": (6, 1, 2, 33, 64, 96, 130, 257, 1025, 0),
     "padding": tuple(BatchPadding),
     "dtypes": tuple(DTYPES),
-    "slots": ("where they lie", "virtual"),
+    "slots": ("where they lie", "virtual", *WITH_HOLES),
     "context": ("some more", "exact", "a whole page more"),
     "table_rows": ("of each request", TWICE),
     "spec_info": ("as the rows", "of a graph"),

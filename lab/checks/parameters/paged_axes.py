@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.values import (
@@ -31,7 +33,7 @@ from lab.checks.parameters.values import (
     ValueScale,
     Without,
 )
-from lab.ranges import Ranges, text_of
+from lab.ranges import Ranges, dtype_of, text_of
 from lab.workloads.attention_case import Entries, HeadPages
 from lab.workloads.inputs.views import Layout
 
@@ -59,7 +61,16 @@ WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 INERT, SOME_SKIPPED = 1e-30, 3.0
 # (rank, number of ranks) by its text; "none" is a call without context parallelism.
 RANKS: dict[str, Any] = {"none": None, "0 of 2": (0, 2), "3 of 4": (3, 4), "0 of 1": (0, 1)}
-SPLIT_SCALE = 0.5  # an o_scale that changes no result
+SPLIT_SCALES = (0.5, 1e-6, 300.0)  # values of o_scale that change no result
+USUAL = "usual"
+# Absolute values of the scales: 1, which kernels take for no scale, and values far from it.
+BMM1_SIZES, BMM2_SIZES = (USUAL, 1.0, 1e-6, 16.0), (USUAL, 1.0, 1e-6, 300.0)
+LARGE, MODERATE = BMM1_SIZES[1::2], BMM2_SIZES[:2]
+WIDE = {
+    torch.bfloat16,
+    torch.float32,
+    None,
+}  # dtypes whose exponents have room for results of any scale; None is the query's
 NEAR = "nothing"  # of the values of "far", the arguments whose last row lies more than 2**31 elements after the first
 EQUAL = 128  # keys of each request where lengths are equal, otherwise at most of those that are not the longest
 CONTIGUOUS_TABLES = (Tables.PLAIN, Tables.NEGATIVE_TAIL, Tables.FAR_TAIL, Tables.WIDE, Tables.SEPARATE)
@@ -143,7 +154,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "backend": ("auto", "trtllm-gen", "xqa"),
         "hints": (False, True),
         "rank": tuple(RANKS),
-        "o_scale": (1.0, None, SPLIT_SCALE),
+        "o_scale": (1.0, None, *SPLIT_SCALES),
         "qk_nope_head_dim": ("a quarter", "a half"),
         "query": (*QUERY[:4], Layout.HEADS_FIRST, *((Layout.REQUESTS_APART,) if is_mla else ())),
         "block_tables": [each for each in Tables if not (is_mla and each.is_separate)],
@@ -171,7 +182,9 @@ def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]
         "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
         "bmm1_scale": [each for each in LogitScale if call is AttentionCall.DECODE or not each.is_log2],
         "bmm2_scale": tuple(ValueScale),
-        "skip_softmax": (None, INERT, SOME_SKIPPED),
+        "bmm1_size": BMM1_SIZES,
+        "bmm2_size": BMM2_SIZES,
+        "skip_softmax": (None, 0.0, INERT, SOME_SKIPPED),
     }
 
 
@@ -210,6 +223,21 @@ RULES = constraints(
         ),
         "the key that shades the others has zeros for a value, and would have itself": lambda contents, cache: (
             contents != "shaded" or cache != Cache.K_IS_V
+        ),
+        "contents have logits of a size that they choose": lambda contents, bmm1_size: (
+            bmm1_size == USUAL or contents not in ("shaded", "below zero")
+        ),
+        "a sink leaves nothing of far smaller logits, nor does e4m3": (
+            lambda sinks, bmm1_size: bmm1_size not in LARGE or sinks == Sinks.NONE,
+            lambda dtypes, bmm1_size: bmm1_size not in LARGE or dtypes.query != E4M3,
+            lambda dtype, bmm1_size: bmm1_size not in LARGE or dtype_of(dtype) != E4M3,
+        ),
+        "results of few bits do not hold numbers of every size": (
+            lambda dtypes, out, bmm2_size: bmm2_size in MODERATE or {dtypes.query, out.dtype} <= WIDE,
+            lambda dtype, out, bmm2_size: bmm2_size in MODERATE or {dtype_of(dtype), out.dtype} <= WIDE,
+        ),
+        "a whole number has its own size": lambda bmm2_scale, bmm2_size: (
+            bmm2_scale != ValueScale.WHOLE_ONE or bmm2_size == USUAL
         ),
         "a long request is alone": lambda requests, lengths: requests <= REQUESTS or not _is_long(lengths),
         "a large batch has few rows": lambda requests, q_len: requests <= REQUESTS or q_len <= FEW,
@@ -260,7 +288,7 @@ RULES = constraints(
             lambda rank, skip_softmax: rank == "none" or skip_softmax is None,
             lambda rank, top_k: rank == "none" or not top_k,
             lambda rank, head_pages: rank == "none" or head_pages == "none",
-            lambda rank, o_scale: rank == "none" or o_scale != SPLIT_SCALE,
+            lambda rank, o_scale: rank == "none" or o_scale not in SPLIT_SCALES,
             lambda rank, kv_layout: rank == "none" or kv_layout == "HND",
             lambda rank, block_tables: rank == "none" or not block_tables.is_separate,
             lambda rank, dtypes: rank == "none" or dtypes.cache != NVFP4,
@@ -277,7 +305,7 @@ RULES = constraints(
             lambda rank, lengths, q_len: rank == "none" or lengths not in (*Without,) or q_len <= RANKS[rank][0],
         ),
         "only an e4m3 output is divided by o_scale": lambda dtypes, out, o_scale: (
-            o_scale != SPLIT_SCALE or out.is_e4m3(dtypes)
+            o_scale not in SPLIT_SCALES or out.is_e4m3(dtypes)
         ),
         "only trtllm-gen has several kernels with equal results, and NVFP4 is XQA's where no backend is named": (
             lambda backend, hints: not hints or backend != "xqa",

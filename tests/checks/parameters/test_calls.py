@@ -16,7 +16,7 @@ from lab.checks.parameters.covering import Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.ragged import ragged_case, ragged_model
-from lab.checks.parameters.values import HeadDims, Pages, Place, Without
+from lab.checks.parameters.values import DtypePair, HeadDims, Output, Pages, Place, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -252,6 +252,47 @@ def test_the_largest_batch_may_have_64_heads() -> None:
     assert paged_model(AttentionCall.DECODE, Ranges()).completed(most) is not None
     assert paged_model(AttentionCall.CONTEXT, Ranges()).completed(most) is not None
     assert paged_model(AttentionCall.MLA_DECODE, Ranges()).completed({"requests": 1037, "heads": 64}) is not None
+
+
+def number_of(scale: Any) -> float:
+    return float(scale.item()) if isinstance(scale, torch.Tensor) else float(scale)
+
+
+@pytest.mark.parametrize("interface", [*PAGED, AttentionCall.RAGGED_CONTEXT])
+@pytest.mark.parametrize("name", ["bmm1", "bmm2"])
+def test_a_scale_has_exactly_its_size_and_the_sign_of_its_form(interface: AttentionCall, name: str) -> None:
+    model = MODELS[interface](Ranges())
+    assert {1.0, 1e-6} < set(model.axes[f"{name}_size"])
+    for form in model.axes[f"{name}_scale"]:
+        for size in model.axes[f"{name}_size"]:
+            values = {f"{name}_scale": form, f"{name}_size": size}
+            if size == "usual" or not model.fits(model.default | values):
+                continue
+            given = judged(interface, **values)[0]
+            found = number_of(given[f"{name}_scale"])
+            if "log2" in str(form):
+                found = number_of(given["bmm1_scale_log2"]) / math.log2(math.e)
+            is_exact = isinstance(given[f"{name}_scale"], float) and "log2" not in str(form)
+            assert found == pytest.approx(math.copysign(size, form.factor), rel=0 if is_exact else 1e-6)
+
+
+def test_numbers_that_results_of_few_bits_or_with_sinks_do_not_hold_are_left_out() -> None:
+    decode, ragged_call = paged_model(AttentionCall.DECODE, Ranges()), ragged_model(Ranges())
+    never: list[dict[str, Any]] = [
+        {"bmm1_size": 16.0, "sinks": "per head"},
+        {"bmm1_size": 1.0, "dtypes": "e4m3/e4m3"},
+        {"bmm1_size": 1e-6, "contents": "shaded"},
+        {"bmm2_size": 1e-6, "dtypes": "fp16/fp16"},
+        {"bmm2_size": 300.0, "out": Output.E4M3},
+        {"bmm2_size": 1.0, "bmm2_scale": "1 as a whole number"},
+        {"o_scale": 300.0, "out": Output.NONE, "dtypes": DtypePair("bf16/bf16")},
+    ]
+    for values in never:
+        point = {**values, "dtypes": DtypePair(values.get("dtypes", "bf16/bf16"))}
+        assert not decode.fits(point | {"out": values.get("out", Output.NONE)})
+    assert not ragged_call.fits({"bmm1_size": 1.0, "dtype": "e4m3"})
+    assert not ragged_call.fits({"bmm2_size": 300.0, "dtype": "fp16", "out": Output.NONE})
+    assert decode.fits({"bmm2_size": 300.0, "dtypes": DtypePair("bf16/e4m3"), "out": Output.GIVEN_FP32})
 
 
 def test_padding_lies_after_the_last_offset_and_lengths_on_the_host_have_none() -> None:
