@@ -10,8 +10,8 @@ import torch
 import lab.metadata
 from lab.checks import Configuration, Outcome, Ranges
 from lab.checks.properties.k18_combinations import CHECK
+from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Judged
-from lab.checks.run.workers import run_case
 from lab.workloads.interfaces import MetadataFunction
 
 MHA, MLA = MetadataFunction.MHA_METADATA, MetadataFunction.MLA_METADATA
