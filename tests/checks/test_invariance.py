@@ -15,10 +15,13 @@ from lab.checks.oracle import largest_ulps
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Level
 from lab.checks.properties.invariance import FACTORS, _judge
+from lab.checks.properties.k08_decomposition import halves, single_rows
 from lab.checks.properties.variants import Variant
 from lab.checks.run.invariance import Answer, Dependence, Invariance
 from lab.checks.run.judging import run_case
 from lab.exit_status import ExitStatus
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import PAGED_CALLS
 from tests.checks import dependent_kernels as kernels
 from tests.checks.small import SMALL
@@ -250,3 +253,14 @@ def test_a_graph_is_tried_on_a_gpu(where: str) -> None:
         "lab.kernels.portable", ranges=ranges, device=where, functions=["decode"], factors=["cuda-graph", "workspace"]
     )
     assert answers(found)["cuda-graph"] <= {Answer.SAME, Answer.WITHIN}
+
+
+def test_rows_in_one_call_are_divided_into_single_rows_and_halves() -> None:
+    case = AttentionCase(AttentionCall.CONTEXT, (9, 5), (5, 3), num_kv_heads=1)
+    inputs = build_attention(case, CPU)
+    first, second = halves(inputs)
+    assert (first.inputs.q_lens, first.inputs.kv_lens) == ((2, 1), (6, 3))
+    assert (second.inputs.q_lens, second.inputs.kv_lens) == ((3, 2), (9, 5))
+    assert torch.cat((first.rows, second.rows)).tolist() == [0, 1, 5, 2, 3, 4, 6, 7]
+    assert [each.rows.tolist() for each in single_rows(inputs)] == [[4, 7], [3, 6], [2, 5]]
+    assert [each.inputs.kv_lens for each in single_rows(inputs)] == [(9, 5), (8, 4), (7, 3)]
