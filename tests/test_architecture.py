@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         "shrinking",
     },
     "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "recorded"},
+    "budget": {"calls", "ranges", "recorded", "references", "workloads"},
     "dry_run": {
         "calls",
         "gpus",
@@ -59,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "reports",
     },
     "reports": {
+        "budget",
         "ranges",
         "gpus",
         "loading",

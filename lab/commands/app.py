@@ -10,6 +10,7 @@ import typer
 
 import lab
 from lab.commands.bench import bench
+from lab.commands.budget import budget
 from lab.commands.compare import ab, compare, releases
 from lab.commands.dry_run import dry_run
 from lab.commands.invariance import invariance
@@ -50,6 +51,7 @@ def common(
 JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
 app.command(rich_help_panel=JUDGING)(judge)
 app.command(rich_help_panel=JUDGING)(invariance)
+app.command(rich_help_panel=JUDGING)(budget)
 app.command(rich_help_panel=JUDGING)(checks)
 app.command(rich_help_panel=JUDGING)(implementations)
 app.command(rich_help_panel=JUDGING)(record)

@@ -1,0 +1,314 @@
+"""Noise or bug: errors of K/V caches and of right kernels, the judge's bound, and elements that exceed a CI's tolerance.
+
+The *quantisation error* is float64 attention on the stored K and V against float64 attention on the original ones. No kernel
+can avoid it. The *kernel's error* is that of the control: low-precision torch operations on the stored K and V, against float64
+on the same. The judge allows a multiple of it (`lab.references.errors`). All are measured on requests with one query row and
+one K/V head, which `group` query heads share. No key is left out.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lab.calls import AttentionCall, DecodeCall
+from lab.calls.problem import HALF_DTYPES
+from lab.ranges import DTYPES, dtype_of
+from lab.recorded.case import RecordedCase
+from lab.references import attention
+from lab.references.assertion import histories_of, truth_of_problem
+from lab.references.errors import Truth, relative_l2
+from lab.references.quantization import E2M1_MAX, E4M3_MAX, quantize_e4m3, quantize_nvfp4, rounded
+from lab.wording import counted
+from lab.workloads.inputs.attention import new_workspace
+
+LEVEL = 1e-3  # probability below which it is said that a right kernel does not do this
+PAGE_SIZE = 16
+LARGEST = {"e4m3": E4M3_MAX, "nvfp4": E4M3_MAX * E2M1_MAX}  # largest number of a quantised cache, in units of its scale
+UNPACKED = ("", "bf16", "fp16", "e4m3")  # "": the default
+# The scale of a quantised cache: 1, or a multiple of the least scale that represents the largest value ("amax").
+SCALES = {"1": 0.0, "amax": 1.0, "4amax": 4.0, "amax/4": 0.25}
+# K and V: N(0, 1); Student's t with 3 degrees of freedom; N(0, 1) with each 16th channel 10 times as large.
+VALUES = ("normal", "heavy", "outliers")
+# What a test compares with: float64 on the stored K and V; the same in the output's dtype; float64 on the original K and V.
+AGAINST = ("stored", "rounded", "original")
+MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**29  # numbers of K and V in one batch, and in a simulation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Dtypes (names of `lab.ranges.DTYPES`), sizes and values of requests.
+
+    Attributes:
+        kv, scale: dtype of the cache, and its scale, of `SCALES`.
+        keys, values, v_std: keys of a request, their statistics, of `VALUES`, and the factor of V. Recorded requests have their
+            own.
+        query: dtype of the query; "": the cache's, or bf16 if the cache is quantised.
+        out, arithmetic: dtypes of the output and of the operands of both products; "": the query's.
+
+    Raises:
+        ValueError: a name is unknown, or a number is out of range.
+    """
+
+    kv: str
+    keys: int = 1024
+    scale: str = "amax"
+    values: str = "normal"
+    v_std: float = 1.0
+    query: str = ""
+    out: str = ""
+    arithmetic: str = ""
+    head_dim: int = 64
+    group: int = 8
+
+    def __post_init__(self) -> None:
+        known = {"kv": tuple(DTYPES), "scale": tuple(SCALES), "values": VALUES}
+        for name, names in {**known, "query": UNPACKED, "out": UNPACKED, "arithmetic": UNPACKED}.items():
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(filter(None, names))}")
+        if self.kv not in LARGEST and self.query not in ("", self.kv):
+            raise ValueError(f"a cache of {self.kv} goes with queries of {self.kv}, not {self.query}")
+        if min(self.keys, self.head_dim, self.group) < 1 or self.head_dim % 16 or not 0 < self.v_std < math.inf:
+            sizes = f"keys {self.keys}, group {self.group}, head_dim {self.head_dim}, v_std {self.v_std}"
+            raise ValueError(f"{sizes}: each must be above 0, and head_dim a multiple of 16")
+
+
+class Requests(NamedTuple):
+    """Requests before a cache stores them: query [requests, group, head_dim], float32 K and V [requests, keys, head_dim]."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    softmax_scale: float
+
+    def to(self, device: torch.device) -> "Requests":
+        """Return the requests on a device."""
+        return Requests(self.query.to(device), self.keys.to(device), self.values.to(device), self.softmax_scale)
+
+
+def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[Requests]:
+    """Draw batches of requests until their outputs have this number of elements, or K and V have MOST_DRAWN numbers."""
+    size = 2 * setting.keys * setting.head_dim
+    count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
+    numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
+    for first in range(0, count, at_once):
+        number = min(at_once, count - first)
+        query = torch.randn(number, setting.group, setting.head_dim, generator=numbers)
+        keys, values = torch.randn(2, number, setting.keys, setting.head_dim, generator=numbers)
+        for side in (keys, values):
+            if setting.values == "heavy":
+                side /= torch.randn(3, *side.shape, generator=numbers).square_().mean(dim=0).sqrt_()
+            elif setting.values == "outliers":
+                side[..., ::16] *= 10
+        dtype = dtype_of(setting.query or ("bf16" if setting.kv in LARGEST else setting.kv))
+        yield Requests(rounded(query, dtype), keys, values.mul_(setting.v_std), setting.head_dim**-0.5)
+
+
+def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[Requests]:
+    """Yield the requests of recorded decode and context calls: their K/V heads, with the last query row and the keys in its
+    window, without sinks.
+
+    Raises:
+        ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.
+    """
+    for case in cases:
+        if case.interface not in (AttentionCall.DECODE, AttentionCall.CONTEXT):
+            continue
+        _, problem = case.posed()
+        if problem.kv_dtype not in HALF_DTYPES:
+            sentence = "the original K and V are not known: record with a cache of bf16 or fp16"
+            raise ValueError(f"call {case.number} has a cache of {problem.kv_dtype}, and {sentence}")
+        for request, (start, end) in enumerate(itertools.pairwise(problem.row_offsets())):
+            window = slice(-problem.window_left - 1 if problem.window_left >= 0 else None, None)
+            k, v = (side[window].float().transpose(0, 1) for side in histories_of(problem, [request])[0])
+            if start < end and k.shape[1]:
+                query = problem.query[end - 1].unflatten(0, (len(k), -1))
+                yield Requests(query, k, v * float(problem.bmm2_scale), float(problem.bmm1_scale))
+
+
+def call_of(requests: Requests, setting: Setting) -> dict[str, Any]:
+    """Return the arguments of FlashInfer's decode call over a cache of the setting that stores the requests' K and V."""
+    (count, keys, _), device = requests.keys.shape, requests.query.device
+    pages = -(-keys // PAGE_SIZE)
+    sides = (pad(side, (0, 0, 0, pages * PAGE_SIZE - keys)) for side in (requests.keys, requests.values))
+    (k, k_scale), (v, v_scale) = (_stored(side, setting) for side in sides)
+    k, v = ([each.view(count * pages, 1, PAGE_SIZE, -1) for each in side] for side in (k, v))
+    arguments: dict[str, Any] = {
+        "query": requests.query,
+        "kv_cache": (k[0], v[0]),
+        "workspace_buffer": new_workspace(device),
+        "block_tables": torch.arange(count * pages, dtype=torch.int32, device=device).view(count, pages),
+        "seq_lens": torch.full((count,), keys, dtype=torch.int32, device=device),
+        "max_seq_len": keys,
+        "bmm1_scale": requests.softmax_scale * k_scale,
+        "bmm2_scale": v_scale,
+    }
+    arguments |= {"out_dtype": dtype_of(setting.out)} if setting.out else {}
+    return arguments | ({"kv_cache_sf": (k[1], v[1]), "backend": "xqa"} if setting.kv == "nvfp4" else {})
+
+
+def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
+    """Return K or V as the cache stores them, with NVFP4's scale factors, and their scale."""
+    if setting.kv not in LARGEST:
+        return [values.to(dtype_of(setting.kv))], 1.0
+    scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0
+    return quantize_nvfp4(values, scale) if setting.kv == "nvfp4" else [quantize_e4m3(values, scale)], scale
+
+
+def _solved(requests: Requests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
+    """Return the call over the cache, the results on the original K and V, float64, and the results on the stored K and V."""
+    call = call_of(requests, setting)
+    query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
+    visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
+    original, _ = attention(query, keys, values, visible, bmm1_scale=requests.softmax_scale)
+    arithmetic = dtype_of(setting.arithmetic) if setting.arithmetic else None
+    return call, original[:, 0], truth_of_problem(DecodeCall(**call).problem(), arithmetic)
+
+
+def over(got: Tensor, want: Tensor, atol: float, rtol: float) -> Tensor:
+    """Return which elements exceed a tolerance as in torch.testing.assert_close: |got - want| > atol + rtol * |want|."""
+    return (got - want).abs() > atol + rtol * want.abs()
+
+
+def budget(
+    requests: Requests,
+    setting: Setting,
+    atol: float = 1e-2,
+    rtol: float = 1e-2,
+    kernel: Callable[..., Tensor] | None = None,
+) -> dict[str, Any]:
+    """Measure the errors of requests in a cache of the setting.
+
+    Args:
+        kernel: FlashInfer's decode function of an implementation.
+
+    Returns:
+        The setting's fields; `vectors`, their number; medians of relative L2 errors of vectors: `quantisation`, `kernel` (the
+        control) and `bound` (the judge's); shares of elements beyond the tolerance: `kernel_over` of the control against
+        float64 on the stored K and V, `quantisation_over` of that against float64 on the original ones; with a kernel, `given`
+        and `given_worst`, its median error and its largest ratio of error to bound.
+    """
+    call, original, truth = _solved(requests, setting)
+    control = truth.compare(truth.control)
+    medians = {"quantisation": relative_l2(truth.expected, original), "kernel": control.error, "bound": control.bound}
+    ratios = {}
+    if kernel is not None:
+        given = truth.compare(kernel(**call))
+        medians["given"], ratios["given_worst"] = given.error, given.worst_ratio
+    overs = {"quantisation_over": (truth.expected, original), "kernel_over": (truth.control.double(), truth.expected)}
+    found = asdict(setting) | {"keys": requests.keys.shape[1], "vectors": control.error.numel()}
+    found |= {name: float(each.median()) for name, each in medians.items()} | ratios
+    return found | {name: float(over(*both, atol, rtol).double().mean()) for name, both in overs.items()}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of `explain`: its verdict, "noise", "bug" or "cannot be told"; its reason in sentences; and the numbers that
+    decide: simulated elements, mismatches in as many elements as the test has, their probability, and differences.
+    """
+
+    verdict: str
+    reason: str
+    numbers: Mapping[str, float]
+
+
+def explain(
+    setting: Setting,
+    batches: Iterable[Requests],
+    *,
+    mismatched: int,
+    elements: int,
+    atol: float,
+    rtol: float,
+    off_by: float | None = None,
+    against: str = "stored",
+) -> Answer:
+    """Tell whether a right kernel may fail a test so: `mismatched` of `elements` exceed the tolerance, and the largest
+    |got - want| is `off_by` (None: unknown).
+
+    Bug: the largest difference is more than the judge allows, even if all error of a vector is in one element; or as many
+    mismatches or more have a probability below LEVEL, even for a kernel at the judge's bound: with the control's errors,
+    enlarged so that each vector's error is its bound. Noise: mismatches and a difference as large occur in the simulation, and
+    each has a probability of LEVEL or more. All else cannot be told. The test's values are assumed to be as in the batches: a
+    difference is proportional to V.
+
+    Args:
+        batches: requests for which the control is computed (the simulation).
+        against: what the test compares with, of AGAINST.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+    if not 1 <= mismatched <= elements:
+        raise ValueError(f"{mismatched:,} mismatched of {elements:,} elements: at least 1, and at most all")
+    if not (0 <= atol < math.inf and 0 <= rtol < math.inf):
+        raise ValueError(f"atol {atol} and rtol {rtol} must be finite and at least 0")
+    if off_by is not None and off_by <= atol:
+        raise ValueError(f"a difference of {off_by} does not exceed atol {atol}: give the largest |got - want|")
+    counts, at_bound, largest, most, simulated = _simulated(setting, batches, atol, rtol, against)
+    reaching = counts.clamp(max=1) if off_by is None else (largest >= off_by).long()
+    of_count, of_at_bound = (chance(mismatched, elements, each, simulated) for each in (counts, at_bound))
+    of_largest = chance(1, elements, reaching, simulated)
+    mean, mean_at_bound = (float(each.sum()) * elements / simulated for each in (counts, at_bound))
+    reached, allowed_most = float(largest.max()), float(most.max())
+    count = f"{mismatched:,} mismatches or more"
+    if off_by is not None and not off_by <= allowed_most:  # or NaN
+        ratio = f"{off_by / reached:,.3g} times that of a right kernel" if reached else "and a right kernel has none"
+        verdict, reason = "bug", f"the largest difference is {off_by:.4g}, {ratio}, and more than the judge allows"
+    elif of_at_bound < LEVEL:
+        verdict, reason = "bug", f"{count} have a probability below {LEVEL:.1%} even at the judge's bound"
+    elif counts.any() and reaching.any() and min(of_count, of_largest) >= LEVEL:
+        verdict, reason = "noise", f"{count} have a probability of {of_count:.2g} for a right kernel"
+        reason += "" if off_by is None else f", a difference of {off_by:.3g} or more one of {of_largest:.2g}"
+    else:
+        verdict, reason = "cannot be told", "it is more than the simulation shows, and not more than the judge allows"
+    excess = f", {reached / atol - 1:.0%} over atol" if 0 < atol < reached else ""
+    facts = (
+        f"A right kernel exceeds the tolerance in {mean:,.3g} of {elements:,} elements in the mean, and one at the judge's "
+        f"bound in {mean_at_bound:,.3g}. The largest difference of a right kernel is {reached:.3g}{excess}, and the judge "
+        f"allows {allowed_most:.3g}. Simulated: {counted(simulated, 'element')}, {simulated / elements:,.3g} calls"
+    )
+    numbers = {"simulated": simulated, "mean": mean, "mean_at_bound": mean_at_bound, "probability": of_count}
+    return Answer(verdict, f"{reason}. {facts}", numbers | {"largest": reached, "judge_allows": allowed_most})
+
+
+def _simulated(
+    setting: Setting, batches: Iterable[Requests], atol: float, rtol: float, against: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Return, for each request, [requests]: mismatches of the control, those of a kernel at the judge's bound, the control's
+    largest difference, and the largest that the judge allows; and the number of elements of all requests.
+    """
+    parts, simulated = [], 0
+    for requests in batches:
+        _, original, truth = _solved(requests, setting)
+        exact, error = truth.expected, truth.control.double() - truth.expected
+        want = {"stored": exact, "rounded": rounded(exact, truth.control.dtype).double(), "original": original}[against]
+        allowed = truth.compare(truth.control).bound * exact.norm(dim=-1)
+        enlarged = (error * (allowed / error.norm(dim=-1)).unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0)
+        counts = [over(exact + each, want, atol, rtol).flatten(1).sum(dim=1) for each in (error, enlarged)]
+        sizes = (exact + error - want).abs(), allowed + (exact - want).abs().amax(dim=-1)
+        parts.append((*counts, *(each.flatten(1).amax(dim=1) for each in sizes)))
+        simulated += exact.numel()
+    of_control, at_bound, largest, most = map(torch.cat, zip(*parts, strict=True))
+    return of_control, at_bound, largest, most, simulated
+
+
+def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
+    """Return the probability of `count` or more events in `elements` elements, by the events in each simulated request
+    (`counts`, [requests]), which have `simulated` elements together.
+
+    It is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, each event
+    is the test's with the share that its elements have of all. Requests share K and V, so that events come together: both
+    counts are divided by the variance of the requests' counts over their mean, if it is above 1. Without simulated events this
+    ratio is unknown, and all of the test's events count as one.
+    """
+    from scipy.special import betainc
+
+    total, each = int(counts.sum()), counts.double()
+    together = max(1.0, float(each.var() / each.mean())) if total else count
+    return float(betainc(count / together, total / together + 1, elements / (elements + simulated)))

@@ -1,0 +1,51 @@
+"""Present the errors of K/V caches and of right kernels as a table, and the answer to a test's failure (`lab.budget`)."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lab.budget import LARGEST, Answer, Setting
+from lab.exit_status import ExitStatus
+from lab.provenance import environment
+from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
+
+STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "cannot be told": ExitStatus.NOT_JUDGED}
+
+
+def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -> TableReport:
+    """Return a report with a row for each result of `lab.budget.budget`."""
+    remarks = (
+        "medians of relative L2 errors of output vectors:",
+        "quantised: float64 on stored K and V against original ones; unavoidable",
+        "kernel: a right kernel on stored K and V; given: yours; bound: the judge's",
+        f"q %, k %: elements with |got - want| > {atol:g} + {rtol:g} |want|, quantised and kernel",
+    )
+    record = {"atol": atol, "rtol": rtol, "rows": list(rows), "environment": environment()}
+    return TableReport((), make_table(COLUMNS, rows, say_once=()), remarks, record)
+
+
+def answer_report(answer: Answer, setting: Setting, asked: Mapping[str, Any]) -> TableReport:
+    """Return a report of the answer to a test's failure. `asked` has the numbers of the failure, by name."""
+    record = {"verdict": answer.verdict, "reason": answer.reason, **answer.numbers, "asked": dict(asked)}
+    below = f"simulated: {setting}", f"{answer.verdict}: {answer.reason}"
+    return TableReport((), make_table({}, ()), below, record, STATUS[answer.verdict])
+
+
+def _error(name: str, row: Mapping[str, Any]) -> Cell:
+    return Cell(f"{row[name]:.2g}", row[name]) if name in row else words(None)
+
+
+def _size(keys: int) -> Cell:
+    return Cell(f"{keys // 1024}K" if keys % 1024 == 0 else f"{keys:,}", keys)
+
+
+COLUMNS: Columns = {
+    "cache": lambda row: words(row["kv"]),
+    "scale": lambda row: words(row["scale"] if row["kv"] in LARGEST else None),
+    "values": lambda row: words(row["values"]),
+    "keys": lambda row: _size(row["keys"]),
+    "quantised": partial(_error, "quantisation"),
+    **{name: partial(_error, name) for name in ("kernel", "given", "bound")},
+    "q %": lambda row: number(row["quantisation_over"], 2, 100),
+    "k %": lambda row: number(row["kernel_over"], 2, 100),
+}
