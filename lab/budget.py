@@ -37,7 +37,7 @@ SCALES = {"1": 0.0, "amax": 1.0, "4amax": 4.0, "amax/4": 0.25}
 VALUES = ("normal", "heavy", "outliers")
 # What a test compares with: float64 on the stored K and V; the same in the output's dtype; float64 on the original K and V.
 AGAINST = ("stored", "rounded", "original")
-MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**29  # numbers of K and V in one batch, and in a simulation
+MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one batch, and in a simulation
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Requests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[Requests]:
-    """Draw batches of requests until their outputs have this number of elements, or K and V have MOST_DRAWN numbers."""
-    size = 2 * setting.keys * setting.head_dim
+    """Draw batches of requests until their outputs have this number of elements, or they have MOST_DRAWN numbers."""
+    size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
     numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
     for first in range(0, count, at_once):

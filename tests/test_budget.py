@@ -122,11 +122,11 @@ def test_values_are_drawn_with_the_statistics_that_are_named() -> None:
 
 
 def test_as_many_requests_are_drawn_as_the_elements_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = Setting("e4m3", MOST_AT_ONCE // 512, group=2)
+    setting = Setting("e4m3", MOST_AT_ONCE // 512 - 1, group=2)
     batches = list(drawn_requests(setting, 9 * 128 - 1))
     assert [each.query.shape for each in batches] == [(4, 2, 64), (4, 2, 64), (1, 2, 64)]
     assert not torch.equal(batches[0].values, batches[1].values)
-    monkeypatch.setattr("lab.budget.MOST_DRAWN", 6 * 2 * setting.keys * 64)
+    monkeypatch.setattr("lab.budget.MOST_DRAWN", 6 * 2 * (setting.keys + 1) * 64)
     assert sum(len(each.query) for each in drawn_requests(setting, 10**9)) == 6
     assert next(drawn_requests(Setting("fp16", 8), 1)).query.dtype == torch.float16
     assert next(drawn_requests(Setting("e4m3", 8, query="e4m3"), 1)).query.dtype == E4M3

@@ -36,7 +36,8 @@ def _error(name: str, row: Mapping[str, Any]) -> Cell:
 
 
 def _size(keys: int) -> Cell:
-    return Cell(f"{keys // 1024}K" if keys % 1024 == 0 else f"{keys:,}", keys)
+    size, unit = next((each for each in ((2**20, "M"), (2**10, "K")) if keys % each[0] == 0), (1, ""))
+    return Cell(f"{keys // size:,}{unit}", keys)
 
 
 COLUMNS: Columns = {
