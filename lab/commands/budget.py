@@ -40,7 +40,10 @@ OffBy = Annotated[
 ]
 Against = Annotated[
     Literal["stored", "rounded", "original"],
-    of_test(help="the test's reference: float64 on stored K and V, that in the output's dtype, or on original K and V"),
+    of_test(
+        "--against",
+        help="the test's reference: float64 on stored K and V, that in the output's dtype, or on original K and V",
+    ),
 ]
 
 
@@ -62,7 +65,7 @@ def budget(
     mismatched: Annotated[int, of_test(help="elements beyond the tolerance")] = 0,
     elements: Annotated[int, of_test(help="number of compared elements")] = 0,
     off_by: OffBy = None,
-    against: Against = "stored",
+    wanted: Against = "stored",
     draws: Annotated[int, of_test(min=1, help="simulated calls, fewer if they are large")] = 200,
     seed: Annotated[int, Option(help="seed of the drawn values")] = 0,
     device: Device = None,
@@ -108,8 +111,8 @@ def budget(
             asked: dict[str, Any] = {"mismatched": mismatched, "elements": elements, "atol": atol, "rtol": rtol}
             asked["off_by"] = off_by and (atol * (1 + off_by[0] / 100) if off_by[1] else off_by[0])
             batches = recorded or computed.drawn_requests(settings[0], draws * elements, seed)
-            answer = computed.explain(settings[0], batches, against=against, **asked)
-            report = answer_report(answer, settings[0], asked | {"against": against})
+            answer = computed.explain(settings[0], batches, against=wanted, **asked)
+            report = answer_report(answer, settings[0], asked | {"against": wanted})
             report.show(json, markdown)
             raise typer.Exit(report.exit_status)
         kernel = getattr(load(implementation), AttentionCall.DECODE.value, None) if implementation else None
