@@ -9,6 +9,10 @@ from lab.extras import require
 
 require("lab.kernels.portable", "triton")
 
+from lab.kernels.portable.dsv4_decode import (
+    prepare_trtllm_batch_decode_sparse_mla_dsv4,
+    trtllm_batch_decode_sparse_mla_dsv4,
+)
 from lab.kernels.portable.mla_decode import (
     prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_with_kv_cache_mla,
@@ -26,10 +30,12 @@ from lab.kernels.portable.ragged_context import (
 
 __all__ = [
     "prepare_trtllm_batch_context_with_kv_cache",
+    "prepare_trtllm_batch_decode_sparse_mla_dsv4",
     "prepare_trtllm_batch_decode_with_kv_cache",
     "prepare_trtllm_batch_decode_with_kv_cache_mla",
     "prepare_trtllm_ragged_attention_deepseek",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_sparse_mla_dsv4",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",

@@ -7,13 +7,15 @@ On SM90, calls with many rows run a Gluon kernel (`lab.kernels.portable.hopper_m
 
 If a call selects entries for each row, every row is a request of its own: its keys are the columns that it uses, and its page
 table is the row of places. A first small launch writes how many columns each row uses, so that the host reads no length.
-Columns without an entry are masked and read no memory; their time is spent nevertheless.
+Columns without an entry are masked and read no memory; their time is spent nevertheless. The first columns of DSV4's call are
+places in a pool of their own, and a row uses no more of them than there are keys up to its position.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -21,8 +23,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.calls import takes
+from lab.calls.dsv4_decode import TwoPools
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
+from lab.calls.selection import WINDOW_COLUMNS
 from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_mla_launches, hopper_mla_tile
 from lab.kernels.portable.kept_calls import kept_at_once
@@ -58,6 +62,7 @@ from lab.kernels.support.stored_cache import share_memory
 # Fewest keys worth a program of their own: its partial result is written and read again, 64 kB for 16 rows of 512 float32
 # elements, against 147 kB of bf16 entries. Reckoned, not measured.
 LEAST_KEYS = 128
+WINDOW = tl.constexpr(WINDOW_COLUMNS)
 
 
 @takes(MLADecodeCall)
@@ -81,7 +86,7 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
         made: list[Callable[[], object]] = []
         if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
             made.append(partial(problem.query.view(call.query.shape).copy_, call.query))
-        made += _launches(problem, (out, lse))
+        made += mla_launches(problem, (out, lse))
         if lse is not None and call.lse_is_base_e:
             made.append(partial(lse.mul_, math.log(2.0)))
         return made
@@ -105,22 +110,27 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
     return dot_dtype(problem.k_cache)
 
 
-def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
-    selected = problem.selected
+def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
+    """Return the launches of a problem with one K/V head whose values are parts of its keys. It may be of two pools."""
+    selected, window = problem.selected, None
     if selected is None:
         return _attention_launches(problem, results)
-    (columns,) = new_scratch(problem.query.device, ((problem.num_rows,), torch.int32))
+    columns, up_to_row = new_scratch(problem.query.device, *[((problem.num_rows,), torch.int32)] * 2)
+    if isinstance(problem, TwoPools):
+        cache = problem.window_cache
+        window = (cache, up_to_row, cache.stride(0), cache.stride(2), cache.shape[2])
     counting = TritonLaunch(
         _columns_kernel,
         (problem.num_rows,),
         columns,
+        up_to_row,
         problem.seq_lens,
         problem.cu_seqlens_q,
         problem.selected_lens,
         problem.max_q_len,
         problem.batch_size,
         selected.shape[1],
-        scratch=(columns,),
+        scratch=(columns, up_to_row),
         num_warps=1,
     )
     rows_as_requests = replace(
@@ -131,11 +141,16 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         k_block_tables=selected,
         v_block_tables=selected,
     )
-    return [counting, *_attention_launches(rows_as_requests, results)]
+    return [counting, *_attention_launches(rows_as_requests, results, window)]
 
 
-def _attention_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
-    """Return the attention launch and the merge. If the problem has `selected`, its page table is that tensor."""
+def _attention_launches(
+    problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
+) -> list[TritonLaunch]:
+    """Return the attention launch and the merge. If the problem has `selected`, its page table is that tensor.
+
+    `window` is the kernel's parameter of that name.
+    """
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
@@ -155,6 +170,7 @@ def _attention_launches(problem: PagedAttention, results: Results) -> list[Trito
         (q_blocks, shares.count),
         problem.query,
         problem.k_cache,
+        window,
         tile_descriptor(problem.k_cache, tile, rank),
         tile_descriptor(problem.k_cache, tile, rope) if rope else None,
         problem.k_block_tables,
@@ -189,6 +205,7 @@ def _attention_launches(problem: PagedAttention, results: Results) -> list[Trito
 @triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_columns"])
 def _columns_kernel(
     columns,
+    up_to_row,
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     selected_lens,  # None: a row uses as many columns as there are keys up to its position
@@ -196,7 +213,8 @@ def _columns_kernel(
     batch_size,
     num_columns,
 ):
-    """Write to `columns` how many columns of the selected entries each query row uses, on a grid (num_rows,).
+    """Write to `columns` how many columns of the selected entries each query row uses, and to `up_to_row` how many keys there
+    are up to its position, on a grid (num_rows,).
 
     A row after the last request's rows uses none.
     """
@@ -206,11 +224,11 @@ def _columns_kernel(
         request = block_at(row, batch_size, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS), 1, 1)[0]
     used = row * 0
     if request < batch_size:
+        q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
+        used = tl.load(seq_lens + request).to(tl.int32) - q_len + (row - q_start).to(tl.int32) + 1
+        tl.store(up_to_row + row, used)
         if selected_lens is not None:
             used = tl.load(selected_lens + row)
-        else:
-            q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
-            used = tl.load(seq_lens + request).to(tl.int32) - q_len + (row - q_start).to(tl.int32) + 1
     tl.store(columns + row, tl.minimum(tl.maximum(used, 0), num_columns))
 
 
@@ -219,6 +237,7 @@ def _columns_kernel(
 def _mla_kernel(
     query,
     kv_cache,
+    window,  # (pool, keys up to each row, strides of its pages and tokens, page size) of the first columns; None: `kv_cache`
     latent_tiles,  # a descriptor of the cache's tiles of entries, their latent parts, or None
     rope_tiles,
     block_tables,
@@ -324,12 +343,17 @@ def _mla_kernel(
                     exists = key < key_end
                     if SELECTED:
                         exists = exists & (page >= 0)
+                        if window is not None:
+                            exists = exists & ((key >= WINDOW) | (key < tl.load(window[1] + request)))
                         offset = page // PAGE_SIZE * cache_strides[0] + page % PAGE_SIZE * cache_strides[1]
                     else:
                         offset = pool_offsets(page, begin, cache_strides[0], cache_strides[1], PAGE_SIZE, BLOCK_KEYS)
                     loaded = exists[:, None] if MASKED else None
                     other = 0.0 if MASKED else None
                     entry = kv_cache + offset[:, None]
+                    if window is not None:
+                        of_window = page // window[4] * window[2] + page % window[4] * window[3]
+                        entry = tl.where(key[:, None] < WINDOW, window[0] + of_window[:, None], entry)
                     latent = tl.load(entry + latent_dims[None, :], mask=loaded, other=other).to(DOT_DTYPE)
                     if ROPE > 0:
                         rope = tl.load(entry + rope_dims[None, :], mask=loaded, other=other).to(DOT_DTYPE)

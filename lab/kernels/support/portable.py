@@ -1,5 +1,6 @@
 """What the lab's portable Triton kernels support. Tile sizes are powers of two, and at least 16 for a matrix unit."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -50,6 +51,12 @@ PORTABLE_MLA = triton_kernel(
     honours=HONOURED_BY_ALL | {Feature.TOP_K, Feature.TOP_K_LENS, Feature.STRIDED_TOP_K},
     says=CONTIGUOUS_LSE,
 )
+PORTABLE_DSV4 = replace(
+    PORTABLE_MLA,
+    name="the portable Triton kernel of DSV4",
+    calls=(AttentionCall.DSV4_DECODE,),
+    honours=PORTABLE_MLA.honours | {Feature.TWO_POOLS},
+)
 PORTABLE_RAGGED = triton_kernel(
     "the portable Triton ragged kernel",
     calls=(AttentionCall.RAGGED_CONTEXT,),
@@ -64,4 +71,4 @@ PORTABLE_RAGGED = triton_kernel(
     ),
     honours=HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW, Feature.STRIDED_LSE},
 )
-KERNELS = (PORTABLE, PORTABLE_MLA, PORTABLE_RAGGED)
+KERNELS = (PORTABLE, PORTABLE_MLA, PORTABLE_DSV4, PORTABLE_RAGGED)

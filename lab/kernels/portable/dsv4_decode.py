@@ -1,0 +1,35 @@
+"""FlashInfer's sparse MLA call of DeepSeek-V4 in Triton: the MLA decode kernel, which reads selected entries of two pools."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lab.calls import DSV4DecodeCall, takes
+from lab.kernels.portable.kept_calls import kept_at_once
+from lab.kernels.portable.mla_decode import mla_launches
+from lab.kernels.portable.triton_call import TritonCall, prepared
+from lab.kernels.support.portable import PORTABLE_DSV4
+from lab.kernels.support.stored_cache import share_memory
+
+
+@takes(DSV4DecodeCall)
+def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
+    """Prepare DeepSeek-V4's attention, in which each row attends to entries that it selects in two pools.
+
+    `lab.calls.DSV4DecodeCall` documents parameters, shapes, dtypes and errors; the rest is as in the preparation of the MLA
+    decode call. If the kernel does not support the call, NotImplementedError is raised with the reason of
+    `lab.kernels.support.why_not`.
+    """
+    problem = call.problem()
+
+    def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
+        made: list[Callable[[], object]] = []
+        if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
+            made.append(partial(problem.query.view(call.query.shape).copy_, call.query))
+        return [*made, *mla_launches(problem, (out, lse))]
+
+    return prepared(PORTABLE_DSV4, problem, steps, call.returned)
+
+
+trtllm_batch_decode_sparse_mla_dsv4 = kept_at_once(prepare_trtllm_batch_decode_sparse_mla_dsv4)
