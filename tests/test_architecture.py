@@ -185,7 +185,7 @@ MOST_FILES = 12  # outside the family's own files, whose names begin with the ca
 # The names of a family, and the stems of its own files; M3 is the ragged call's own check.
 FAMILIES = {
     r"\bRAGGED_CONTEXT\b|\bRaggedContextCall\b|\btrtllm_ragged_attention_deepseek\b": "ragged|mla_prefill",
-    r"\bDSV4_DECODE\b|\bDSV4DecodeCall\b|\bTwoPools\b|\btrtllm_batch_decode_sparse_mla_dsv4\b": "dsv4",
+    r"\bDSV4_DECODE\b|\bDSV4DecodeCall\b|\btrtllm_batch_decode_sparse_mla_dsv4\b": "dsv4",
 }
 
 
