@@ -1,1 +1,1 @@
-"""724 wrong kernels that were made to prove that each of the judge's checks can fail."""
+"""744 wrong kernels that were made to prove that each of the judge's checks can fail."""

@@ -19,9 +19,19 @@ from lab.checks.parameters.paged_axes import (
     RANKS,
     REQUESTS,
     SHORT,
+)
+from lab.checks.parameters.values import (
+    Cache,
+    Lengths,
+    Mask,
+    Offsets,
+    Pages,
+    Place,
+    Rows,
+    Sinks,
+    Tables,
     empty_requests,
 )
-from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Place, Rows, Sinks, Tables
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Entries, Storage, TableTail
 from lab.workloads.interfaces import Interface

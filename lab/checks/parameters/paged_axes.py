@@ -4,7 +4,6 @@ The first value of each axis is its default. If a caller has narrowed a field of
 Otherwise it also has unusual values, which kernels for common sizes decline.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from lab.checks.parameters.values import (
     Tables,
     ValueScale,
     Without,
+    is_outside,
 )
 from lab.ranges import Ranges, dtype_of, text_of
 from lab.workloads.attention_case import Entries, HeadPages
@@ -194,18 +194,6 @@ def _is_long(lengths: Any) -> bool:
 
 def _longest(lengths: Any) -> int:
     return lengths if _is_long(lengths) else SHORT
-
-
-@functools.cache
-def empty_requests(without: Any, requests: int) -> frozenset[int]:
-    """Return the indexes of the requests in a batch that `without` names. If it is no `Without`, there are none."""
-    return frozenset(without.requests(requests) if isinstance(without, Without) else ())
-
-
-@functools.cache
-def _is_outside(place: Place, without: Any, requests: int) -> bool:
-    """Return True if none of the longest requests is one of those that `without` empties. If it empties all, any place fits."""
-    return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 
 def _prompt(rows: Any) -> int:
@@ -386,8 +374,8 @@ RULES = constraints(
             longest_request == Place.LAST or lengths not in WITHOUT_LONGEST
         ),
         "the longest request has rows and keys": (
-            lambda requests, longest_request, offsets: _is_outside(longest_request, offsets, requests),
-            lambda requests, longest_request, lengths: _is_outside(longest_request, lengths, requests),
+            lambda requests, longest_request, offsets: is_outside(longest_request, offsets, requests),
+            lambda requests, longest_request, lengths: is_outside(longest_request, lengths, requests),
         ),
         "a large batch would have too many long requests": lambda requests, longest_request: (
             requests <= MOST_LONG or longest_request != Place.ALL_BUT_ONE

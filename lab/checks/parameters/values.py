@@ -1,6 +1,8 @@
 """The values of a call's parameters that are not numbers. Each value equals a text, which the repr of a case contains."""
 
+import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
@@ -73,6 +75,18 @@ class Place(TextEnum):
 
     def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
         self.requests = requests
+
+
+@functools.cache
+def empty_requests(without: Any, requests: int) -> frozenset[int]:
+    """Return the indexes of the requests in a batch that `without` names. If it is no `Without`, there are none."""
+    return frozenset(without.requests(requests) if isinstance(without, Without) else ())
+
+
+@functools.cache
+def is_outside(place: Place, without: Any, requests: int) -> bool:
+    """Return True if none of the longest requests is one of those that `without` empties. If it empties all, any place fits."""
+    return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 
 class Offsets(TextEnum):
