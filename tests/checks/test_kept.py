@@ -33,7 +33,7 @@ FOUND = {
     "mla_out_of_first_call": "B, out=a view: ",
     "mla_base_of_first_lse": "B, lse=base e: ",
     "ragged_lse_of_first_call": "B, lse=given alone: ",
-    "step_of_first_pass": "B, mode=TARGET_VERIFY: ",
+    "step_of_first_pass": "B, draft_step=none: ",
     "mla_attention_of_first_pass": "B, attention=mla: ",
     "page_size_of_first_draft": "B, page_size=1: ",
 }
@@ -85,7 +85,7 @@ def test_the_first_call_is_judged_again_and_nothing_follows_a_wrong_one() -> Non
 
     def first_words(wrong: Callable[..., bool]) -> set[str]:
         calls.clear()
-        judged = run_case(decode(wrong), check(), Configuration(AttentionCall.DECODE, {}, 1), CPU, Ranges())
+        judged = run_case(decode(wrong), check(), Configuration(AttentionCall.DECODE, {}, 2), CPU, Ranges())
         return {each.split(":")[0] for each in judged.wrongs}
 
     assert first_words(as_first) == {"A again"}
