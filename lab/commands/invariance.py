@@ -23,7 +23,7 @@ from lab.ranges import ranges_of
 
 @with_options_of_ranges
 def invariance(
-    implementation: Annotated[str, Implementation],
+    implementation: Annotated[str | None, Implementation] = None,
     factors: Annotated[list[str] | None, list_option(str, "factors to try; all if left out", "FACTOR,...")] = None,
     require: Annotated[
         list[str] | None,
@@ -57,12 +57,14 @@ def invariance(
     """
     prepare_machine(device)
     from lab.checks.run.invariance import invariance as find
+    from lab.kernels import default_implementation
     from lab.reports.invariance import invariance_report
 
-    path = out or last_report(f"{implementation}-invariance")
+    name = implementation or default_implementation(device).__name__
+    path = out or last_report(f"{name}-invariance")
     with refusing_errors(), shown_progress(Console(stderr=True)) as progress:
         found = find(
-            implementation,
+            name,
             factors=factors or (),
             require=require or (),
             level=level,
@@ -72,7 +74,7 @@ def invariance(
             time_limit_s=time_limit_s,
             workers=workers,
             most_seconds=most_seconds,
-            refusals=refusals_named(refusals, implementation),
+            refusals=refusals_named(refusals, name),
             ranges=ranges_of(narrowed),
             out=path,
             progress=progress,

@@ -25,13 +25,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines that are not empty, without the lengths of requests, which are drawn."""
+    return [re.sub(r"\d+, \d+ and \d+ (?=keys|rows)", "", line.rstrip()) for line in text.splitlines() if line.strip()]
+
+
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     required = ["--require", "batch-size,repeated-runs", "--out", "invariance.json", "--markdown", "invariance.md"]
     assert run(["invariance", KERNEL, *required, *NARROW]) == 1
     said = capsys.readouterr().out.replace(KERNEL, "my/kernel.py")
-    shown = [line.rstrip() for line in said.splitlines() if line.strip()]
+    shown = lines_of(said)
     (block,) = re.findall(r"```text\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
-    assert shown == [line.rstrip() for line in block.splitlines() if line.strip()]
+    assert shown == lines_of(block)
     assert max(map(len, shown[: shown.index(next(line for line in shown if "tactic" in line))])) <= 80
     written = (folder / "invariance.md").read_text()
     assert written.startswith("within the bound: batch-size; same bits: position,")
@@ -64,6 +69,16 @@ def test_a_wrong_result_is_an_error_and_named(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert "wrong 3" in said
     assert "decode batch-size, wrong: the batch 2 times in one call: " in said
+
+
+def test_the_labs_own_kernels_are_tried_if_none_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.checks import dependent_kernels
+
+    monkeypatch.setattr("lab.kernels.default_implementation", lambda _: dependent_kernels.invariant_module)
+    assert run(["invariance", "--factors", "position", *NARROW]) == 0
+    assert capsys.readouterr().out.startswith("tests.checks.dependent_kernels:invariant on cpu")
 
 
 def test_reasons_are_told(capsys: pytest.CaptureFixture[str]) -> None:
