@@ -1,0 +1,170 @@
+"""Each number or special value that docstrings of calls and metadata builders name is in the models, or has a reason."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import lab.metadata
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall, RaggedContextCall
+from lab.calls.problem import AttentionCall
+from lab.checks.parameters.models import MODELS
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.kv_pool import KVPool
+from lab.ranges import Ranges
+from lab.references import generate_draft_decode_kv_indices
+from lab.workloads.interfaces import Interface, MetadataFunction
+
+MHA = MetadataFunction.MHA_METADATA
+DESCRIBED: dict[Any, Interface] = {
+    DecodeCall: AttentionCall.DECODE,
+    ContextCall: AttentionCall.CONTEXT,
+    MLADecodeCall: AttentionCall.MLA_DECODE,
+    RaggedContextCall: AttentionCall.RAGGED_CONTEXT,
+    ForwardBatch: MHA,
+    SpecInfo: MHA,
+    KVPool: MHA,
+    lab.metadata.build_mla_decode_metadata: MetadataFunction.MLA_METADATA,
+    lab.metadata.build_mla_prefill_metadata: MetadataFunction.MLA_PREFILL,
+    generate_draft_decode_kv_indices: MetadataFunction.DRAFT_KV_INDICES,
+}
+SOURCE = re.compile(
+    r"\([^()]*(?:FlashInfer|SGLang|PR |arxiv|\.py|\.cu)[^()]*\)|(?:FlashInfer|SGLang|PR|vLLM) ?\d[\d.]*|\bSM\d+"
+)
+SHAPE = re.compile(r"\[[^\]]*\]")
+VALUE = re.compile(
+    r'"[a-z0-9_-]+"|\bNone\b|\bNaN\b|-?\binf\b|\bTrue\b|\bFalse\b|(?<![\w.\]/*+-])-?\d[\d,]*(?:\.\d+)?(?:\*\*\d+)?(?![\w\]])'
+)
+# By what a docstring names: an axis of the model and its value, as texts, or the reason why no axis has the value.
+BOUND = "no case has a batch without requests: a server makes no call for one"
+SIZE = "a part of a formula or of a shape"
+DEFAULT = "every call without the argument"
+HELD: dict[str, str] = {
+    "DecodeCall.kv_cache 1": "cache=K is V",
+    "DecodeCall.kv_cache 2": "cache=one tensor",
+    "DecodeCall.block_tables False": "block_tables=separate",
+    "DecodeCall.max_seq_len 0": BOUND,
+    "DecodeCall.window_left -1": "window_left=-1",
+    "DecodeCall.sinks -inf": "sinks=some minus infinity",
+    "DecodeCall.q_len_per_req None": "offsets=equal",
+    "DecodeCall.mask 1": SIZE,
+    "DecodeCall.mask 16": SIZE,
+    "DecodeCall.kv_cache_sf 16": SIZE,
+    "DecodeCall.lse, return_lse 2": SIZE,
+    "DecodeCall.enable_block_sparse_attention True": "head_pages=half",
+    "DecodeCall.skip_softmax_threshold_scale_factor 0": "skip_softmax=0.0",
+    "DecodeCall.skip_softmax_threshold_scale_factor None": "skip_softmax=None",
+    "DecodeCall.o_scale 0": "the docstring excludes it",
+    "DecodeCall.o_scale 1": "o_scale=1.0",
+    "DecodeCall.o_scale None": "o_scale=None",
+    "DecodeCall.causal_seqlens_kv_global 0": SIZE,
+    "DecodeCall.causal_seqlens_kv_global 1": SIZE,
+    "DecodeCall.causal_seqlens_kv_global None": "rank=none",
+    "DecodeCall.cp_world, cp_rank 0": "rank=0 of 1",
+    "DecodeCall.cp_world, cp_rank 1": "rank=0 of 1",
+    'DecodeCall.bf16q_fp8kv_transform_mode "k_only"': "hints=True",
+    'DecodeCall.bf16q_fp8kv_transform_mode "separate_kv"': "it changes no result, and the other value is judged",
+    "DecodeCall.bf16q_fp8kv_transform_mode None": "hints=False",
+    "ContextCall.causal False": "causal=False",
+    "ContextCall.cum_seq_lens_q NaN": "offsets=padding of NaN",
+    "ContextCall.max_q_len, max_kv_len 0": BOUND,
+    "ContextCall.use_fp16_softmax, uses_spcompress False": "the lab refuses other values",
+    "ContextCall.use_fp16_softmax, uses_spcompress None": DEFAULT,
+    "MLADecodeCall.block_tables -1": "entries=mixed",
+    "MLADecodeCall.causal_seqlens_kv_global None": "rank=none",
+    "MLADecodeCall.cp_world, cp_rank 0": "rank=0 of 1",
+    "MLADecodeCall.cp_world, cp_rank 1": "rank=0 of 1",
+    'MLADecodeCall.cute_dsl_impl "auto"': "hints=False",
+    'MLADecodeCall.cute_dsl_impl "modular"': "hints=True",
+    'MLADecodeCall.cute_dsl_impl "monolithic"': "it changes no result, and the other value is judged",
+    "MLADecodeCall.enable_dcp True": "rank=0 of 2",
+    "MLADecodeCall.is_var_seq False": "hints=True",
+    "MLADecodeCall.kv_cache 1": "cache=4-D",
+    'MLADecodeCall.kv_scale_format "arbitrary_fp32"': "hints=True",
+    'MLADecodeCall.kv_scale_format "auto"': "hints=False",
+    'MLADecodeCall.kv_scale_format "pow2_fp32"': "it changes no result, and the other value is judged",
+    "MLADecodeCall.max_q_len None": "max_q_len=None",
+    "MLADecodeCall.out None": "out=none",
+    'MLADecodeCall.return_lse_base "auto"': "a backend, which the axis of that name has",
+    'MLADecodeCall.return_lse_base "base2"': "lse=returned",
+    'MLADecodeCall.return_lse_base "basee"': "lse=base e",
+    'MLADecodeCall.return_lse_base "cute-dsl"': "a backend that the judge does not name: its LSE has another base",
+    "MLADecodeCall.return_lse_base None": "lse=given",
+    "MLADecodeCall.sparse_mla_top_k 0": "top_k=0",
+    "MLADecodeCall.sparse_mla_top_k 1": SIZE,
+    "MLADecodeCall.sparse_mla_top_k_lens -1": "the docstring excludes it before the last entry",
+    "RaggedContextCall.attention_sinks None": "sinks=none",
+    "RaggedContextCall.is_causal False": "causal=False",
+    "RaggedContextCall.max_q_len, max_kv_len 0": BOUND,
+    "RaggedContextCall.o_sf_scale -1": "o_sf_scale=-1.0",
+    "RaggedContextCall.o_sf_scale 1": "o_sf_scale=1.0",
+    "RaggedContextCall.o_sf_scale 4": SIZE,
+    "RaggedContextCall.out None": "out=none",
+    "RaggedContextCall.skip_all_rows_active_check True": "skip_all_rows_active_check=True",
+    "RaggedContextCall.window_left -1": "window_left=-1",
+    "ForwardBatch.extend_seq_lens, extend_prefix_lens None": "prefixes=none, and no list of them",
+    "ForwardBatch.extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu None": "host_lens=none",
+    "ForwardBatch.req_pool_indices 0": "padding=slots of length 0",
+    "ForwardBatch.spec_info None": "draft_step=none",
+    "SpecInfo.num_accept_tokens None": DEFAULT,
+    "SpecInfo.num_draft_tokens None": DEFAULT,
+    "SpecInfo.num_tokens_per_req -1": "spec_info=of a graph",
+    "SpecInfo.speculative_step_id 0": "draft_step=0",
+    "KVPool.full_to_swa -1": "slots=where they lie, some -1",
+    "KVPool.full_to_swa 0": "window=evicted",
+    "KVPool.full_to_swa None": "window=none",
+    "KVPool.num_virtual_pages None": "slots=where they lie",
+    "KVPool.req_to_token 0": "padding=slots of length 1",
+    "KVPool.swa_num_pages None": "window=none",
+    "KVPool.v2p -1": "slots=virtual, some -1 or without a page",
+    "KVPool.v2p 0": "padding=slots of length 1",
+    "KVPool.v2p None": "slots=where they lie",
+    **{
+        f"build_mla_{name}_metadata.pool {size}": f"page_size={size}"
+        for name in ("decode", "prefill")
+        for size in (32, 64)
+    },
+    "generate_draft_decode_kv_indices.entry_page_size 1": "entries=slots",
+    "generate_draft_decode_kv_indices.num_steps 1": "num_steps=1",
+    "generate_draft_decode_kv_indices.sink_size 0": "sink_size=0",
+    "generate_draft_decode_kv_indices.v2p 0": "translated=True",
+    "generate_draft_decode_kv_indices.window_size 0": "window_size=0",
+}
+
+
+def attributes(described: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names of the attributes and arguments that a docstring describes, and the text about each."""
+    for section in re.findall(r"^(?:Attributes|Args):\n(.*?)(?=^\S|\Z)", inspect.getdoc(described) or "", re.S | re.M):
+        for name, text in re.findall(r"^ {4}([a-z]\w*(?:, [a-z]\w*)*): (.*?)(?=^ {4}[a-z]|\Z)", section, re.S | re.M):
+            yield name, " ".join(text.split())
+
+
+def named_values(described: Any) -> set[str]:
+    """Return what a docstring names, such as "DecodeCall.window_left -1"."""
+    found = set()
+    for name, text in attributes(described):
+        for value in VALUE.findall(SHAPE.sub("", SOURCE.sub("", text))):
+            found.add(f"{described.__name__}.{name} {value.rstrip(',')}")
+    return found
+
+
+@pytest.mark.parametrize("described", DESCRIBED)
+def test_each_value_that_a_docstring_names_is_in_the_model_or_has_a_reason(described: Any) -> None:
+    named = named_values(described)
+    held = {name: where for name, where in HELD.items() if name.startswith(f"{described.__name__}.")}
+    assert named == set(held)
+    axes = MODELS[DESCRIBED[described]](Ranges()).axes
+    values = {f"{axis}={value}" for axis, each in axes.items() for value in each}
+    # A reason is a sentence; a value has the form of `values`, and its axis is one word.
+    assert {where for where in held.values() if re.match(r"\w+=", where)} <= values
+
+
+@pytest.mark.parametrize("interface", [each for each in DESCRIBED.values() if isinstance(each, AttentionCall)])
+def test_each_scale_is_exactly_1_and_1e_6_and_large(interface: AttentionCall) -> None:
+    axes = MODELS[interface](Ranges()).axes
+    for name in ("bmm1_size", "bmm2_size", *(["o_scale"] if interface is AttentionCall.DECODE else [])):
+        sizes = [value for value in axes[name] if isinstance(value, float)]
+        assert {1.0, 1e-6} < set(sizes)
+        assert max(sizes) > 10
