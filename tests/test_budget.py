@@ -169,12 +169,9 @@ def test_what_right_kernels_do_is_noise_and_what_the_judge_refuses_is_a_bug(ask:
 
 
 def test_too_many_mismatches_are_a_bug_and_some_more_cannot_be_told(ask: Callable[..., Answer]) -> None:
-    usual = ask().numbers
-    verdicts = [ask(mismatched=count).verdict for count in range(1, 1025, 3)]
-    changes = [verdict for verdict, before in zip(verdicts, ["", *verdicts], strict=False) if verdict != before]
-    assert changes == ["noise", "cannot be told", "bug"]
-    assert verdicts.index("cannot be told") * 3 + 1 > usual["mean"]
-    assert verdicts.index("bug") * 3 + 1 > usual["mean_at_bound"]
+    verdicts = {count: ask(mismatched=count).verdict for count in (1, 16, 200, 400)}
+    assert verdicts == {1: "noise", 16: "cannot be told", 200: "cannot be told", 400: "bug"}
+    assert 200 < ask().numbers["mean_at_bound"] < 400
     probabilities = [ask(mismatched=count).numbers["probability"] for count in (1, 4, 64)]
     assert probabilities == sorted(probabilities, reverse=True)
     assert probabilities[-1] < LEVEL
