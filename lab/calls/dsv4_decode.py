@@ -227,12 +227,14 @@ class DSV4DecodeCall:
                 f"{list(pool.shape)}"
             )
         arguments.check_head_dim_stride(name, pool)
-        if self.sparse_indices_are_storage_offsets is None and not pages.is_contiguous():
+        pages = pages.transpose(1, head_axis)
+        lie_together = pages.stride(2) == head_dim and pages.stride(0) == pages.shape[2] * head_dim  # of one page too
+        if self.sparse_indices_are_storage_offsets is None and not lie_together:
             raise ValueError(
                 f"{name} has tokens that do not lie next to each other (stride {pool.stride()}): pass "
                 "sparse_indices_are_storage_offsets=False, which says that sparse_indices count tokens"
             )
-        return pages.transpose(1, head_axis)
+        return pages
 
     def _batch(self) -> tuple[int, int]:
         """Return the number of requests, and the upper bound of the rows of one."""

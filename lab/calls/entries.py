@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lab.calls.problem import PagedAttention
+from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
@@ -30,6 +30,16 @@ def num_keys(problem: PagedAttention) -> list[int]:
     if problem.selected is None:
         return problem.kv_lens()
     return [len(places) for places, _ in selections_of(problem, range(problem.batch_size))]
+
+
+def keys_per_offset(problem: AttentionProblem) -> int:
+    """Return how many keys the offsets `cu_seqlens_kv` of a checked problem count as one: `page_size` if they count pages, else
+    1. Without offsets it is 1.
+    """
+    offsets = problem.cu_seqlens_kv
+    if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
+        return 1
+    return problem.page_size
 
 
 def places_of(problem: PagedAttention, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

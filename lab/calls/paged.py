@@ -204,7 +204,8 @@ class ContextCall:
             CUDA graph with room for more rows. They may hold anything, including NaN, and their output is undefined.
         cum_seq_lens_kv: int32 [batch_size + 1] offsets of the keys, or of the requests' pages: FlashInfer documents keys, but
             its own paged wrapper passes pages (``prefill.py`` 4609), and so does vLLM 0.33.0 (``backends/flashinfer.py`` 1763).
-            So no kernel may use them; ``seq_lens`` has the lengths.
+            So no kernel may use them; ``seq_lens`` has the lengths. FlashInfer's fmha_v2 does use them, as offsets of keys
+            (``fmha_v2/fmha/warpspec/dma.h`` 444): with offsets of pages, `lab.kernels.trtllm` is wrong on SM90 and SM120.
         causal: False: every row sees every key of its request. False cannot be combined with a window.
         use_fp16_softmax, uses_spcompress: None or False, see `lab.calls.allowed.REFUSED`.
     """

@@ -61,7 +61,8 @@ class AttentionProblem(Softmax):
         query: [num_rows, num_qo_heads, head_dim].
         seq_lens: int32 or uint32 [batch_size], keys of each request, including the keys of its query tokens.
         cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
-        cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`; None in a decode call.
+        cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`, or in a paged call of the requests' pages; None in a
+            decode call.
         max_q_len: upper bound of the query rows of one request, given by the caller.
         max_kv_len: upper bound of the keys of one request, given by the caller.
         causal: True: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position.

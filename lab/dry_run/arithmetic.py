@@ -128,7 +128,8 @@ def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Req
     requests = []
     for number, kv_len in enumerate(lengths):
         (first_row, end), (first_key, last_key) = offsets[number : number + 2], first_keys[number : number + 2]
-        if params.ptr_cum_seq_lens_kv and last_key - first_key != kv_len:
+        num_pages = -(-kv_len >> max(params.num_tokens_per_page_log2, 0))  # what a paged call may count instead
+        if params.ptr_cum_seq_lens_kv and last_key - first_key not in (kv_len, num_pages):
             raise UnsoundLaunchError(
                 f"request {number} has {kv_len} keys by seq_lens, and {last_key - first_key} by cum_seq_lens_kv: one is wrong"
             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
-from lab.calls.entries import live_cells, num_keys, places_of
+from lab.calls.entries import keys_per_offset, live_cells, num_keys, places_of
 from lab.calls.problem import shown_draft_tokens
 from lab.recorded.call import RecordedCall, each_tensor
 from lab.shrinking import halvings
@@ -81,7 +81,9 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
         starts = problem.cu_seqlens_kv.tolist()
         tokens = [starts[part.request] + token for part in parts for token in range(part.kv_len)]
         changes |= dict.fromkeys(("key", "value"), lambda side: side[tokens])
-    row_offsets, key_offsets = [*accumulate(widths, initial=0)], [*accumulate(lengths, initial=0)]
+    unit = keys_per_offset(problem)
+    row_offsets = [*accumulate(widths, initial=0)]
+    key_offsets = [*accumulate((-(-length // unit) for length in lengths), initial=0)]
     changes |= {"cum_seq_lens_q": _numbers(row_offsets), "cum_seq_lens_kv": _numbers(key_offsets)}
     changes |= dict.fromkeys(("seq_lens", "kv_seq_lens_cpu"), _numbers(lengths)) | {"q_seq_lens_cpu": _numbers(widths)}
     counts = {"batch_size": len(parts), "q_len_per_req": widths[0]}

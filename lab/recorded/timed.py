@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
-from lab.calls.entries import num_keys, places_of
+from lab.calls.entries import keys_per_offset, num_keys, places_of
 from lab.calls.problem import E4M3, NVFP4
 from lab.kernels import prepare
 from lab.recorded.case import RecordedCase
@@ -177,7 +177,8 @@ class CallRedraw(SeededRedraw):
             lengths = kv_lens - torch.tensor(self._shorter(seeds.call), device=query.device)
             arguments["seq_lens"].copy_(lengths)
             if "cum_seq_lens_kv" in arguments:
-                arguments["cum_seq_lens_kv"][1:].copy_(lengths.cumsum(0))
+                unit = keys_per_offset(self.forward.posed(self.forward.given))
+                arguments["cum_seq_lens_kv"][1:].copy_((-(-lengths // unit)).cumsum(0))
         wipe(arguments)
 
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:

@@ -1,12 +1,16 @@
 """Attention computed from launches alone is what the references compute, of the dtypes that no forward pass has."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from lab.dry_run.host_memory import HostMemory, UnsoundLaunchError
 from lab.dry_run.kernel_facts import MaskType, kernel_facts
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
+from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.references.quantization import interleave_v_scale_factors, quantize_nvfp4
 from tests.cases import CONTEXT, DECODE, Arguments
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
@@ -44,6 +48,19 @@ def test_e4m3_with_scales_on_the_device(function: str, out_dtype: torch.dtype) -
     options = {"heads": (8, 2), "head_dim": 128, "dtype": E4M3, "out_dtype": out_dtype, "page_size": 64}
     with machine("b200", computes=True):
         assert_rounded(trtllm, function, case(function, *REQUESTS, **options, **SCALES))
+
+
+def with_key_offsets(change: Callable[[Tensor], Tensor]) -> Callable[[Arguments], Arguments]:
+    """The same call with offsets of changed lengths."""
+    return lambda given: given | {"cum_seq_lens_kv": exclusive_cumsum(change(given["seq_lens"]))}
+
+
+@NEEDS_A_LAUNCHER
+def test_offsets_of_keys_may_count_pages() -> None:
+    options = {"heads": (8, 2), "head_dim": 64, "page_size": 64, "bmm1_scale": 0.1}
+    in_pages = case(CONTEXT, *REQUESTS, with_key_offsets(lambda lens: num_pages(lens, 64)), **options)
+    with machine("b200", computes=True):
+        assert_rounded(trtllm, CONTEXT, in_pages)
 
 
 def test_the_facts_of_a_kernel() -> None:

@@ -14,6 +14,7 @@ import torch
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_DIM = 16, 9, 4, 2, 64
 LENGTHS = (5, 17, 33)
+PAGE_OFFSETS = torch.tensor([0, 1, 3, 6], dtype=torch.int32)  # of these lengths
 OWN = "own"  # the folder beside FlashInfer's
 
 

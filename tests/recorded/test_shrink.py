@@ -31,6 +31,7 @@ from tests.commands.command import run
 from tests.recorded.record_calls import (
     HEADS,
     LENGTHS,
+    PAGE_OFFSETS,
     PAGE_SIZE,
     context_arguments,
     decode_arguments,
@@ -261,6 +262,12 @@ def test_one_request_of_a_rank_keeps_its_number_of_keys_on_all_ranks() -> None:
     whole = _decode(**rank)
     alone = cut(whole, [Part(1, range(1), int(whole.problem().seq_lens[1]))])
     assert torch.equal(_rows(alone), _rows(whole)[1:2])
+
+
+def test_offsets_of_pages_stay_offsets_of_pages() -> None:
+    parts = [Part(1, range(1), 16), Part(2, range(1), 17)]
+    assert cut(_context(), parts).given["cum_seq_lens_kv"].tolist() == [0, 16, 33]
+    assert cut(_context(cum_seq_lens_kv=PAGE_OFFSETS), parts).given["cum_seq_lens_kv"].tolist() == [0, 1, 3]
 
 
 def test_pages_are_numbered_by_the_table_or_in_their_old_order() -> None:

@@ -12,6 +12,7 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3
 from lab.kernels import PlannedOnce
+from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.timed import CallSizes, RecordedPass
@@ -25,6 +26,7 @@ from tests.recorded.record_calls import (
     HEADS,
     KV_HEADS,
     LENGTHS,
+    PAGE_OFFSETS,
     PAGE_SIZE,
     context_arguments,
     decode_arguments,
@@ -86,6 +88,7 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "NVFP4": (DECODE, _nvfp4),
     "context": (CONTEXT, context_arguments),
     "context, all keys": (CONTEXT, lambda: context_arguments(causal=False)),
+    "context, offsets of pages": (CONTEXT, lambda: context_arguments(cum_seq_lens_kv=PAGE_OFFSETS)),
     "latent": (MLA, latent_arguments),
     "selected entries": (MLA, selecting_arguments),
     "numbers of selected entries": (
@@ -173,6 +176,14 @@ def test_lengths_become_shorter_for_some_seeds_and_keep_the_query_s_own_keys(pas
     assert {lengths[1] for lengths in seen} == {2}
     assert {lengths[2] for lengths in seen} <= {30, 31, 32, 33}
     assert len(seen) > 1
+
+
+def test_offsets_of_pages_stay_offsets_of_pages(passes: Any) -> None:
+    work = passes("context, offsets of pages").work(references)
+    for seeds in (FIRST, SHORTER, Seeds(1, 3)):
+        renew(work, seeds)
+        pages = num_pages(work.arguments["seq_lens"], PAGE_SIZE)
+        assert torch.equal(work.arguments["cum_seq_lens_kv"], exclusive_cumsum(pages))
 
 
 @pytest.mark.parametrize(("name", "is_right"), [("e4m3", True), ("decode", False)])

@@ -313,6 +313,12 @@ BAD: list[Bad] = [
         ValueError,
         ("next to each other", "offsets=False"),
     ),
+    (
+        "one page of many",
+        tensor("swa_kv_cache", lambda c: torch.stack((c[:1], c[:1]), 1)[:, 0]),
+        ValueError,
+        ("next to each other", "offsets=False"),
+    ),
     ("indices dtype", tensor("sparse_indices", to(torch.int64)), TypeError, ("sparse_indices must be int32", "int64")),
     ("few columns", tensor("sparse_indices", lambda t: t[:, :124]), ValueError, ("multiple of 4", "128", "[4, 124]")),
     ("odd columns", tensor("sparse_indices", lambda t: t[:, :130]), ValueError, ("multiple of 4", "[4, 130]")),

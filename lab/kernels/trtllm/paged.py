@@ -79,7 +79,8 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCal
     `trtllm_fmha_v2_prefill`, which takes two kinds of pool: one stacked tensor [num_pages, 2, ...], or K and V as halves of one
     allocation. Halves need a [B, 2, M] table, which one small launch writes before each call. A caller that already has this
     table passes it with `uses_shared_paged_kv_idx=False`, and the whole allocation [2 * num_pages, ...] as both K and V: then
-    only the attention kernel is launched. A given `workspace_buffer` may be the decode call's: its first 8 MiB stay zero.
+    only the attention kernel is launched. This kernel takes lengths from `cum_seq_lens_kv`, which must count keys there, not
+    pages. A given `workspace_buffer` may be the decode call's: its first 8 MiB stay zero.
     """
     problem = call.problem()
     if problem.has_no_rows:
