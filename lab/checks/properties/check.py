@@ -83,7 +83,7 @@ class Check:
         draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
         more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
             rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases. Each shard
-            has all of these, and of the later rounds the cases of its own goals.
+            has all cases of the first round, and of the later rounds the cases of its own goals.
         quick: number of cases at the quick level, spread over the fixed ones; a check with `more` has its own.
         kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind,
             at the full level one of each form of it.

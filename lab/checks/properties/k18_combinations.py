@@ -104,17 +104,17 @@ def _beside(
 
 
 def _left_in_circumstances(
-    chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _: Shard
+    chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain, in each of `circumstances`, the goals of judged values that no judged case contains:
-    a case that was declined for one of its values has tested none of them.
+    """Yield cases that together contain, in each of `circumstances`, the shard's goals of judged values that no judged case
+    contains: a case that was declined for one of its values has tested none of them.
     """
     model = MODELS[interface](ranges)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
     for each in () if taken is None else circumstances(taken):
         in_it = [verdict for verdict in verdicts if each.has(verdict.case.values)]
         judged = tuples_by_outcome(each.model, in_it)[0]
-        goals = [goal for goal in each.goals if goal not in judged]
+        goals = [goal for goal in each.goals if goal not in judged and shard.has(goal)]
         yield from _unlike(interface, ranges, each.points(ranges.seed, goals, chosen), verdicts)
 
 

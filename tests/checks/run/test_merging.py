@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from lab import references
+from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Configuration, Level, Outcome, Report, judge
+from lab.checks.parameters.circumstances import circumstances
 from lab.checks.parameters.coverage import tuples_by_outcome
-from lab.checks.parameters.covering import Model, Point, Shard
+from lab.checks.parameters.covering import Model, Point, Shard, Values
 from lab.checks.parameters.models import MODELS
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import ReportError, read_case
 from lab.checks.run.merging import merged
 from lab.checks.run.verdicts import Judged
 from lab.exit_status import ExitStatus
-from lab.workloads.interfaces import MetadataFunction
+from lab.workloads.interfaces import Interface, MetadataFunction
 from tests.checks.small import SMALL, decoding
 
 NAMES = ("trtllm_batch_decode_with_kv_cache",)
@@ -42,7 +44,7 @@ def doubled_with_lse(**arguments: Any) -> Any:
 
 
 def test_shards_of_the_smoke_level_judge_each_case_once_and_are_of_equal_size(tmp_path: Path) -> None:
-    settings = {"only": ["K13", "K15", "L1", "K18"], "drawn": 3, "functions": ["draft_kv_indices"]}
+    settings = {"only": ["K2", "K13", "L1"], "drawn": 3, "functions": [*NAMES, "draft_kv_indices"]}
     whole = judge(references, **SETTINGS | settings)
     paths = in_shards(tmp_path, references, 3, **settings)
     united = merged(paths, tmp_path / "all.json")
@@ -67,6 +69,7 @@ def test_a_shard_says_that_it_is_one_and_fails_only_for_its_own_cases(tmp_path: 
 FUNCTION = MetadataFunction.DRAFT_KV_INDICES
 MODEL = MODELS[FUNCTION](SMALL)
 FIRST, SECOND, *_ = MODEL.axes
+FEW_TOGETHER = ("sinks", "causal", "lse", "window_left", "skip_softmax", "out", "bmm1_scale")
 DECLINED: dict[str, Callable[[Point], bool]] = {
     "nothing": lambda point: False,
     "a value": lambda point: point[FIRST] == MODEL.axes[FIRST][-1],
@@ -75,8 +78,10 @@ DECLINED: dict[str, Callable[[Point], bool]] = {
 }
 
 
-def all_rounds(declines: Callable[[Point], bool], shard: Shard) -> list[CaseVerdict]:
-    """Return the verdicts of K18's rounds at the full level, for a kernel that declines some points."""
+def all_rounds(
+    declines: Callable[[Point], bool], shard: Shard, level: Level = Level.FULL, function: Interface = FUNCTION
+) -> list[CaseVerdict]:
+    """Return the verdicts of K18's rounds at a level, for a kernel that declines some points."""
 
     def verdicts_on(cases: Iterable[Configuration]) -> list[CaseVerdict]:
         outcomes = {True: Judged(Outcome.DECLINED), False: Judged(Outcome.RIGHT, judged=1)}
@@ -85,9 +90,9 @@ def all_rounds(declines: Callable[[Point], bool], shard: Shard) -> list[CaseVerd
             for case in cases
         ]
 
-    found = verdicts_on(CHECK.cases(FUNCTION, SMALL, Level.SMOKE))
-    for following in CHECK.more[Level.FULL]:
-        found += verdicts_on(following(FUNCTION, SMALL, found, shard))
+    found = verdicts_on(CHECK.cases(function, SMALL, Level.SMOKE))
+    for following in CHECK.more[level]:
+        found += verdicts_on(following(function, SMALL, found, shard))
     return found
 
 
@@ -100,6 +105,26 @@ def test_shards_of_the_full_level_cover_the_pairs_that_one_run_covers(declines: 
     of_shards, _ = tuples_by_outcome(MODEL, itertools.chain(*shards))
     assert of_shards >= of_whole
     assert max(map(len, shards)) < 0.75 * len(whole)
+
+
+def test_shards_of_the_smoke_level_try_again_what_one_run_tries_again() -> None:
+    """A kernel that takes few forms with long requests declines cases of several forms: each form is tried by itself."""
+    function, is_long = AttentionCall.RAGGED_CONTEXT, SMALL.long_requests[0]
+    model = MODELS[function](SMALL)
+
+    def declines(point: Point) -> bool:
+        return point["lengths"] == is_long and sum(point[axis] != model.default[axis] for axis in FEW_TOGETHER) > 1
+
+    def judged(verdicts: Iterable[CaseVerdict]) -> list[set[Values]]:
+        of_each = [(each, [one for one in verdicts if each.has(one.case.values)]) for each in circumstances(model)]
+        return [tuples_by_outcome(each.model, found)[0] & {*each.goals} for each, found in of_each]
+
+    whole = all_rounds(declines, Shard(), Level.SMOKE, function)
+    shards = [all_rounds(declines, Shard(number, 3), Level.SMOKE, function) for number in range(1, 4)]
+    first = len([*CHECK.cases(function, SMALL, Level.SMOKE)])
+    of_shards = judged([*itertools.chain(*shards)])
+    assert all(some >= every for some, every in zip(of_shards, judged(whole), strict=True))
+    assert first < min(map(len, shards)) <= max(map(len, shards)) < len(whole)
 
 
 def test_each_goal_is_of_one_shard() -> None:
