@@ -60,7 +60,7 @@ def _judge(run: CaseRun) -> None:
             run.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
     if interface is AttentionCall.CONTEXT:
         _request_without_rows(run, inputs)
-    else:
+    elif inputs.selected is None:  # otherwise each row selects entries of its own
         _ragged(run, inputs)
     if run.case.is_mla:
         _lse_in_base_e(run, inputs)
@@ -164,7 +164,9 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
     else:
         given |= {"q_len_per_req": None}
     for name, changes in {"": {}, **_sinks_and_window(run, inputs)}.items():
-        truth = truth_of_requests(query, list(inputs.histories), list(q_lens), inputs.rules(**changes))
+        truth = truth_of_requests(
+            query, list(inputs.histories), list(q_lens), inputs.rules(**changes), seen=inputs.seen
+        )
         for what, arguments in ((f"cum_seq_lens_q{name}", given), (f"cum_seq_lens_q{name}, the LSE", given | lse)):
             run.vary(what, inputs, truth, query=query, **arguments, **changes)
 

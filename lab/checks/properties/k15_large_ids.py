@@ -6,8 +6,11 @@ or only one of them, in any column of any request's table. Nothing touches its o
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
+from lab.calls.problem import NVFP4
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_kinds import KINDS, NVFP4_CACHE
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 
@@ -16,8 +19,10 @@ UNSIGNED_BYTES = 2**32
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
-    for case in scope.balanced(1, 4, seed=18):
-        page_elements = case.num_kv_heads * case.page_size * case.head_dim
+    nvfp4 = NVFP4_CACHE.cases([*scope.balanced(1, 1, seed=18)], scope.ranges, 1)
+    for case in chain(scope.balanced(1, 4, seed=18), nvfp4):
+        packed = 2 if case.kv_dtype == NVFP4 else 1  # numbers in an element, a byte
+        page_elements = case.num_kv_heads * case.page_size * case.head_dim // packed
         for first_element in sorted({SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize}):
             first_page = -(-first_element // page_elements)
             for one_far in (False, True):
@@ -32,4 +37,7 @@ def _judge(run: CaseRun) -> None:
     run.expect_close("far pages", run.call(inputs), inputs.truth())
 
 
-CHECK = Check("K15", "large_ids", __doc__, _cases, _judge)
+# An NVFP4 cache's pages are smaller, so that other ones are far.
+CHECK = Check(
+    "K15", "large_ids", __doc__, _cases, _judge, kinds=tuple(each for each in KINDS if each is not NVFP4_CACHE)
+)

@@ -1,16 +1,21 @@
 """Special kinds of calls are declared once, and each check of single calls has cases of them within its ranges."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
+from lab import references
 from lab.calls.problem import NVFP4, AttentionCall
-from lab.checks import Level, Ranges
+from lab.checks import Level, Outcome, Ranges
 from lab.checks.parameters.attention import balanced
 from lab.checks.parameters.call_kinds import BLOCK_SPARSE, KINDS, NVFP4_CACHE, ONE_RANK, SELECTED_ENTRIES
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
-from lab.workloads.attention_case import AttentionCase, Entries, HeadPages
+from lab.checks.run.judging import run_case
+from lab.workloads.attention_case import AttentionCase, Contents, Entries, HeadPages, Storage
+from lab.workloads.inputs.pools import new_pools
 
 SHORT = replace(Ranges(), longest=200)
 # What a case of a kind has.
@@ -50,6 +55,26 @@ def test_the_full_level_has_each_form_of_a_kind_and_the_smoke_level_as_many_as_a
     assert [replace(case, top_k=0, entries=None, top_k_lens=False) for case in several] == plain[: len(several)]
     blocks = BLOCK_SPARSE.cases(list(balanced(SHORT, AttentionCall.DECODE, 5)), SHORT, None)
     assert {case.head_pages for case in blocks} == set(HeadPages)
+
+
+@pytest.mark.parametrize("pages", HeadPages)
+def test_k11_expects_the_pages_that_heads_select_of_unequal_rows_too(pages: HeadPages) -> None:
+    (check,) = (check for check in SINGLE_CALLS if check.key == "K11")
+    storage = Storage(page_size=32, kv_layout="NHD", page_seed=1)
+    case = AttentionCase(
+        AttentionCall.DECODE, (65, 87), (1, 1), head_pages=pages, contents=Contents.NEEDLES, seed=1, storage=storage
+    )
+    judged = run_case(references, check, case, torch.device("cpu"), replace(SHORT, masked_rows=(4,)))
+    assert judged.outcome is Outcome.RIGHT, judged.wrongs
+
+
+@pytest.mark.parametrize("interface", [AttentionCall.DECODE, AttentionCall.CONTEXT])
+def test_far_pages_of_nvfp4_are_far_in_bytes(interface: AttentionCall) -> None:
+    (check,) = (check for check in SINGLE_CALLS if check.key == "K15")
+    cases = [case for case in check.cases(interface, SHORT, Level.SMOKE) if case.kv_dtype == NVFP4]
+    pages = [math.prod(new_pools(case, 1, torch.device("cpu"))[0].shape) for case in cases]
+    first_bytes = [case.storage.first_page * page for case, page in zip(cases, pages, strict=True)]
+    assert [number // 2**31 for number in first_bytes] == [1, 1, 2, 2]
 
 
 def test_a_kind_keeps_to_its_functions_and_to_the_ranges() -> None:
