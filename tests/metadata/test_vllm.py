@@ -74,8 +74,10 @@ def test_a_decode_call_has_all_requests_and_the_padding(
     assert len(arguments["query"]) == len(arguments["out"]) == sum(q_lens) + settings.get("num_padding_rows", 0)
 
 
-@pytest.mark.parametrize("engine", [Engine.VLLM, Engine.VLLM_XQA])
-def test_requests_of_more_rows_get_a_context_call_whose_offsets_of_keys_count_pages(engine: Engine) -> None:
+@pytest.mark.parametrize(("engine", "key_offsets"), [(Engine.VLLM, [0, 4, 7]), (Engine.VLLM_XQA, [0, 49, 82])])
+def test_requests_of_more_rows_get_a_context_call_whose_offsets_of_keys_count_pages_for_trtllm_gen(
+    engine: Engine, key_offsets: list[int]
+) -> None:
     (decode, of_decode), (context, of_context) = calls_of(
         (20, 7, 40, 0), (2, 2, 9, 33), decode_threshold=2, engine=engine
     )
@@ -83,7 +85,7 @@ def test_requests_of_more_rows_get_a_context_call_whose_offsets_of_keys_count_pa
     assert widths(of_decode) == (2, None, None)
     assert of_decode["seq_lens"].tolist() == [22, 9]
     assert (of_context["max_q_len"], of_context["max_kv_len"], of_context["batch_size"]) == (33, 49, 2)
-    assert [of_context[name].tolist() for name in OFFSETS] == [[0, 9, 42], [0, 4, 7]]
+    assert [of_context[name].tolist() for name in OFFSETS] == [[0, 9, 42], key_offsets]
     assert of_context["seq_lens"].tolist() == [49, 33]
 
 

@@ -38,7 +38,9 @@ class Engine(NamedEnum):
 class VLLMBackend:
     """Make the calls of vLLM's FlashInfer backend, with any implementation of FlashInfer's calls.
 
-    vLLM calls XQA as ``flashinfer_xqa_batch_decode_with_kv_cache``. This backend makes the equal decode call.
+    vLLM calls XQA as ``flashinfer_xqa_batch_decode_with_kv_cache``. This backend makes the equal decode call. On XQA's GPUs
+    vLLM prefills with FlashInfer's own wrapper (``vllm/utils/flashinfer.py`` 690). This backend makes a context call in its
+    place.
 
     Attributes:
         implementation: any object with FlashInfer's decode and context functions; None if only metadata is built.
@@ -77,7 +79,8 @@ class VLLMBackend:
             if planned.call is AttentionCall.DECODE:
                 arguments |= self._decode_width(planned, batch, metadata)
             else:
-                arguments |= _context_offsets(planned, batch, arguments, cache.page_size)
+                unit = 1 if self.uses_xqa else cache.page_size
+                arguments |= _context_offsets(planned, batch, arguments, unit)
             calls.append(prepare(self.implementation, planned.call.value, **arguments))
 
         def run() -> Tensor:
@@ -120,14 +123,16 @@ class VLLMBackend:
 
 
 def _context_offsets(
-    planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], page_size: int
+    planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], unit: int
 ) -> dict[str, Any]:
-    """Return the offsets and the bound of the context call's requests. ``cum_seq_lens_kv`` counts pages (line 1763)."""
+    """Return the offsets and the bound of the context call's requests. ``cum_seq_lens_kv`` counts units of so many keys: for
+    trtllm-gen pages (line 1763), else keys, from which fmha_v2 takes the lengths.
+    """
     offsets = arguments["cum_seq_lens_q"]
     return {
         "max_q_len": max(query_lens(batch)[planned.first_request :]),
         "cum_seq_lens_q": offsets - offsets[0],
-        "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], page_size)),
+        "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], unit)),
     }
 
 
