@@ -91,20 +91,20 @@ class Bindings:
     functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
     constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
     settings: Mapping[str, Any]  # settings of the process by name
-    _values: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = field(
-        init=False
-    )  # each mapping in `held`, and its values
+    # Each mapping in `held`, its names and its values.
+    _columns: list[tuple[Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = field(init=False)
     _plain: list[list[Any]] = field(init=False)  # functions with no other parts than code and defaults, and these parts
     _others: list[tuple[str, types.FunctionType, tuple[Any, ...]]] = field(init=False)  # the other functions
 
     def __post_init__(self) -> None:
         # Every case is followed by a comparison, so that it goes over whole columns first: these lie together in memory.
         holders = {id(holder): holder for _, holder, _, _ in self.held}
-        object.__setattr__(self, "_values", [(holder, tuple(holder.values())) for holder in holders.values()])
+        columns = [(each, tuple(each), tuple(each.values())) for each in holders.values()]
+        object.__setattr__(self, "_columns", columns)
         is_plain = [len(parts) == 2 and each.__kwdefaults__ is None for _, each, parts in self.functions]
         plain = list(itertools.compress(self.functions, is_plain))
-        columns = [[each for _, each, _ in plain], *([parts[at] for _, _, parts in plain] for at in range(2))]
-        object.__setattr__(self, "_plain", columns)
+        of_plain = [[each for _, each, _ in plain], *([parts[at] for _, _, parts in plain] for at in range(2))]
+        object.__setattr__(self, "_plain", of_plain)
         object.__setattr__(self, "_others", list(itertools.compress(self.functions, map(operator.not_, is_plain))))
 
     def changes(self) -> list[str]:
@@ -112,8 +112,9 @@ class Bindings:
         now = dict(_settings())
         changed = {
             id(holder)
-            for holder, values in self._values
-            if len(holder) < len(values) or not _are_same(holder.values(), values)
+            for holder, names, values in self._columns
+            # Names too: a kernel may put an old object under a new name, and its own object under the old name.
+            if len(holder) < len(names) or not (_are_same(holder, names) and _are_same(holder.values(), values))
         }
         of_changed = [each for each in self.held if id(each[1]) in changed] if changed else []
         functions, codes, defaults = self._plain

@@ -63,6 +63,20 @@ def changed_constant() -> Any:
     return lambda: poison.__setitem__(torch.float16, was)
 
 
+def moved_to_another_name() -> Any:
+    """Keep all values of a module in their order, but put one under a new name, and another value under its name."""
+    names = vars(lab.references.errors)
+    was = dict(names)
+    names.clear()
+    names.update({"moved" if name == "regress" else name: value for name, value in was.items()}, regress=callback)
+
+    def restore() -> None:
+        names.clear()
+        names.update(was)
+
+    return restore
+
+
 def callback(*arguments: Any) -> None:
     pass
 
@@ -80,6 +94,7 @@ def set_by(setter: Any, value: Any, was: Any) -> Any:
 CHANGES = {
     "lab.references.errors.Comparison.passed": lambda: set_to(Comparison, "passed", property(lambda self: True)),
     "lab.references.errors.relative_l2": replaced_code,
+    "lab.references.errors.regress": moved_to_another_name,
     "lab.references.errors.CONTROL_FACTOR": lambda: set_to(lab.references.errors, "CONTROL_FACTOR", 1e9),
     "lab.workloads.inputs.encoding.fill": changed_default,
     "lab.calls.problem.AttentionProblem.__init__": changed_keyword_default,

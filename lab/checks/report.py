@@ -127,8 +127,8 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Return True if each function was judged, no case was left out but by the quick level's time, and only known failures
-        are wrong.
+        """Return True if each function was judged, of a shard any function, no case was left out but by the quick level's time,
+        and only known failures are wrong.
         """
         return self._is_whole and bool(self.verdicts) and not any(self.wrong)
 
@@ -137,7 +137,9 @@ class Report:
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
         functions = {*self.functions, *(verdict.interface for verdict in self.verdicts)}
         is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended or self._is_hardly_judged)
-        return not is_left_out and (judged == functions or bool(self.shard))
+        if self.shard:  # the other functions' cases may be of other shards
+            return not is_left_out and bool(judged)
+        return not is_left_out and judged == functions
 
     @property
     def _is_hardly_judged(self) -> bool:

@@ -309,8 +309,8 @@ def merge(
 
     with refusing_recordings("not merged"):
         report = merged(reports, replaceable(out))
-    report.write(out)
-    show_report(report, Console())
+        report.write(out)
+        show_report(report, Console())
     raise typer.Exit(report.exit_status)
 
 

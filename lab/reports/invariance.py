@@ -35,8 +35,8 @@ def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
     for each in row:
         if each.dtypes == dtypes:
             text = f"{each.most_ulps:.3g} ulp" if each.answer is Answer.WITHIN else each.answer.value
-            count, judged = each.answers[each.answer], sum(each.answers[answer] for answer in STYLES)
-            cases = "" if each.answer not in STYLES else f" {count}" if count == judged else f" {count}/{judged}"
+            count, tried = each.answers[each.answer], len(each.verdicts) - each.answers[Answer.UNSUPPORTED]
+            cases = "" if each.answer not in STYLES else f" {count}" if count == tried else f" {count}/{tried}"
             return words(text + cases, STYLES.get(each.answer, "declined"))
     return words(None)
 
@@ -72,9 +72,11 @@ def _summary(found: Invariance) -> Iterator[str]:
     if found.report.left_out or not found.dependences:
         yield str(found.report)
     for answer in Answer:
-        if unmet := [each for each in found.unmet if each.answer is answer]:
+        if unmet := [each for each in found.unmet if each.required_answer is answer]:
             where = dict.fromkeys(f"{each.check} of {each.interface.name.lower()}" for each in unmet)
             yield f"required, but {answer.value}: {', '.join(where)}"
+    if found.without_cases:
+        yield f"required, but no function here has a case of it: {', '.join(found.without_cases)}"
     worst: dict[str, Answer] = {}
     for each in found.dependences:
         worst[each.check] = min(worst.get(each.check, each.answer), each.answer, key=[*Answer].index)

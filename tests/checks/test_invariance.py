@@ -20,6 +20,7 @@ from lab.checks.properties.variants import Variant
 from lab.checks.run.invariance import Answer, Dependence, Invariance
 from lab.checks.run.judging import run_case
 from lab.exit_status import ExitStatus
+from lab.reports.invariance import invariance_report
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import PAGED_CALLS
@@ -109,6 +110,22 @@ def test_a_required_factor_must_have_been_tried_with_the_same_bits() -> None:
     assert required.exit_status is ExitStatus.WRONG
     untried = found_for(kernel, "decode", factors=["position"], require=["cuda-graph"])
     assert untried.exit_status is ExitStatus.WRONG
+    elsewhere = found_for(kernel, "context", factors=["position"], require=["tactic"])
+    assert elsewhere.without_cases == ("tactic",)
+    assert elsewhere.exit_status is ExitStatus.WRONG
+
+
+def test_a_requirement_is_not_met_by_some_cases_alone() -> None:
+    """As of a kernel that has the same bits again only where it does not divide the keys."""
+    right, untried = verdict(Outcome.RIGHT), verdict(Outcome.DECLINED, by_lab=True, declines=("other bits",))
+    report = found_for(kernels.Parts(), "decode", factors=["position"]).report
+    found = Invariance(replace(report, verdicts=(right, untried, right)), ("position",))
+    assert [(each.answer, each.required_answer) for each in found.unmet] == [(Answer.SAME, Answer.NOT_TRIED)]
+    assert found.exit_status is ExitStatus.WRONG
+    shown = invariance_report(found)
+    assert "required, but not tried: position of decode" in shown.below
+    refused = Invariance(replace(report, verdicts=(right, verdict(Outcome.DECLINED))), ("position",))
+    assert refused.exit_status is ExitStatus.DONE
 
 
 def test_a_function_that_takes_no_call_meets_no_requirement_and_breaks_none() -> None:

@@ -134,6 +134,10 @@ def test_what_a_kernel_imports_later_or_reads_of_the_environment_is_judged_anew(
     assert judged_anew()
     monkeypatch.setenv("ITS_OWN_VALUE", "7")
     assert judged_anew()
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert judged_anew()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not judged_anew()
     monkeypatch.setenv("_".join(("NOBODY", "S", "VALUE")), "7")  # this file is a loaded module too, and would name it
     assert not judged_anew()
 

@@ -70,6 +70,7 @@ def commands(tmp_path: Path) -> Callable[[Path], Iterator[list[str]]]:
         yield ["judge", "--case", f"{path}#999"]
         yield ["judge", "json", "--in-process", "--out", str(path)]
         yield ["report", str(path), "--out", str(tmp_path / "tables")]
+        yield ["merge", str(path), "--out", str(tmp_path / "all.json")]
 
     return lines
 
@@ -99,7 +100,7 @@ def test_any_bytes_are_a_sentence(
 def test_any_damaged_value_is_a_sentence(
     kind: str, commands: Callable[[Path], Iterator[list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = {"report": report().as_record(), "timings": timings(), "experiment": experiment()}
+    records = {"report": report(shard="1/1").as_record(), "timings": timings(), "experiment": experiment()}
     bad = tmp_path / "bad.json"
     for content in damaged_records(records[kind], random.Random(kind), COUNT):
         bad.write_bytes(content)

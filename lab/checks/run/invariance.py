@@ -51,6 +51,12 @@ class Dependence(CheckSummary):
         return next(answer for answer in Answer if self.answers[answer])
 
     @property
+    def required_answer(self) -> Answer:
+        """Return the answer to a requirement. It is "not tried" if one case was not tried and no other has other bits."""
+        not_tried = self.answer is Answer.SAME and self.answers[Answer.NOT_TRIED]
+        return Answer.NOT_TRIED if not_tried else self.answer
+
+    @property
     def most_ulps(self) -> float:
         """Return the largest difference, in units of the last place of its vector's largest element."""
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
@@ -96,15 +102,21 @@ class Invariance:
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)
         return tuple(
-            each for each in asked if each.answer is not Answer.SAME and (each.interface, each.dtypes) in taken
+            each for each in asked if each.required_answer is not Answer.SAME and (each.interface, each.dtypes) in taken
         )
 
     @property
+    def without_cases(self) -> tuple[str, ...]:
+        """Return the required factors that have no case, as "page-size" of a ragged call."""
+        return tuple(name for name in self.required if name not in {each.check for each in self.dependences})
+
+    @property
     def exit_status(self) -> ExitStatus:
-        """Return the exit status of the report, or WRONG if a required factor changes bits."""
+        """Return the exit status of the report, or WRONG if a required factor changes bits or was not tried."""
         status = self.report.exit_status
         is_over = status in (ExitStatus.REFUSED, ExitStatus.INTERRUPTED)
-        return ExitStatus.WRONG if self.unmet and not is_over else status
+        is_unmet = self.unmet or (status is ExitStatus.DONE and self.without_cases)
+        return ExitStatus.WRONG if is_unmet and not is_over else status
 
     def as_record(self) -> dict[str, Any]:
         """Return the report as JSON data, with the answers under "invariance"."""

@@ -36,7 +36,8 @@ def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
         out: the file that the report will be written to, which its verdicts name.
 
     Raises:
-        ReportError: a file is no report of a shard, the reports are not of one run, or a shard is missing or there twice.
+        ReportError: a file is no report of a shard, the reports are not of one run, a shard is missing or there twice, or
+            its run has not ended.
     """
     records = {path: read_record(path) for path in paths}
     _check_shards(paths, records)
@@ -59,6 +60,8 @@ def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any
         shard = Shard.of(text)
         if (other := shards.setdefault(shard, path)) is not path:
             raise ReportError(f"{other} and {path} are both shard {shard}")
+        if records[path].get("diagnosis") is None:
+            raise ReportError(f"{path} is of a run that has not ended: run shard {shard} again with the same --out")
         if shard.count != next(iter(shards)).count:
             raise ReportError(f"{first} is shard {next(iter(shards))}, and {path} is shard {shard}")
     count = next(iter(shards)).count
@@ -78,7 +81,7 @@ def _united(records: Sequence[dict[str, Any]], out: str) -> Report:
     return Report(
         implementation=first["implementation"],
         level=Level(first["level"]),
-        environment=first["environment"],
+        environment=dict(first["environment"]),
         device=first["device"],
         verdicts=tuple(replace(each, number=number, recorded_in=out) for number, each in enumerate(verdicts, 1)),
         left_out=sum(record["left_out"] for record in records),

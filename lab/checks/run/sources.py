@@ -26,6 +26,11 @@ SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".h", ".hpp", ".pyx", ".so
 MOST_HASHED_BYTES = 2**20  # of one file; a larger one goes by its time
 # Beginnings of the environment variables that libraries read, besides those that a kernel's sources name.
 VARIABLES = ("CUDA_", "CUBLAS_", "FLASHINFER_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_")
+# Of those, which GPU of a machine is used, and where files are cached: they differ between the shards of one run.
+PLACES = (
+    *("CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"),
+)
 _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
@@ -44,7 +49,7 @@ def digest_of_run(sources: str, *parts: object) -> str:
 
 def _digest(name: str) -> str:
     """Return a digest of the lab's and the implementation's sources, and of the environment variables that sources or libraries
-    read.
+    read, without `PLACES`.
 
     The implementation's sources are the loaded modules outside installed packages, the files that these may import later, and
     the source files in the folder of the implementation's module. Packages are installed in Python's folders, and in each other
@@ -68,8 +73,8 @@ def _digest(name: str) -> str:
             content = path.read_bytes() if stat.st_size <= MOST_HASHED_BYTES else b""
             digest.update(repr((str(path), content or stat.st_mtime_ns)).encode())
             named |= set() if path in of_lab else _words(content)
-    variables = {name: value for name, value in os.environ.items() if name in named or name.startswith(VARIABLES)}
-    digest.update(repr(sorted(variables.items())).encode())
+    named = {each for each in os.environ if each in named or each.startswith(VARIABLES)} - {*PLACES}
+    digest.update(repr(sorted((each, os.environ[each]) for each in named)).encode())
     return digest.hexdigest()
 
 

@@ -43,6 +43,10 @@ def doubled_with_lse(**arguments: Any) -> Any:
     return (2 * out[0], out[1]) if arguments.get("return_lse") else out
 
 
+def declining(**_: Any) -> Any:
+    raise NotImplementedError("nothing is taken")
+
+
 def test_shards_of_the_smoke_level_judge_each_case_once_and_are_of_equal_size(tmp_path: Path) -> None:
     settings = {"only": ["K2", "K13", "L1"], "drawn": 3, "functions": [*NAMES, "draft_kv_indices"]}
     whole = judge(references, **SETTINGS | settings)
@@ -64,6 +68,13 @@ def test_a_shard_says_that_it_is_one_and_fails_only_for_its_own_cases(tmp_path: 
     assert report.exit_status is ExitStatus.DONE
     assert str(report).startswith("Right in ") or "Not judged as a whole: this is shard 2/2" in str(report)
     assert "Right for all" not in str(report)
+
+
+def test_a_shard_in_which_nothing_was_judged_is_not_right() -> None:
+    report = judge(decoding(declining), shard="2/2", only="K13", drawn=0, **SETTINGS)
+    assert report.verdicts
+    assert not report.is_right
+    assert report.exit_status is ExitStatus.NOT_JUDGED
 
 
 FUNCTION = MetadataFunction.DRAFT_KV_INDICES
@@ -175,6 +186,7 @@ def changed(path: Path, **entries: Any) -> None:
         ({"run": "other"}, "the sources of the kernel or the lab"),
         ({"shard": ""}, "is no report of a shard"),
         ({"shard": "1/2"}, "are both shard 1/2"),
+        ({"diagnosis": None}, "has not ended: run shard 2/2 again"),
         ({"shard": "2/3"}, "is shard 1/2, and .* is shard 2/3"),
     ],
 )
