@@ -37,7 +37,7 @@ def read(path: Path) -> RecordedCall:
     """
     record = _last_record(path)
     if record["function_name"] not in {each.value for each in RECORDED_CALLS}:
-        raise RecordingError(f"{path} holds a call of {record['function_name']}, which the lab does not judge")
+        raise RecordingError(f"{path} holds a call of {record['function_name']}, of which the lab reads no recording")
     function = AttentionCall(record["function_name"])
     inputs = _tensors(path, "inputs")
     given = _arguments(path, record, function, inputs)

@@ -81,7 +81,7 @@ def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
 
 def test_a_function_that_is_no_attention_call_is_refused(recorded_once: Path) -> None:
     assert dumped_calls(recorded_once)[5].function == "relu"
-    with pytest.raises(RecordingError, match="holds a call of relu, which the lab does not judge"):
+    with pytest.raises(RecordingError, match="holds a call of relu, of which the lab reads no recording"):
         read(dumped_calls(recorded_once)[5].path)
 
 
