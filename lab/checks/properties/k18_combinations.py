@@ -217,6 +217,7 @@ def _judge(run: CaseRun) -> None:
     JUDGES[run.case.interface](run)
 
 
+IN_CIRCUMSTANCES = tuple(partial(_left_in_circumstances, chosen) for chosen in (None, 1))
 CHECK = Check(
     "K18",
     "combinations",
@@ -226,8 +227,8 @@ CHECK = Check(
     interfaces=tuple(MODELS),
     more={
         Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
-        Level.SMOKE: tuple(partial(_left_in_circumstances, chosen) for chosen in (None, 1)),
-        Level.FULL: (_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
+        Level.SMOKE: IN_CIRCUMSTANCES,
+        Level.FULL: (*IN_CIRCUMSTANCES, _beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
     },
     draw_on=_draw_on,
 )

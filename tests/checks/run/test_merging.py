@@ -135,6 +135,8 @@ def test_shards_of_the_smoke_level_try_again_what_one_run_tries_again() -> None:
     first = len([*CHECK.cases(function, SMALL, Level.SMOKE)])
     of_shards = judged([*itertools.chain(*shards)])
     assert all(some >= every for some, every in zip(of_shards, judged(whole), strict=True))
+    of_full = judged(all_rounds(declines, Shard(), Level.FULL, function))
+    assert all(more >= every for more, every in zip(of_full, judged(whole), strict=True))
     assert first < min(map(len, shards)) <= max(map(len, shards)) < len(whole)
 
 
