@@ -124,8 +124,8 @@ def budget(
             requests = longest or next(computed.drawn_requests(each, ROW_ELEMENTS, seed))
             try:
                 rows.append(computed.budget(requests.to(place), each, atol, rtol, kernel))
-            except (NotImplementedError, TypeError) as error:  # of an argument that it does not have
-                refuse(f"{implementation} declines a cache of {each.kv}: {error}", ExitStatus.NOT_JUDGED)
+            except (RuntimeError, TypeError) as error:  # a refusal is one, or an argument that it does not have
+                refuse(f"{implementation} computes no call over a cache of {each.kv}: {error}", ExitStatus.NOT_JUDGED)
     if picture is not None:
         require("lab budget --picture", "matplotlib")
         from lab.reports.pictures.budget import budget_figure
