@@ -15,6 +15,7 @@ from lab.kernels import flashinfer_call, portable, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
 from lab.kernels.support import why_not
 from lab.kernels.support.dsv4 import TRTLLM_GEN_DSV4
+from lab.kernels.support.portable import PORTABLE_DSV4
 from lab.kernels.support.trtllm import kernel_for
 from tests.calls.breaks import Breaks, tensor, value
 from tests.cases import Arguments
@@ -65,6 +66,7 @@ def apart(pool: Tensor, gap: int, axis: int) -> Tensor:
     ]
 
 
+KERNELS = (TRTLLM_GEN_DSV4, PORTABLE_DSV4)  # whose rows are tested here
 PLACES = value(sparse_indices_are_storage_offsets=False)
 
 
@@ -105,6 +107,11 @@ def test_pages_that_are_no_whole_tokens_apart_are_refused() -> None:
         "swa_kv_cache", lambda pool: torch.zeros(2, 64 * 512 + 8, dtype=BF16)[:, : 64 * 512].view(2, 1, 64, 512)
     )
     assert "swa_kv_cache at multiples of 512" in str(refusal(PLACES, odd))
+
+
+def test_the_portable_kernel_refuses_other_dtypes() -> None:
+    problem = DSV4DecodeCall(**arguments_of(dtype=torch.float32)).problem()
+    assert "float32" in str(why_not(PORTABLE_DSV4, (9, 0), problem))
 
 
 @pytest.mark.parametrize("capability", [None, (9, 0), (12, 0)])

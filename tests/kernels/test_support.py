@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import AttentionCall, Feature
+from lab.calls import AttentionCall, DSV4DecodeCall, Feature
 from lab.calls.features import FIELDS
 from lab.gpus import Capability, family_of
 from lab.kernels import support
@@ -22,7 +22,7 @@ from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
 from tests.dataclass_rules import broken_rules
-from tests.kernels import test_peers_packages, test_support_peers, test_support_trtllm_gen
+from tests.kernels import test_dsv4, test_peers_packages, test_support_peers, test_support_trtllm_gen
 from tests.kernels.adapter_calls import context, decode, into, mla, other_order, posed, ragged, with_columns
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -422,7 +422,7 @@ def test_a_reason_reads_no_device() -> None:
 
 def test_every_kernel_has_rules() -> None:
     others = [*test_peers_packages.REFUSED.values(), *test_support_peers.TABLE, *test_support_trtllm_gen.REFUSED]
-    assert {row[0] for row in (*TABLE, *others)} == set(KERNELS)
+    assert {*(row[0] for row in (*TABLE, *others)), *test_dsv4.KERNELS} == set(KERNELS)
 
 
 def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
@@ -430,6 +430,8 @@ def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
     capability = SM90 if family_of(SM90) in kernel.gpus else kernel.gpus[0].capabilities[0]
     if AttentionCall.RAGGED_CONTEXT in kernel.calls:
         return capability, posed(ragged())
+    if AttentionCall.DSV4_DECODE in kernel.calls:
+        return capability, DSV4DecodeCall(**test_dsv4.arguments_of()).problem()
     if AttentionCall.MLA_DECODE in kernel.calls:
         return capability, posed(with_columns(2)(mla(1, (5, 33), heads=128)))
     return capability, problem(kernel)
