@@ -23,7 +23,7 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.reports.judgement import reproduction
-from lab.workloads.graph_case import ReplayCase, graph_modes
+from lab.workloads.graph_case import ReplayCase, graph_modes, vllm_graph_modes
 from lab.workloads.inputs.replay_backends import MHAReplayFixture
 from lab.workloads.inputs.replay_fixture import HUGE, POISONED_LENGTH, RunnerFactory, right_runner
 from tests.devices import DEVICES, IN_INTERPRETER
@@ -62,7 +62,7 @@ def cases_of(level: Level) -> list[GraphCase]:
 
 
 def test_every_sequence_of_every_mode_is_run_in_every_setting_and_in_turn_on_a_real_geometry() -> None:
-    cases = [case for case in cases_of(Level.FULL) if not case.encoder_only]
+    cases = [case for case in cases_of(Level.FULL) if not case.encoder_only and case.padded_seq_len]
     modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {GraphMode.draft_decode(s) for s in (0, 2)}
     modes.add(GraphMode.frozen_kv_draft())
     settings = {
@@ -77,7 +77,7 @@ def test_every_sequence_of_every_mode_is_run_in_every_setting_and_in_turn_on_a_r
 
 
 def test_the_smoke_level_has_each_sequence_of_two_modes_and_alternates_settings() -> None:
-    cases = [case for case in cases_of(Level.SMOKE) if not case.encoder_only]
+    cases = [case for case in cases_of(Level.SMOKE) if not case.encoder_only and case.padded_seq_len]
     assert Counter(case.sequence for case in cases) == dict.fromkeys(ReplaySequence, 2)
     assert {case.mode for case in cases} == set(MODES.values())
     assert len({(case.place, case.sliding_window) for case in cases}) == 4
@@ -93,6 +93,22 @@ def test_every_mode_passes_with_the_references(mode: str) -> None:
         for place, window in (SETTINGS[number % 4], SETTINGS[(number + 2) % 4])
     )
     assert wrong(cases) == {}
+
+
+def test_graphs_of_vllm_have_padding_without_keys() -> None:
+    found = [case for case in cases_of(Level.FULL) if not case.padded_seq_len and case.geometry == "tiny"]
+    assert {case.mode.forward_mode for case in found} == {ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND_V2}
+    assert {(case.mode, case.sequence) for case in found} == {
+        (mode, sequence) for width in (2, 4, 8) for mode in vllm_graph_modes(width) for sequence in ReplaySequence
+    }
+    assert any(not case.padded_seq_len for case in cases_of(Level.SMOKE))
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", vllm_graph_modes(4), ids=lambda mode: mode.forward_mode.name)
+def test_padding_without_keys_changes_no_other_row(mode: GraphMode) -> None:
+    sequences = (ReplaySequence.AFTER_A_LONGER_BATCH, ReplaySequence.POISONED)
+    assert wrong(GraphCase(mode, sequence, padded_seq_len=0) for sequence in sequences) == {}
 
 
 def test_a_verification_on_encoder_only_layers_has_its_sequences() -> None:
