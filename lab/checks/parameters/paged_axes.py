@@ -224,6 +224,9 @@ RULES = constraints(
             lambda dtypes, out, bmm2_size: bmm2_size in MODERATE or {dtypes.query, out.dtype} <= WIDE,
             lambda dtype, out, bmm2_size: bmm2_size in MODERATE or {dtype_of(dtype), out.dtype} <= WIDE,
         ),
+        "the usual bmm2_scale is the number 1": lambda bmm2_scale, bmm2_size: (
+            bmm2_size != 1.0 or bmm2_scale.shape is not None
+        ),
         "a whole number has its own size": lambda bmm2_scale, bmm2_size: (
             bmm2_scale != ValueScale.WHOLE_ONE or bmm2_size == USUAL
         ),
