@@ -31,7 +31,7 @@ DESCRIBED: dict[Any, Interface] = {
     generate_draft_decode_kv_indices: MetadataFunction.DRAFT_KV_INDICES,
 }
 SOURCE = re.compile(
-    r"\([^()]*(?:FlashInfer|SGLang|PR |arxiv|\.py|\.cu)[^()]*\)|(?:FlashInfer|SGLang|PR|vLLM) ?\d[\d.]*|\bSM\d+"
+    r"\([^()]*(?:FlashInfer|SGLang|PR |arxiv|\.py|\.cu|\.h)[^()]*\)|(?:FlashInfer|SGLang|PR|vLLM) ?\d[\d.]*|\bSM\d+"
 )
 SHAPE = re.compile(r"\[[^\]]*\]")
 VALUE = re.compile(
