@@ -98,7 +98,8 @@ def test_where_every_call_is_wrong_no_rule_is_told(numbers: tuple[int, ...], dum
     assert NO_RULE in str(report)
     n = len(numbers)
     everywhere = f"The output is wrong everywhere ({n} of {n} result{'s' * (n > 1)})."
-    assert str(report).endswith(f"partly filled; requests have different lengths. {everywhere}")
+    shared = "partly filled; a batch has no more query rows than requests; requests have different lengths"
+    assert str(report).endswith(f"{shared}. {everywhere}")
     assert not any("add nothing" in line for line in details(report))
 
 
