@@ -12,6 +12,7 @@ import pytest
 
 from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Level, Outcome, Ranges, Report
+from lab.checks.parameters.covering import Shard
 from lab.checks.properties.check import Check
 from lab.checks.run import judge_run
 from lab.checks.run.judge_run import LEAST_DONE, CheckRun, Progress, Run
@@ -73,7 +74,7 @@ def test_the_time_left_is_estimated_from_verdicts_of_this_run_alone(monkeypatch:
 
 def test_a_case_is_planned_once_although_narrower_ranges_have_it_too() -> None:
     run = run_of(a_check())
-    of_check = CheckRun(run, run.checks[0], AttentionCall.DECODE)
+    of_check = CheckRun(run, run.checks[0], AttentionCall.DECODE, turn=0)
     of_check._run._runs = {("K99", AttentionCall.DECODE): of_check}
     for ranges, planned in ((RANGES, 10), (replace(RANGES, longest=120), 12)):
         assert not list(judge_run.in_turns([of_check.plan(ranges)]))[planned:]
@@ -82,7 +83,7 @@ def test_a_case_is_planned_once_although_narrower_ranges_have_it_too() -> None:
 
 
 def test_rounds_follow_before_the_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    def following(interface: Any, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> list[int]:
+    def following(interface: Any, ranges: Ranges, verdicts: Sequence[CaseVerdict], _: Shard) -> list[int]:
         return [100 + len(verdicts)]
 
     check = drawing(a_check(more={Level.FULL: (following, following)}), monkeypatch, 7, 8)
@@ -116,7 +117,7 @@ def test_a_case_that_runs_on_after_the_end_is_left_out(monkeypatch: pytest.Monke
     run = run_of(a_check(), level=Level.QUICK)
     run.pool.submit = lambda *_: Pending(lambda: Judged(Outcome.RIGHT), Future())  # type: ignore[method-assign]
     run.end = time.monotonic()
-    runs = CheckRun(run, a_check(), AttentionCall.DECODE)
+    runs = CheckRun(run, a_check(), AttentionCall.DECODE, turn=0)
     run._runs = {("K99", AttentionCall.DECODE): runs}
     run.end = time.monotonic() + 0.05
     run._take_turns([runs.plan(RANGES)])
