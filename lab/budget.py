@@ -171,7 +171,7 @@ def _solved(requests: Requests, setting: Setting) -> tuple[dict[str, Any], Tenso
 
 
 def over(got: Tensor, want: Tensor, atol: float, rtol: float) -> Tensor:
-    """Return which elements exceed a tolerance as in torch.testing.assert_close: |got - want| > atol + rtol * |want|."""
+    """Return which elements exceed a tolerance as in torch.testing.assert_close: `|got - want| > atol + rtol * |want|`."""
     return (got - want).abs() > atol + rtol * want.abs()
 
 
@@ -229,7 +229,7 @@ def explain(
     against: str = "stored",
 ) -> Answer:
     """Tell whether a right kernel may fail a test so: `mismatched` of `elements` exceed the tolerance, and the largest
-    |got - want| is `off_by` (None: unknown).
+    `|got - want|` is `off_by` (None: unknown).
 
     Bug: the largest difference is more than the judge allows, even if all error of a vector is in one element; or as many
     mismatches or more have a probability below LEVEL, even for a kernel at the judge's bound: with the control's errors,
