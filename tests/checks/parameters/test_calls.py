@@ -16,7 +16,7 @@ from lab.checks.parameters.covering import Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.ragged import ragged_case, ragged_model
-from lab.checks.parameters.values import DtypePair, HeadDims, Output, Pages, Place, Without
+from lab.checks.parameters.values import DtypePair, HeadDims, Output, Pages, Place, ValueScale, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -284,7 +284,7 @@ def test_numbers_that_results_of_few_bits_or_with_sinks_do_not_hold_are_left_out
         {"bmm1_size": 1e-6, "contents": "shaded"},
         {"bmm2_size": 1e-6, "dtypes": "fp16/fp16"},
         {"bmm2_size": 300.0, "out": Output.E4M3},
-        {"bmm2_size": 1.0, "bmm2_scale": "1 as a whole number"},
+        {"bmm2_size": 1.0, "bmm2_scale": ValueScale.WHOLE_ONE},
         {"o_scale": 300.0, "out": Output.NONE, "dtypes": DtypePair("bf16/bf16")},
     ]
     for values in never:

@@ -191,7 +191,16 @@ def test_the_quick_level_judges_each_value_also_of_a_kernel_that_declines_some()
     settings: dict[str, Any] = {"ranges": SMALL, "device": "cpu", "only": "K18", "discover": False, "most_seconds": 100}
     quick, smoke = (judge(decoding(narrow), level=level, **settings) for level in (Level.QUICK, Level.SMOKE))
     (of_quick,), (of_smoke,) = quick.coverages, smoke.coverages
-    assert of_quick.values == of_smoke.values
+    judged_by_quick, judged_by_smoke = (
+        {
+            (axis, value)
+            for axis, values in found.values.items()
+            for value, reach in values.items()
+            if reach is Reach.JUDGED
+        }
+        for found in (of_quick, of_smoke)
+    )
+    assert judged_by_smoke <= judged_by_quick  # beside others, a value may be taken that is declined alone
     assert of_quick.pairs[Reach.JUDGED] > 1.1 * of_smoke.pairs[Reach.JUDGED]
     first = len(list(CHECK.cases(AttentionCall.DECODE, SMALL, Level.QUICK)))
     assert first < len(smoke.verdicts) / 3
