@@ -36,7 +36,7 @@ def judged(implementation: Any, function: str) -> Report:
 @pytest.mark.parametrize("function", [each.value for each in SWEPT])
 def test_the_judge_finds_the_calls_right(function: str) -> None:
     report = judged(b200, function)
-    assert all(verdict.outcome in (Outcome.RIGHT, Outcome.DECLINED) for verdict in report.verdicts)
+    assert all(verdict.outcome in (Outcome.RIGHT, Outcome.DECLINED, Outcome.KNOWN) for verdict in report.verdicts)
     assert any(verdict.outcome is Outcome.RIGHT for verdict in report.verdicts)
 
 
