@@ -78,7 +78,7 @@ class Setting:
             raise ValueError(f"{sizes}: each must be above 0, and head_dim a multiple of 16")
 
 
-class Requests(NamedTuple):
+class UnstoredRequests(NamedTuple):
     """Requests before a cache stores them: query [requests, group, head_dim], float32 K and V [requests, keys, head_dim]."""
 
     query: Tensor
@@ -86,12 +86,12 @@ class Requests(NamedTuple):
     values: Tensor
     softmax_scale: float
 
-    def to(self, device: torch.device) -> "Requests":
+    def to(self, device: torch.device) -> "UnstoredRequests":
         """Return the requests on a device."""
-        return Requests(self.query.to(device), self.keys.to(device), self.values.to(device), self.softmax_scale)
+        return UnstoredRequests(self.query.to(device), self.keys.to(device), self.values.to(device), self.softmax_scale)
 
 
-def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[Requests]:
+def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
     """Draw batches of requests until their outputs have this number of elements, or they have MOST_DRAWN numbers."""
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
@@ -106,10 +106,10 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[R
             elif setting.values == "outliers":
                 side[..., ::16] *= 10
         dtype = dtype_of(setting.query or ("bf16" if setting.kv in LARGEST else setting.kv))
-        yield Requests(rounded(query, dtype), keys, values.mul_(setting.v_std), setting.head_dim**-0.5)
+        yield UnstoredRequests(rounded(query, dtype), keys, values.mul_(setting.v_std), setting.head_dim**-0.5)
 
 
-def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[Requests]:
+def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
     """Yield the requests of recorded decode and context calls: their K/V heads, with the last query row and the keys in its
     window, without sinks.
 
@@ -128,10 +128,10 @@ def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[Requests]:
             k, v = (side[window].float().transpose(0, 1) for side in histories_of(problem, [request])[0])
             if start < end and k.shape[1]:
                 query = problem.query[end - 1].unflatten(0, (len(k), -1))
-                yield Requests(query, k, v * float(problem.bmm2_scale), float(problem.bmm1_scale))
+                yield UnstoredRequests(query, k, v * float(problem.bmm2_scale), float(problem.bmm1_scale))
 
 
-def call_of(requests: Requests, setting: Setting) -> dict[str, Any]:
+def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
     """Return the arguments of FlashInfer's decode call over a cache of the setting that stores the requests' K and V."""
     (count, keys, _), device = requests.keys.shape, requests.query.device
     pages = -(-keys // PAGE_SIZE)
@@ -160,7 +160,7 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
     return quantize_nvfp4(values, scale) if setting.kv == "nvfp4" else [quantize_e4m3(values, scale)], scale
 
 
-def _solved(requests: Requests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
+def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
     """Return the call over the cache, the results on the original K and V, float64, and the results on the stored K and V."""
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
@@ -176,7 +176,7 @@ def over(got: Tensor, want: Tensor, atol: float, rtol: float) -> Tensor:
 
 
 def budget(
-    requests: Requests,
+    requests: UnstoredRequests,
     setting: Setting,
     atol: float = 1e-2,
     rtol: float = 1e-2,
@@ -207,7 +207,7 @@ def budget(
 
 
 @dataclass(frozen=True)
-class Answer:
+class Explanation:
     """The answer of `explain`: its verdict, "noise", "bug" or "cannot be told"; its reason in sentences; and the numbers that
     decide: simulated elements, mismatches in as many elements as the test has, their probability, and differences.
     """
@@ -219,7 +219,7 @@ class Answer:
 
 def explain(
     setting: Setting,
-    batches: Iterable[Requests],
+    batches: Iterable[UnstoredRequests],
     *,
     mismatched: int,
     elements: int,
@@ -227,7 +227,7 @@ def explain(
     rtol: float,
     off_by: float | None = None,
     against: str = "stored",
-) -> Answer:
+) -> Explanation:
     """Tell whether a right kernel may fail a test so: `mismatched` of `elements` exceed the tolerance, and the largest
     `|got - want|` is `off_by` (None: unknown).
 
@@ -274,11 +274,11 @@ def explain(
         f"allows {allowed_most:.3g}. Simulated: {counted(simulated, 'element')}, {simulated / elements:,.3g} calls"
     )
     numbers = {"simulated": simulated, "mean": mean, "mean_at_bound": mean_at_bound, "probability": of_count}
-    return Answer(verdict, f"{reason}. {facts}", numbers | {"largest": reached, "judge_allows": allowed_most})
+    return Explanation(verdict, f"{reason}. {facts}", numbers | {"largest": reached, "judge_allows": allowed_most})
 
 
 def _simulated(
-    setting: Setting, batches: Iterable[Requests], atol: float, rtol: float, against: str
+    setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """Return, for each request, [requests]: mismatches of the control, those of a kernel at the judge's bound, the control's
     largest difference, and the largest that the judge allows; and the number of elements of all requests.

@@ -14,9 +14,9 @@ from lab.budget import (
     AGAINST,
     LEVEL,
     MOST_AT_ONCE,
-    Answer,
-    Requests,
+    Explanation,
     Setting,
+    UnstoredRequests,
     budget,
     call_of,
     chance,
@@ -35,10 +35,10 @@ from tests.recorded.write_calls import write_call
 DECODE = AttentionCall.DECODE.value
 
 
-def one_key(*value: float) -> Requests:
+def one_key(*value: float) -> UnstoredRequests:
     """A request with one key, whose output is the value: its elements are repeated to head_dim 16."""
     values = torch.tensor(value).repeat(16 // len(value)).view(1, 1, 16)
-    return Requests(torch.ones(1, 1, 16, dtype=torch.bfloat16), torch.ones(1, 1, 16), values, 1.0)
+    return UnstoredRequests(torch.ones(1, 1, 16, dtype=torch.bfloat16), torch.ones(1, 1, 16), values, 1.0)
 
 
 def of(kv: str, scale: str = "1", **more: Any) -> Setting:
@@ -104,7 +104,7 @@ def test_a_given_kernel_is_compared_by_the_judges_bound() -> None:
 
 
 def test_values_are_drawn_with_the_statistics_that_are_named() -> None:
-    def drawn(**more: Any) -> Requests:
+    def drawn(**more: Any) -> UnstoredRequests:
         return next(drawn_requests(Setting("bf16", 256, head_dim=64, **more), 64 * 64))
 
     normal, heavy, outliers = (drawn(values=name) for name in ("normal", "heavy", "outliers"))
@@ -142,7 +142,7 @@ def test_probabilities_are_those_of_two_rates() -> None:
 
 
 @pytest.fixture(scope="module")
-def ask() -> Callable[..., Answer]:
+def ask() -> Callable[..., Explanation]:
     """Ask about a failure in 1,024 elements. One simulation is used for all questions."""
     setting = Setting("e4m3", 64, group=2)
     batches = list(drawn_requests(setting, 128 * 1024))
@@ -151,7 +151,7 @@ def ask() -> Callable[..., Answer]:
     )
 
 
-def test_what_right_kernels_do_is_noise_and_what_the_judge_refuses_is_a_bug(ask: Callable[..., Answer]) -> None:
+def test_what_right_kernels_do_is_noise_and_what_the_judge_refuses_is_a_bug(ask: Callable[..., Explanation]) -> None:
     usual = ask()
     numbers = usual.numbers
     assert usual.verdict == "noise"
@@ -170,7 +170,7 @@ def test_what_right_kernels_do_is_noise_and_what_the_judge_refuses_is_a_bug(ask:
     assert ask(off_by=math.nan).verdict == ask(off_by=math.inf).verdict == "bug"
 
 
-def test_too_many_mismatches_are_a_bug_and_some_more_cannot_be_told(ask: Callable[..., Answer]) -> None:
+def test_too_many_mismatches_are_a_bug_and_some_more_cannot_be_told(ask: Callable[..., Explanation]) -> None:
     verdicts = {count: ask(mismatched=count).verdict for count in (1, 16, 200, 400)}
     assert verdicts == {1: "noise", 16: "cannot be told", 200: "cannot be told", 400: "bug"}
     assert 200 < ask().numbers["mean_at_bound"] < 400
@@ -180,12 +180,12 @@ def test_too_many_mismatches_are_a_bug_and_some_more_cannot_be_told(ask: Callabl
     assert ask(mismatched=1000).reason.startswith("1,000 mismatches or more have a probability below 0.1%")
 
 
-def test_without_simulated_mismatches_nothing_is_noise(ask: Callable[..., Answer]) -> None:
+def test_without_simulated_mismatches_nothing_is_noise(ask: Callable[..., Explanation]) -> None:
     assert ask(atol=1.0).verdict == "cannot be told"
     assert ask(atol=1.0, elements=10**9, mismatched=1000).verdict == "cannot be told"  # the simulation is too small
 
 
-def test_a_reference_on_the_original_values_sees_the_quantisation_error(ask: Callable[..., Answer]) -> None:
+def test_a_reference_on_the_original_values_sees_the_quantisation_error(ask: Callable[..., Explanation]) -> None:
     failure = {"mismatched": 40, "atol": 1e-2, "off_by": 0.03}
     verdicts = {against: ask(**failure, against=against).verdict for against in AGAINST}
     assert verdicts == {"stored": "bug", "rounded": "bug", "original": "noise"}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from lab.commands.judge import Functions, InProcess, MostSeconds, RefusalNames, refusals_named
+from lab.commands.judge import Functions, InProcess, MostSeconds, NumWorkers, RefusalNames, TimeLimit, refusals_named
 from lab.commands.options import (
     Device,
     Implementation,
@@ -37,8 +37,8 @@ def invariance(
     functions: Functions = None,
     device: Device = None,
     in_process: InProcess = False,
-    time_limit_s: Annotated[float, typer.Option(min=0.001, help="most seconds for one case")] = 120.0,
-    workers: Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")] = 2,
+    time_limit_s: TimeLimit = 120.0,
+    workers: NumWorkers = 2,
     most_seconds: MostSeconds = None,
     refusals: RefusalNames = None,
     out: Annotated[

@@ -67,6 +67,8 @@ MostSeconds = Annotated[
         min=0, help="begin no further case after this time; if left out, 17 at the quick level and no limit else"
     ),
 ]
+TimeLimit = Annotated[float, typer.Option(min=0.001, help="most seconds for one case")]
+NumWorkers = Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")]
 Drawn = Annotated[
     int | None,
     typer.Option(min=0, help="random cases of each check and function; the level's number if left out"),
@@ -138,8 +140,8 @@ def judge(
     functions: Functions = None,
     device: Device = None,
     in_process: InProcess = False,
-    time_limit_s: Annotated[float, typer.Option(min=0.001, help="most seconds for one case")] = 120.0,
-    workers: Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")] = 2,
+    time_limit_s: TimeLimit = 120.0,
+    workers: NumWorkers = 2,
     most_seconds: MostSeconds = None,
     drawn: Drawn = None,
     out: ReportFile = None,

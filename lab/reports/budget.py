@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lab.budget import LARGEST, Answer, Setting
+from lab.budget import LARGEST, Explanation, Setting
 from lab.exit_status import ExitStatus
 from lab.provenance import environment
 from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
@@ -24,7 +24,7 @@ def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -
     return TableReport((), make_table(COLUMNS, rows, say_once=()), remarks, record)
 
 
-def answer_report(answer: Answer, setting: Setting, asked: Mapping[str, Any]) -> TableReport:
+def answer_report(answer: Explanation, setting: Setting, asked: Mapping[str, Any]) -> TableReport:
     """Return a report of the answer to a test's failure. `asked` has the numbers of the failure, by name."""
     record = {"verdict": answer.verdict, "reason": answer.reason, **answer.numbers, "asked": dict(asked)}
     below = f"simulated: {setting}", f"{answer.verdict}: {answer.reason}"

@@ -23,10 +23,10 @@ from lab.checks.parameters.paged_axes import (
 from lab.checks.parameters.values import (
     Cache,
     Lengths,
+    LongestRequest,
     Mask,
     Offsets,
     Pages,
-    Place,
     Rows,
     Sinks,
     Tables,
@@ -141,7 +141,7 @@ def longest_requests(of: Chosen) -> list[int]:
     """Return the indexes of the longest requests, without those that have no rows or no keys."""
     count = of["requests"]
     empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
-    places: Place = of.get("longest_request", Place.LAST)
+    places: LongestRequest = of.get("longest_request", LongestRequest.LAST)
     return [request for request in places.requests(count) if request not in empty] or [count - 1]
 
 

@@ -166,7 +166,7 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Pass both scales as the configuration says: of which size, and as numbers, as tensors, or in `bmm1_scale_log2`."""
+    """Pass both scales with the size and in the form that the configuration has: numbers, tensors, or `bmm1_scale_log2`."""
     for name in ("bmm1_scale", "bmm2_scale"):
         if (size := call.forms[name.replace("scale", "size")]) != USUAL:
             call.given[name] = call.rules[name] = math.copysign(size, call.given[name])

@@ -19,12 +19,12 @@ from lab.checks.parameters.values import (
     KeyOffsets,
     Lengths,
     LogitScale,
+    LongestRequest,
     Lse,
     Mask,
     Offsets,
     Output,
     Pages,
-    Place,
     Rows,
     SeqLens,
     Sinks,
@@ -91,7 +91,7 @@ OF_SEVERAL_HEADS = [text for text, each in HEAD_PAGES.items() if each in (HeadPa
 SOME_WITHOUT = [each for each in Without if each is not Without.ALL]
 # Lengths among which no request stands out as the longest.
 WITHOUT_LONGEST = (Lengths.EQUAL, Lengths.FEWER, Lengths.AS_ROWS, Lengths.OF_THE_NEXT)
-MOST_LONG = 64  # requests of a batch of which all but one are long
+MOST_LONG = 64  # requests of a batch in which all but one are long
 
 
 ALL_KEYS = "all"  # rows select no entries
@@ -130,7 +130,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
         "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *Without, Lengths.FEWER, *ranges.long_requests),
-        "longest_request": tuple(Place),
+        "longest_request": tuple(LongestRequest),
         "rows": (*Rows, *PROMPTS),
         "q_len": (*ranges.widened("q_lens"), *(ranges.widened("masked_rows") if is_decode else ())),
         "offsets": (
@@ -371,17 +371,17 @@ RULES = constraints(
         ),
         "the only request has keys": lambda requests, lengths: requests > 1 or lengths not in SOME_WITHOUT,
         "the only request is the longest": lambda requests, longest_request: (
-            requests > 1 or longest_request == Place.LAST
+            requests > 1 or longest_request == LongestRequest.LAST
         ),
         "no request is longer than the others": lambda lengths, longest_request: (
-            longest_request == Place.LAST or lengths not in WITHOUT_LONGEST
+            longest_request == LongestRequest.LAST or lengths not in WITHOUT_LONGEST
         ),
         "the longest request has rows and keys": (
             lambda requests, longest_request, offsets: is_outside(longest_request, offsets, requests),
             lambda requests, longest_request, lengths: is_outside(longest_request, lengths, requests),
         ),
         "a large batch would have too many long requests": lambda requests, longest_request: (
-            requests <= MOST_LONG or longest_request != Place.ALL_BUT_ONE
+            requests <= MOST_LONG or longest_request != LongestRequest.ALL_BUT_ONE
         ),
         "fewer keys than one row are none": (
             lambda q_len, lengths: q_len > 1 or lengths != Lengths.FEWER,

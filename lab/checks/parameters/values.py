@@ -64,7 +64,7 @@ class Without(TextEnum):
         self.requests = requests
 
 
-class Place(TextEnum):
+class LongestRequest(TextEnum):
     """Which requests are the longest of the batch. `requests` returns their indexes in a batch of a given size."""
 
     LAST = "last", lambda count: (count - 1,)
@@ -84,7 +84,7 @@ def empty_requests(without: Any, requests: int) -> frozenset[int]:
 
 
 @functools.cache
-def is_outside(place: Place, without: Any, requests: int) -> bool:
+def is_outside(place: LongestRequest, without: Any, requests: int) -> bool:
     """Return True if none of the longest requests is one of those that `without` empties. If it empties all, any place fits."""
     return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 

@@ -226,10 +226,8 @@ class CheckRun:
         self.num_random = 0  # further cases that were judged after those
         self._run, self._check, self._ranges = run, check, run.report.ranges
         self._reprs = set[str]()  # of the planned cases that were not drawn, those of other shards included
-        self._shard, self._turn = (
-            Shard.of(run.report.shard),
-            turn,
-        )  # a check's first case is of the shard whose turn it is
+        self._shard = Shard.of(run.report.shard)
+        self._turn = turn  # a check's first case is of the shard whose turn it is
 
     @property
     def is_telling(self) -> bool:

@@ -173,7 +173,13 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
             f"{mode!r} of {batch.batch_size} requests is not padded to {batch_size}: only modes with as many rows for every "
             "request are, and to more requests"
         )
-    width = max_query_rows(batch)
+    return with_padding_requests(batch, num_padding, PADDED_SEQ_LEN, max_query_rows(batch))
+
+
+def with_padding_requests(batch: ForwardBatch, num_padding: int, seq_len: int, width: int) -> ForwardBatch:
+    """Append padding requests to a batch. Each has row 0 of the request table, `seq_len` tokens, and `width` query rows, whose
+    tokens have slot 0.
+    """
 
     def padded(lengths: Tensor, value: int = 0, each: int = 1) -> Tensor:
         return torch.nn.functional.pad(lengths, (0, num_padding * each), value=value)
@@ -184,14 +190,14 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
     return replace(
         batch,
         req_pool_indices=padded(batch.req_pool_indices),
-        seq_lens=padded(batch.seq_lens, PADDED_SEQ_LEN),
+        seq_lens=padded(batch.seq_lens, seq_len),
         out_cache_loc=batch.out_cache_loc if batch.writes_no_kv else padded(batch.out_cache_loc, each=width),
         num_tokens=batch.num_tokens + num_padding * width,
         extend_seq_lens=None if batch.extend_seq_lens is None else padded(batch.extend_seq_lens, width),
         extend_prefix_lens=None if batch.extend_prefix_lens is None else padded(batch.extend_prefix_lens),
         extend_seq_lens_cpu=padded_list(batch.extend_seq_lens_cpu, width),
         extend_prefix_lens_cpu=padded_list(batch.extend_prefix_lens_cpu),
-        seq_lens_cpu=padded_list(batch.seq_lens_cpu, PADDED_SEQ_LEN),
+        seq_lens_cpu=padded_list(batch.seq_lens_cpu, seq_len),
     )
 
 

@@ -8,11 +8,10 @@ and padding. A CUDA graph's unused requests have no keys (``seq_lens`` 0) and pa
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
@@ -134,16 +133,3 @@ def _context_offsets(
         "cum_seq_lens_q": offsets - offsets[0],
         "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], unit)),
     }
-
-
-def with_empty_requests(batch: ForwardBatch, count: int) -> ForwardBatch:
-    """Return an extend's batch with `count` further requests that have no rows and no keys, as vLLM pads a CUDA graph."""
-
-    def padded(lengths: Tensor | None) -> Tensor | None:
-        return None if lengths is None else torch.nn.functional.pad(lengths, (0, count))
-
-    tensors = ("req_pool_indices", "seq_lens", "extend_seq_lens", "extend_prefix_lens")
-    lists = ("extend_seq_lens_cpu", "extend_prefix_lens_cpu", "seq_lens_cpu")
-    changed: dict[str, Any] = {name: padded(getattr(batch, name)) for name in tensors}
-    changed |= {name: [*given, *[0] * count] for name in lists if (given := getattr(batch, name)) is not None}
-    return replace(batch, **changed)

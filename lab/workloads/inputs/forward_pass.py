@@ -14,11 +14,11 @@ from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import with_padding_requests
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.metadata.mha.vllm import with_empty_requests
 from lab.references.errors import Truth
 from lab.references.quantization import rounded
 from lab.references.softmax_attention import Rules
@@ -285,7 +285,8 @@ def admit_and_write(
     ]
     requests.write(cache, before, first_kept, sliding_window=has_window)
     batch = requests.batch(case.mode, case.num_padding_rows)
-    batch = with_empty_requests(batch, case.num_padding_requests) if case.num_padding_requests else batch
+    if case.num_padding_requests:
+        batch = with_padding_requests(batch, case.num_padding_requests, seq_len=0, width=0)
     metadata = build_metadata(batch, pool)
     new = [
         torch.cat([side[first:] for side, first in zip(sides, requests.first_written, strict=True)])

@@ -16,7 +16,7 @@ from lab.checks.parameters.covering import Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.ragged import ragged_case, ragged_model
-from lab.checks.parameters.values import DtypePair, HeadDims, Output, Pages, Place, ValueScale, Without
+from lab.checks.parameters.values import DtypePair, HeadDims, LongestRequest, Output, Pages, ValueScale, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -179,8 +179,8 @@ def test_lengths_are_what_their_names_say() -> None:
 def test_the_longest_requests_are_at_their_places(
     interface: AttentionCall, count: int, lengths: int | None, least: int
 ) -> None:
-    assert [list(place.requests(3)) for place in Place] == [[2], [0], [1], [0, 2], [1, 2]]
-    for place in Place:
+    assert [list(place.requests(3)) for place in LongestRequest] == [[2], [0], [1], [0, 2], [1, 2]]
+    for place in LongestRequest:
         given = {"requests": count, "longest_request": place, **({"lengths": lengths} if lengths else {})}
         case = Configuration(interface, given, seed=2)
         if interface is AttentionCall.RAGGED_CONTEXT:
@@ -196,14 +196,14 @@ def test_the_longest_requests_are_at_their_places(
 
 @pytest.mark.parametrize("model", [paged_model(AttentionCall.DECODE, Ranges()), ragged_model(Ranges())])
 def test_a_longest_request_has_rows_and_keys(model: Model) -> None:
-    assert model.completed({"longest_request": Place.FIRST, "offsets": Without.FIRST}) is None
-    assert model.completed({"longest_request": Place.TWO, "lengths": Without.LAST}) is None
-    assert model.completed({"longest_request": Place.MIDDLE, "requests": 1}) is None
-    assert model.completed({"longest_request": Place.ALL_BUT_ONE, "requests": 257}) is None
-    both = {"requests": 3, "longest_request": Place.MIDDLE, "offsets": Without.LAST}
+    assert model.completed({"longest_request": LongestRequest.FIRST, "offsets": Without.FIRST}) is None
+    assert model.completed({"longest_request": LongestRequest.TWO, "lengths": Without.LAST}) is None
+    assert model.completed({"longest_request": LongestRequest.MIDDLE, "requests": 1}) is None
+    assert model.completed({"longest_request": LongestRequest.ALL_BUT_ONE, "requests": 257}) is None
+    both = {"requests": 3, "longest_request": LongestRequest.MIDDLE, "offsets": Without.LAST}
     assert not model.fits({**both, "lengths": Without.MIDDLE})
     assert model.fits({**both, "lengths": Without.FIRST})
-    assert model.completed({"offsets": Without.ALL, "longest_request": Place.FIRST}) is not None
+    assert model.completed({"offsets": Without.ALL, "longest_request": LongestRequest.FIRST}) is not None
 
 
 def test_strides_are_what_their_names_say() -> None:
