@@ -13,7 +13,7 @@ from lab.checks.parameters.circumstances import KEPT, WINDOW
 from lab.checks.parameters.coverage import Reach
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
-from lab.checks.parameters.values import Bound, Lse, Place, Without
+from lab.checks.parameters.values import Bound, LongestRequest, Lse, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import read_expression
 from lab.checks.run.judging import run_case
@@ -70,7 +70,7 @@ def test_the_smoke_level_has_every_form_in_every_circumstance(
             is_possible = model.completed({**wanted, axis: value}) is not None and (axis, value) not in model.vacuous
             assert (value in {case[axis] for case in cases}) == is_possible, (axis, value)
     windows = {case["longest_request"] for case in cases if case.get("window_left") == WINDOW}
-    assert "window_left" not in model.axes or "requests" in wanted or windows == set(Place)
+    assert "window_left" not in model.axes or "requests" in wanted or windows == set(LongestRequest)
 
 
 def test_a_form_of_a_long_request_is_judged_though_others_are_declined() -> None:
