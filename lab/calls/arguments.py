@@ -191,6 +191,7 @@ def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) 
     contiguous [num_kv_heads, batch_size, columns] in a block-sparse call (`by_kv_head`).
     """
     check_bool("uses_shared_paged_kv_idx", shared)
+    check_bool("enable_block_sparse_attention", by_kv_head)
     tensor = check_tensor("block_tables", block_tables, (torch.int32,))
     if by_kv_head:
         form, why = "[num_kv_heads, batch_size, max_num_pages_per_seq]", "enable_block_sparse_attention=True"
@@ -283,6 +284,20 @@ def check_skip_softmax(factor: object) -> float:
     if scale < 0:
         raise ValueError(f"{name} must be at least 0, got {factor}; None and 0 skip nothing")
     return float(scale)
+
+
+def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless `o_scale` is None or a number other than 0, and 1 if the output is not e4m3."""
+    if o_scale is None:
+        return
+    scale = check_scale("o_scale", o_scale)
+    if isinstance(scale, torch.Tensor) or scale == 0:
+        raise ValueError("o_scale must be a number other than 0, by which XQA divides: fold a tensor into bmm2_scale")
+    if scale != 1 and out_dtype != E4M3:
+        raise ValueError(
+            f"o_scale={scale} goes with an e4m3 output, not {out_dtype}: FlashInfer 0.7.2's XQA multiplies other outputs by "
+            "it, or their logits, and trtllm-gen ignores it; fold it into bmm2_scale"
+        )
 
 
 def posed_alike(call: Any) -> dict[str, Any]:

@@ -23,8 +23,8 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
     Raises:
         ValueError: a checked tensor holds NaN, a scale is infinite, or a sink is plus infinity.
     """
-    for name, term in problem.terms().items():
-        if name != "sinks" and isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
+    for name, term in zip(("bmm1_scale", "bmm2_scale"), (problem.bmm1_scale, problem.bmm2_scale), strict=True):
+        if isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
             raise ValueError(f"{name} must be finite, got {float(term)}")
     if problem.sinks is not None:
         unfit = problem.sinks.isnan() | (problem.sinks == math.inf)

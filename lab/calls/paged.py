@@ -7,7 +7,7 @@ import torch
 
 from lab.calls import allowed, arguments, context_parallel
 from lab.calls.nan import refuse_nan
-from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
+from lab.calls.problem import AttentionCall, PagedAttention, Scale
 
 BESIDE_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -139,7 +139,6 @@ class DecodeCall:
             ValueError: a shape, device, stride or number is invalid for every implementation.
             NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
         """
-        arguments.check_bool("enable_block_sparse_attention", self.enable_block_sparse_attention)
         if self.bf16q_fp8kv_transform_mode is not None:
             allowed.check_beside(self, "bf16q_fp8kv_transform_mode", BESIDE_TRANSFORM_MODE)
         if self.enable_block_sparse_attention:
@@ -167,7 +166,7 @@ class DecodeCall:
             mask=self.mask,
             by_kv_head=self.enable_block_sparse_attention,
         )
-        self._check_o_scale(problem.out_dtype)
+        arguments.check_o_scale(self.o_scale, problem.out_dtype)
         argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
         has_rank = context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)
         if not has_rank or self.causal_seqlens_kv_global is None:
@@ -175,20 +174,6 @@ class DecodeCall:
         first_rows = torch.arange(batch_size + 1, device=self.query.device) * max_q_len
         ends = self.causal_seqlens_kv_global + max_q_len
         return replace(problem, num_visible=context_parallel.keys_of_rank(self, ends, first_rows))
-
-    def _check_o_scale(self, out_dtype: torch.dtype) -> None:
-        if self.o_scale is None:
-            return
-        o_scale = arguments.check_scale("o_scale", self.o_scale)
-        if isinstance(o_scale, torch.Tensor) or o_scale == 0:
-            raise ValueError(
-                "o_scale must be a number other than 0, by which XQA divides: fold a tensor into bmm2_scale"
-            )
-        if o_scale != 1 and out_dtype != E4M3:
-            raise ValueError(
-                f"o_scale={o_scale} goes with an e4m3 output, not {out_dtype}: FlashInfer 0.7.2's XQA multiplies other outputs "
-                "by it, or their logits, and trtllm-gen ignores it; fold it into bmm2_scale"
-            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, Scale, Softmax
+from lab.calls.problem import E4M3, Softmax
 
 LARGEST_SHARE = (
     1 - 2.0**-40
@@ -25,8 +25,7 @@ def unchecked_eager_attention(
     weights, denominator = _weights(query, keys, visible, softmax, arithmetic)
     values = values.to(torch.float32).transpose(1, 2)
     sums = _of_each_group(_as_operand(weights, arithmetic), values)
-    _, bmm2_scale = scales_as(sums, softmax)
-    return (sums / denominator * bmm2_scale).transpose(1, 2)
+    return (sums / denominator * float(softmax.bmm2_scale)).transpose(1, 2)
 
 
 def skippable(
@@ -61,8 +60,8 @@ def skippable(
     left_out = weights * (weights < SKIP_ROUNDING * threshold * largest)
     lengths = values.to(torch.float64).norm(dim=-1, keepdim=True).transpose(1, 2)
     share, sums = left_out.sum(dim=-1, keepdim=True) / denominator, _of_each_group(left_out, lengths) / denominator
-    _, bmm2_scale = scales_as(out, softmax)
-    share, sums = share.clamp(max=LARGEST_SHARE).transpose(1, 2), (sums * bmm2_scale).abs().transpose(1, 2)
+    share = share.clamp(max=LARGEST_SHARE).transpose(1, 2)
+    sums = (sums * float(softmax.bmm2_scale)).abs().transpose(1, 2)
     size = out.norm(dim=-1, keepdim=True)
     error = (share * size + sums) / ((1 - share) * size)
     return torch.cat((share, error.nan_to_num(nan=0.0, posinf=math.inf)), dim=-1)
@@ -76,8 +75,8 @@ def _weights(
     """
     keys = keys.to(torch.float32).transpose(1, 2)
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
-    bmm1_scale, _ = scales_as(rows, softmax)
-    scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(bmm1_scale).masked_fill(~visible.unsqueeze(1), -math.inf)
+    scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(float(softmax.bmm1_scale))
+    scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
     if scores.shape[-1] == 0:  # no key at all
         return scores, scores.new_ones(*scores.shape[:3], 1)
     if softmax.sinks is not None:
@@ -106,12 +105,3 @@ def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
     largest = values.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
     return (values / scale).to(dtype).to(torch.float32) * scale
-
-
-def scales_as(like: Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
-    """Return (bmm1_scale, bmm2_scale), each a number or a 0-dimensional tensor of `like`'s dtype and device."""
-    bmm1_scale, bmm2_scale = (
-        scale.to(like.device, like.dtype).reshape(()) if isinstance(scale, Tensor) else scale
-        for scale in (softmax.bmm1_scale, softmax.bmm2_scale)
-    )
-    return bmm1_scale, bmm2_scale

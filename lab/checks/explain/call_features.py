@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import AttentionCall, shown_draft_tokens
-from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
+from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.batch_features import EMPTY_COLUMNS, POWER_OF_2, TILE, CallFeatures, Read, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 
@@ -128,7 +128,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "out_given": arguments.get("out") is not None,
         "lse_given": arguments.get("lse") is not None,
         "return_lse": problem.return_lse,
-        "lse_base_e": lse_is_base_e(arguments),
+        "lse_base_e": interface is AttentionCall.MLA_DECODE and lse_is_base_e(arguments),
         "out_dtype": problem.out_dtype,
         "other_out_dtype": problem.out_dtype
         != (torch.bfloat16 if interface in (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE) else query.dtype),
@@ -163,7 +163,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
         "page_size_is_num_kv_heads": "kv_cache" in arguments and not is_mla and page_size == num_kv_heads,
-        "head_lengths_differ": problem.is_block_sparse and (problem.seq_lens != problem.seq_lens[0]).any(),
+        "head_lengths_differ": problem.seq_lens.dim() == 2 and (problem.seq_lens != problem.seq_lens[0]).any(),
         "table_columns": table.shape[1],
         "pool_pages": num_pages,
         "pool_elements": k_cache.stride(0) * num_pages,
@@ -222,9 +222,10 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
     workspace = arguments.get("workspace_buffer")
     if workspace is None:
         return False
-    semaphores, scratch = semaphores_and_scratch(workspace.flatten())
-    is_counted_in = counts_in_workspace(arguments.get("backend", "auto"), device)
-    return any(bool(part[:64].any()) for part in ((scratch,) if is_counted_in else (semaphores, scratch)))
+    data = workspace.flatten().view(torch.uint8)
+    if data[SEMAPHORE_BYTES:][:64].any():
+        return True
+    return bool(data[:64].any()) and not counts_in_workspace(arguments.get("backend", "auto"), device)
 
 
 # Arguments whose values are compared with those of the first call of the same shapes, and tensors whose writes are noted: each

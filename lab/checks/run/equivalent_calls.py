@@ -139,7 +139,7 @@ class KernelCalls:
                 refusal. A refusal after a write, or while a CUDA graph is captured, is not repeated in other forms.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
-        if is_capturing() and key in self.needed:
+        if key in self.needed and is_capturing():
             return _made(interface, function, arguments, self.needed[key])
         try:
             return function(**arguments)

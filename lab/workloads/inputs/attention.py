@@ -15,17 +15,10 @@ from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import AttentionCase, TableTail
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, raw, read_kv, stored_kv, unwritten
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill_dead, raw, read_kv, stored_kv, unwritten
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
-from lab.workloads.inputs.pools import (
-    block_tables,
-    fill_dead,
-    lengths_of_heads,
-    new_pools,
-    new_scale_factors,
-    seen_keys,
-)
+from lab.workloads.inputs.pools import block_tables, lengths_of_heads, new_pools, new_scale_factors, seen_keys
 from lab.workloads.inputs.selection import positions_of_rank, selected_positions
 from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import with_strides_of

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
 from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
+from lab.workloads.attention_case import Dead
 
 # Finite values, so large that one poisoned value in a product changes the result. e4m3's maximum is 448. e2m1's maximum is 6:
 # the byte holds two sixes, and poisoned scale factors make them large.
@@ -54,6 +55,11 @@ def fill(storage: Tensor, value: float | None = None) -> None:
         storage.view(torch.uint8).fill_(int(torch.tensor(value).to(E4M3).view(torch.uint8)))
     else:
         storage.fill_(value)
+
+
+def fill_dead(pool: Tensor, dead: Dead) -> None:
+    """Fill pages with the numbers of cells that no row may read."""
+    fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def unwritten(buffer: Tensor) -> Tensor:

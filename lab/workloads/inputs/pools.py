@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
-from lab.workloads.attention_case import AttentionCase, Dead, TableTail
-from lab.workloads.inputs.encoding import POISON, fill
+from lab.workloads.attention_case import AttentionCase, TableTail
 
 
 def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
@@ -25,11 +24,6 @@ def seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
             pages[case.selected_pages(request, head), head] = True
         found.append(pages.repeat_interleave(case.page_size, dim=0)[:kv_len].to(device))
     return tuple(found)
-
-
-def fill_dead(pool: Tensor, dead: Dead) -> None:
-    """Fill pages with the numbers of cells that no row may read."""
-    fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
