@@ -22,10 +22,7 @@ OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
 
 # Memory of kernels and a launch hint: they change no result, so any value will do, on any device.
-FREE_ARGUMENTS = (
-    *("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer"),
-    "remapped_sparse_indices_buffer",
-)
+FREE_ARGUMENTS = (*("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer"), "remapped_sparse_indices_buffer")
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:

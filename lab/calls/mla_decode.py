@@ -14,7 +14,7 @@ BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 OTHER_BACKENDS = ("cake", "sparse")  # FlashInfer has them, with rules of their own
 LSE_BASES = (None, "base2", "basee")
 BESIDE_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
-    "skip_softmax_threshold_scale_factor": ((None,), "selected entries are not skipped"),
+    "skip_softmax_threshold_scale_factor": ((None,), "selected entries are not skipped")
 }
 
 

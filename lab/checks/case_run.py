@@ -16,13 +16,7 @@ from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.explain.features import features_of_case
 from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
 from lab.checks.run.equivalent_calls import KernelCalls
-from lab.checks.run.support_protocol import (
-    KernelError,
-    Refusals,
-    Unsupported,
-    is_capturing,
-    output_and_lse,
-)
+from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, is_capturing, output_and_lse
 from lab.checks.run.verdicts import IT_FAILED, BitDifference, CheckedResult, SavedOutput
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges

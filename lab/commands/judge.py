@@ -55,8 +55,7 @@ Only = Annotated[
     list[str] | None, list_option(str, "keys or names of checks, see `lab checks`; all if left out", "CHECK,...")
 ]
 Functions = Annotated[
-    list[str] | None,
-    list_option(str, "functions to judge; all that the implementation has if left out", "NAME,..."),
+    list[str] | None, list_option(str, "functions to judge; all that the implementation has if left out", "NAME,...")
 ]
 InProcess = Annotated[
     bool, typer.Option("--in-process", help="use no worker process: a crash or a hang of the kernel ends the judge")
@@ -70,8 +69,7 @@ MostSeconds = Annotated[
 TimeLimit = Annotated[float, typer.Option(min=0.001, help="most seconds for one case")]
 NumWorkers = Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")]
 Drawn = Annotated[
-    int | None,
-    typer.Option(min=0, help="random cases of each check and function; the level's number if left out"),
+    int | None, typer.Option(min=0, help="random cases of each check and function; the level's number if left out")
 ]
 ReportFile = Annotated[
     Path | None,

@@ -111,8 +111,7 @@ Implementation = typer.Argument(
     "or the implementation of --case"
 )
 Device = Annotated[  # typer 0.27 makes "--DEVICE" of this metavar if the option is not named
-    str | None,
-    typer.Option("--device", metavar="DEVICE", help="cpu or cuda; a GPU if there is one"),
+    str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda; a GPU if there is one")
 ]
 ProfileKey = Annotated[
     str | None,

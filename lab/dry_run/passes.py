@@ -157,9 +157,7 @@ def _mla_options(case: MLACase) -> Iterator[str]:
 
 
 def dry_run(
-    gpu_name: str,
-    cases: Iterable[tuple[str, ForwardCase | MLACase]],
-    before_build: Callable[[], object] = lambda: None,
+    gpu_name: str, cases: Iterable[tuple[str, ForwardCase | MLACase]], before_build: Callable[[], object] = lambda: None
 ) -> DryRun:
     """Return the kernels and launches of passes on an absent GPU.
 

@@ -37,9 +37,7 @@ class SweptCall:
 
 SWEPT: Mapping[AttentionCall, SweptCall] = {
     AttentionCall.DECODE: SweptCall(
-        sweep_axes.DECODE,
-        (*PAGED_BASES, {"dtypes": "fp16/e4m3/fp16"}, {"q_len": 4, "group": 16}),
-        sweep_calls.decode,
+        sweep_axes.DECODE, (*PAGED_BASES, {"dtypes": "fp16/e4m3/fp16"}, {"q_len": 4, "group": 16}), sweep_calls.decode
     ),
     AttentionCall.CONTEXT: SweptCall(
         sweep_axes.CONTEXT,

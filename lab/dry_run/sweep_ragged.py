@@ -35,10 +35,7 @@ AXES: dict[str, Sequence[Any]] = {
 }
 RAGGED_CONTEXT = Model(
     AXES,
-    (
-        WINDOW_IS_CAUSAL,
-        Constraint(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are"),
-    ),
+    (WINDOW_IS_CAUSAL, Constraint(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are")),
     (("dtypes", "dims", "causal"), ("dtypes", "dims", "window_left")),
 )
 BASES: tuple[Point, ...] = ({}, {"dtypes": "e4m3/e4m3/bf16"}, {"dims": (128, 128), "causal": False})

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import (
-    CALL_TYPES,
-    PagedAttention,
-    Problem,
-    refuse_nan,
-)
+from lab.calls import CALL_TYPES, PagedAttention, Problem, refuse_nan
 from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth

@@ -14,12 +14,7 @@ SKIP_ROUNDING = 1.01  # a kernel may round a weight by this factor before it com
 
 
 def unchecked_eager_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    softmax: Softmax,
-    arithmetic: torch.dtype,
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> Tensor:
     """Compute `lab.references.eager_attention` of checked arguments, and return it in float32, not rounded."""
     weights, denominator = _weights(query, keys, visible, softmax, arithmetic)

@@ -19,13 +19,7 @@ FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @takes_fields_of(Softmax)
-def attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    **softmax: Any,
-) -> tuple[Tensor, Tensor]:
+def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **softmax: Any) -> tuple[Tensor, Tensor]:
     """Compute grouped-query softmax attention in float64.
 
     Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is a further logit of a head: it increases the

@@ -38,11 +38,7 @@ def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
 
 
 def truth_of_heads(
-    query: Tensor,
-    histories: Sequence[tuple[Tensor, Tensor]],
-    seen: Sequence[Tensor],
-    q_lens: list[int],
-    rules: Rules,
+    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
     """Return the expected results of the rows of consecutive requests. To each K/V head, the keys that it sees are the whole
     request.

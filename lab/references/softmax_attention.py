@@ -161,12 +161,7 @@ def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def visible_keys(
-    query_positions: Tensor,
-    key_positions: Tensor,
-    kv_lens: Tensor,
-    *,
-    causal: bool,
-    window_left: int,
+    query_positions: Tensor, key_positions: Tensor, kv_lens: Tensor, *, causal: bool, window_left: int
 ) -> Tensor:
     """Return the keys that each row sees: bool [batch, q_len, kv_len], or [batch, 1, kv_len] if all rows see the same keys.
 

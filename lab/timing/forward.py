@@ -175,10 +175,7 @@ def time_facts(
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(
-        limits.bandwidth_percent,
-        limits.matrix_rate_percent,
-        is_cold=time.method.l2 is not L2.WARM,
-        kv_dtype=kv_dtype,
+        limits.bandwidth_percent, limits.matrix_rate_percent, is_cold=time.method.l2 is not L2.WARM, kv_dtype=kv_dtype
     ):
         raise RefusedTimeError(f"{time.median_us:,.2f} µs, with a floor of {limits.floor_us:,.2f} µs: {why}")
     facts: dict[str, Any] = {

@@ -12,14 +12,7 @@ import torch
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.attention import edge_lengths
-from lab.checks.parameters.paged_axes import (
-    EQUAL,
-    HEAD_PAGES,
-    NO_SELECTION,
-    RANKS,
-    REQUESTS,
-    SHORT,
-)
+from lab.checks.parameters.paged_axes import EQUAL, HEAD_PAGES, NO_SELECTION, RANKS, REQUESTS, SHORT
 from lab.checks.parameters.values import (
     Cache,
     Lengths,

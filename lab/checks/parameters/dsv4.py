@@ -15,14 +15,7 @@ from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.checks.parameters.call_cases import Chosen, kv_lens_of, q_lens_of
 from lab.checks.parameters.covering import Model, constraints
-from lab.checks.parameters.paged_axes import (
-    MOST_OUT_ELEMENTS,
-    QUERY,
-    REQUESTS,
-    RULES,
-    VACUOUS,
-    softmax_axes,
-)
+from lab.checks.parameters.paged_axes import MOST_OUT_ELEMENTS, QUERY, REQUESTS, RULES, VACUOUS, softmax_axes
 from lab.checks.parameters.values import Bound, Cache, DtypePair, Lengths, Offsets, Output, Tables, Without
 from lab.ranges import Ranges, text_of
 from lab.workloads.attention_case import AttentionCase, Entries, Storage, TableTail

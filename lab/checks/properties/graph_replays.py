@@ -220,10 +220,5 @@ SEQUENCES: dict[ReplaySequence, Callable[[ReplayFixture, int, int, int, int], Wr
 
 
 CHECK = Check(
-    "S1",
-    "graph_stories",
-    __doc__,
-    _cases,
-    judge_sequence,
-    interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT),
+    "S1", "graph_stories", __doc__, _cases, judge_sequence, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT)
 )

@@ -142,11 +142,7 @@ def judge(
 
 
 def judge_case(
-    implementation: Any,
-    check: str,
-    case: Any,
-    device: torch.device | str | None = None,
-    ranges: Ranges | None = None,
+    implementation: Any, check: str, case: Any, device: torch.device | str | None = None, ranges: Ranges | None = None
 ) -> CaseVerdict:
     """Judge one case of one check in this process.
 

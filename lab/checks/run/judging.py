@@ -79,12 +79,7 @@ def _call_once(run: CaseRun) -> None:
 
 
 def run_case(
-    implementation: Any,
-    check: Check,
-    case: Any,
-    device: torch.device,
-    ranges: Ranges,
-    refusals: Refusals | None = None,
+    implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
 ) -> Judged:
     """Judge one case in this process. It is WRONG if a result is wrong, FAILED if a call failed or an error ended the check,
     and DECLINED if nothing was compared.

@@ -79,10 +79,7 @@ def raised(error: BaseException) -> KernelError:
 
 
 def invoke(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    arguments: dict[str, Any],
-    refusals: Refusals | None = None,
+    function: Callable[..., Any], args: Sequence[Any], arguments: dict[str, Any], refusals: Refusals | None = None
 ) -> Any:
     """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 

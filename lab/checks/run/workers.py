@@ -25,11 +25,7 @@ import torch
 
 from lab.checks.run import transport
 from lab.checks.run.judging import Task, judge_task, noted
-from lab.checks.run.support_protocol import (
-    RefusalNames,
-    Refusals,
-    resolved,
-)
+from lab.checks.run.support_protocol import RefusalNames, Refusals, resolved
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
 from lab.interpreter import quicken

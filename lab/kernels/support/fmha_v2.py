@@ -69,9 +69,6 @@ FMHA_V2 = Kernel(
     honours=USUAL
     | {Feature.RAGGED_ROWS, Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.SKIP_SOFTMAX},
     says=dict.fromkeys((Feature.LSE, Feature.STRIDED_LSE), "returns softmax statistics, not the LSE of this call")
-    | {
-        Feature.TENSOR_SCALES: "takes its scales as host numbers, not as tensors",
-        Feature.STRIDED_QUERY: STRIDED_QUERY,
-    },
+    | {Feature.TENSOR_SCALES: "takes its scales as host numbers, not as tensors", Feature.STRIDED_QUERY: STRIDED_QUERY},
     limits=_fmha_v2,
 )

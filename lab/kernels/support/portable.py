@@ -20,7 +20,7 @@ DTYPES = Dtypes(
 )
 # They leave out no part of the softmax, which is right.
 HONOURED_BY_ALL = ANY_ROWS | {
-    *(Feature.SINKS, Feature.TENSOR_SCALES, Feature.V_SCALE, Feature.LSE, Feature.SKIP_SOFTMAX),
+    *(Feature.SINKS, Feature.TENSOR_SCALES, Feature.V_SCALE, Feature.LSE, Feature.SKIP_SOFTMAX)
 }
 triton_kernel = partial(Kernel, gpus=FAMILIES, uses_triton=True, on_cpu=True, dtypes=DTYPES)
 RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these or a sum of two

@@ -310,7 +310,7 @@ PAGED_OUT = dict.fromkeys(HALF_DTYPES, OF_A_HALF) | {
     E4M3: f"writes e4m3, fp16 or bf16, and of NVFP4 K/V e4m3 alone, not {{out}} of {{kv}}: no other kernel is {TABLE}"
 }
 HONOURS = USUAL | {
-    *(Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE, Feature.SKIP_SOFTMAX),
+    *(Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE, Feature.SKIP_SOFTMAX)
 }
 PAGED_HONOURS = HONOURS | {Feature.STRIDED_QUERY, Feature.SEPARATE_TABLES, Feature.NVFP4, Feature.INTERLEAVED_FACTORS}
 SAYS = KS_STRIDES | NO_MASK

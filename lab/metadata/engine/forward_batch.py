@@ -42,12 +42,7 @@ class SpecInfo:
 
     @classmethod
     def of(
-        cls,
-        mode: ForwardMode,
-        num_rows: int,
-        *,
-        draft_step: int | None = None,
-        num_accept_tokens: Tensor | None = None,
+        cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
         """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
 

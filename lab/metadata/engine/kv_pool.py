@@ -239,12 +239,7 @@ class KVPool:
         del self._requests[req_pool_index]
 
     def new_cache(
-        self,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        layout: KVLayout,
-        sliding_window: bool = False,
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, layout: KVLayout, sliding_window: bool = False
     ) -> PagedKVCache:
         """Make a zero-filled cache of one layer over this pool's pages.
 

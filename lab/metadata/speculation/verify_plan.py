@@ -128,11 +128,7 @@ class TreeMaskVerify(CapturedVerify):
     fix_up = FixUp.AFTER_DRAFT
 
     def __init__(
-        self,
-        pool: KVPool,
-        num_draft_tokens: int,
-        batch_sizes: Sequence[int],
-        attention: Backend[Any] = FUSED_MHA,
+        self, pool: KVPool, num_draft_tokens: int, batch_sizes: Sequence[int], attention: Backend[Any] = FUSED_MHA
     ) -> None:
         chain = torch.arange(-1, num_draft_tokens - 1, device=pool.device)
         self.parents = chain.repeat(max(batch_sizes, default=0), 1)

@@ -169,7 +169,4 @@ def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[t
     kept = {name: getattr(inputs, name) for name in ("query", "sinks", "shown", "factors")}
     has_pages = isinstance(inputs, AttentionInputs)
     yield "K and V", in_forms(replace(other.inputs, **kept), forms)
-    yield (
-        "K, V and the page table" if has_pages else "K and V again",
-        in_forms(replace(moved.inputs, **kept), forms),
-    )
+    yield ("K, V and the page table" if has_pages else "K and V again", in_forms(replace(moved.inputs, **kept), forms))

@@ -14,11 +14,7 @@ from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, pad_requests
 from lab.metadata.mla.calls import MLALayer
-from lab.metadata.mla.context_parallel import (
-    DecodeContextParallel,
-    build_mla_dcp_metadata,
-    prepare_mla_dcp_attention,
-)
+from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata, prepare_mla_dcp_attention
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata, replan_outgrown
 from lab.references.errors import Truth
 from lab.references.quantization import rounded
@@ -154,10 +150,7 @@ def mla_truth(
     seen = [each[:length].unsqueeze(1) for each, length in zip(entries, seen_lens, strict=True)]
     k_scale = layer.k_scale if entries[0].dtype == E4M3 else 1.0
     rules = Rules(
-        bmm1_scale=layer.softmax_scale * k_scale,
-        bmm2_scale=k_scale,
-        arithmetic=query.dtype,
-        out_dtype=out_dtype,
+        bmm1_scale=layer.softmax_scale * k_scale, bmm2_scale=k_scale, arithmetic=query.dtype, out_dtype=out_dtype
     )
     return truth_of_requests(query, [(keys, keys[..., : layer.kv_lora_rank]) for keys in seen], list(q_lens), rules)
 
