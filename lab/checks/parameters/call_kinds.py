@@ -1,6 +1,7 @@
 """The special kinds of calls that each check of single calls judges too. One declaration here serves all checks."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -27,21 +28,23 @@ class CallKind:
     forms: Callable[[Ranges], Sequence[Change]]
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Yield `count` cases of this kind, or as many as there are forms if it is None. They are made from the plain cases in
-        turn, with a form each. The seed of the first one selects the first form, so that checks begin with different forms.
+        """Yield a case of each form that a plain case can have; of the first `count` such forms, if it is not None. They are
+        made from the plain cases in turn: if one cannot have a form, the next that can. The seed of the first one selects the
+        first form, so that checks begin with different forms.
         """
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
-        if forms:
-            turns = islice(cycle(forms), plain[0].seed % len(forms), None)
-            made = (_changed(change, case) for change, case in zip(turns, plain, strict=False))
-            yield from islice(filter(None, made), len(forms) if count is None else count)
+        first = plain[0].seed % len(forms) if forms else 0
+        turns = enumerate((*forms[first:], *forms[:first]))
+        made = (_changed(change, [*plain[turn % len(plain) :], *plain]) for turn, change in turns)
+        yield from islice(filter(None, made), count)
 
 
-def _changed(change: Change, case: AttentionCase) -> AttentionCase | None:
-    try:
-        return change(case)
-    except ValueError:
-        return None
+def _changed(change: Change, plain: Sequence[AttentionCase]) -> AttentionCase | None:
+    """Return the first plain case that the change permits, changed; None if it permits none."""
+    for case in plain:
+        with suppress(ValueError):
+            return change(case)
+    return None
 
 
 def _nvfp4(ranges: Ranges) -> list[Change]:

@@ -36,6 +36,11 @@ DECISIVE = (
     ),
     *("max_q_len", "top_k", "entries", "top_k_lens"),
 )
+# What every shard of a run must know of a kernel: it decides the circumstances, and their pairs of values.
+OF_ALL_SHARDS = (
+    *("group", "heads", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
+    *("window_left", "longest_request"),
+)
 # How many such axes, and how many others, have another value than the default in a case: where more have one, a kernel is more
 # likely to decline the case, or not to take the way on which it is wrong.
 FEW, SEVERAL = 2, 4
@@ -54,15 +59,16 @@ class Circumstance:
 
     @property
     def goals(self) -> list[Values]:
-        """Return what the cases of the circumstance contain: each value with which a call computes something, and `WINDOW` with
-        each place of the longest requests.
+        """Return what the cases of the circumstance contain, of it the goals of the model's shard: each value with which a call
+        computes something, and `WINDOW` with each place of the longest requests.
         """
         axes = self.model.axes
         pairs = itertools.product(
             [("window_left", WINDOW)], [("longest_request", place) for place in axes["longest_request"]]
         )
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
-        return [*goals, *(pair for pair in pairs if WINDOW in axes.get("window_left", ()))]
+        goals += [pair for pair in pairs if WINDOW in axes.get("window_left", ())]
+        return [goal for goal in goals if self.model.shard.has(goal)]
 
     def points(self, seed: int, goals: list[Values], chosen: int | None = None) -> Iterator[Point]:
         return self.model.covering(seed, goals, chosen or self.chosen)

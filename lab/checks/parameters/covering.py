@@ -82,7 +82,7 @@ class Model:
         apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as those of an NVFP4 cache.
             A point with a value of a group covers only combinations that contain a value of the group. So each other
             combination is judged in a plain point too. A group is ignored if an axis has no value outside it.
-        shard: the part of the pairs and triples that are goals.
+        shard: the part of the values, pairs and triples that are goals.
 
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
@@ -217,14 +217,15 @@ class Model:
         del point[name]
         return in_the_way - {name}
 
-    def alone(self) -> Iterator[Point]:
-        """Yield the default point. Then yield, for each other value of an axis, the allowed point with this value that is
-        nearest to the default.
+    def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
+        """Yield the default point. Then yield, for each other value of an axis that is a goal of the shard, the allowed point
+        with this value that is nearest to the default. The values of the axes in `of_all` are goals of every shard.
         """
         yield self.default
         for name, values in self.axes.items():
             for value in values:
-                if value != self.default[name] and (point := self.nearest[name, value]) is not None:
+                is_goal = name in of_all or self.shard.has(((name, value),))
+                if value != self.default[name] and is_goal and (point := self.nearest[name, value]) is not None:
                     yield point
 
     def values(self) -> Iterator[Values]:

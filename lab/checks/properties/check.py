@@ -15,6 +15,7 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
+WHOLE = Shard()
 QUICK_BUILDS = 8  # as many as there are groups and numbers of rows
 
 
@@ -30,11 +31,14 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """The input from which a check makes its fixed cases: the function to judge, the ranges of its arguments, and the level."""
+    """The input from which a check makes its fixed cases: the function to judge, the ranges of its arguments, the level, and
+    the shard, for a check that divides its cases itself.
+    """
 
     interface: Interface
     ranges: Ranges
     level: Level
+    shard: Shard = WHOLE
 
     @property
     def is_full(self) -> bool:
@@ -82,8 +86,8 @@ class Check:
         drawn: turns a random attention case into a case of this check; None for a check without random cases.
         draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
         more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
-            rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases. Each shard
-            has all cases of the first round, and of the later rounds the cases of its own goals.
+            rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases, of which
+            each shard has all. Of other rounds a shard has the cases of its own goals.
         quick: number of cases at the quick level, spread over the fixed ones; a check with `more` has its own.
         kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind,
             at the full level one of each form of it.
@@ -105,9 +109,11 @@ class Check:
     def catches(self) -> str:
         return (self.doc or "").split("\n", 1)[0]
 
-    def cases(self, interface: Interface, ranges: Ranges, level: Level) -> Iterable[Any]:
-        """Return the fixed cases of the check for one function, within the ranges, at a level."""
-        cases = self.fixed(Scope(interface, ranges, level))
+    def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
+        """Return the fixed cases of the check for one function, within the ranges, at a level; of a check with `more` those of
+        a shard.
+        """
+        cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
             return cases
         cases = [*cases]

@@ -24,7 +24,7 @@ from lab.checks.parameters.values import Mask
 from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.properties.k18_combinations import JUDGES
 from lab.checks.run.support_protocol import Unsupported
-from lab.ranges import Ranges
+from lab.ranges import SEEDS, Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import BuiltCall
@@ -32,7 +32,7 @@ from lab.workloads.interfaces import INTERFACES, PAGED_CALLS, Interface, Metadat
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
 LAUNCHES_AT_ONCE, BUSY_SIZE = 20, 8192  # of each stream; and a matrix whose product is as long as all launches need
-PARTS = 4  # cases of calls that differ in one argument: a kernel may be compiled for each value
+PARTS = 4  # cases of calls that differ in one argument: a kernel may be compiled for each value; it divides SEEDS
 # With these, settings of the functions that prepare a call have effects.
 STEP = {"draft_step": 1}
 BASES: dict[Interface, dict[str, Any]] = {
@@ -51,7 +51,8 @@ def _cases(scope: Scope) -> Iterator[Any]:
     model = MODELS[scope.interface](scope.ranges)
     point = model.completed(BASES.get(scope.interface, {}))
     for part in range(PARTS):
-        yield Configuration(scope.interface, model.default if point is None else point, seed=part)
+        seed = SEEDS * scope.ranges.seed + part
+        yield Configuration(scope.interface, model.default if point is None else point, seed)
 
 
 def _judge(run: CaseRun) -> None:

@@ -25,7 +25,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.calls import judge_call
-from lab.checks.parameters.circumstances import circumstances
+from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Model, Point, Shard
@@ -55,12 +55,12 @@ class UsualRanges(Ranges):
 
 def _cases(scope: Scope) -> Iterator[Configuration]:
     interface, ranges = scope.interface, scope.ranges
-    model = MODELS[interface](ranges)
+    model = _model(interface, ranges, scope.shard)
     if scope.level is Level.QUICK:
         many = model.covering(ranges.seed, model.values())
         yield from _cheapest_first(_numbered(interface, ranges, many), ranges, MOST_PRODUCTS)
         return
-    points = list(model.alone())
+    points = list(model.alone(of_all=OF_ALL_SHARDS))
     for number, each in enumerate(circumstances(model)):
         points += each.points(SEEDS * ranges.seed + number, each.goals)
     yield from _numbered(interface, ranges, points)
@@ -109,12 +109,12 @@ def _left_in_circumstances(
     """Yield cases that together contain, in each of `circumstances`, the shard's goals of judged values that no judged case
     contains: a case that was declined for one of its values has tested none of them.
     """
-    model = MODELS[interface](ranges)
+    model = _model(interface, ranges, shard)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
     for each in () if taken is None else circumstances(taken):
         in_it = [verdict for verdict in verdicts if each.has(verdict.case.values)]
         judged = tuples_by_outcome(each.model, in_it)[0]
-        goals = [goal for goal in each.goals if goal not in judged and shard.has(goal)]
+        goals = [goal for goal in each.goals if goal not in judged]
         yield from _unlike(interface, ranges, each.points(ranges.seed, goals, chosen), verdicts)
 
 

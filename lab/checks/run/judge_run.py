@@ -242,7 +242,8 @@ class CheckRun:
         if level is Level.QUICK:
             rounds.append(lambda interface, of_cases, *_: self._check.cases(interface, of_cases, Level.SMOKE))
         first = Level.SMOKE if rounds and level is Level.FULL else level  # the rounds follow the smoke level's cases
-        cases = self._check.cases(self.interface, self._ranges_of_cases, first)
+        shard = self._shard if level is first else Shard()
+        cases = self._check.cases(self.interface, self._ranges_of_cases, first, shard)
         draw = self._check.draw(self.interface, self._ranges_of_cases)
         drawn = self._shard.part(itertools.islice(draw, self._run.drawn), self._turn)
         samples = [sample for sample in drawn if self._is_chosen(sample.case)]

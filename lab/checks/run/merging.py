@@ -9,7 +9,7 @@ from lab.checks.parameters.covering import Shard
 from lab.checks.properties.check import Level
 from lab.checks.record import ReportError, read_cases, read_expression, read_record
 from lab.checks.report import WORST_FIRST, Report
-from lab.checks.run.verdicts import CaseVerdict, Key
+from lab.checks.run.verdicts import CaseVerdict, Key, credible
 from lab.wording import joined
 from lab.workloads.interfaces import interface_of
 
@@ -28,7 +28,8 @@ EQUAL = {
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
     """Return one report of all verdicts of a run's shards.
 
-    A case that several shards judged has one verdict, the worst. The results of single calls are not in reports, so that
+    A case that several shards judged has one verdict, the worst. A case that a report calls right with an error above its bound
+    is dishonest, as in a run. The results of single calls are not in reports, so that
     regions are found from the features of cases alone.
 
     Args:
@@ -69,13 +70,19 @@ def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any
         raise ReportError(f"of {count} shards, {joined(missing)} {'is' if len(missing) == 1 else 'are'} missing")
 
 
+def _badness(verdict: CaseVerdict) -> tuple[int, float]:
+    """Return a key by which the worst of several verdicts is the largest: of equal outcomes, the one with the largest error."""
+    return -WORST_FIRST.index(verdict.outcome), verdict.judged.worst_ratio
+
+
 def _united(records: Sequence[dict[str, Any]], out: str) -> Report:
     found: dict[tuple[str, str], dict[Key, CaseVerdict]] = {}  # by check and function
     for record in records:
         for verdict in read_cases(record):
             of_check = found.setdefault((verdict.check, verdict.interface.value), {})
-            both = (verdict, *filter(None, [of_check.get(verdict.key)]))
-            of_check[verdict.key] = min(both, key=lambda each: WORST_FIRST.index(each.outcome))
+            held = replace(verdict, judged=credible(verdict.judged))
+            both = (held, *filter(None, [of_check.get(verdict.key)]))
+            of_check[verdict.key] = max(both, key=_badness)
     verdicts = [verdict for of_check in found.values() for verdict in of_check.values()]
     first, left_out = records[0], [record for record in records if record["left_out"]]
     return Report(

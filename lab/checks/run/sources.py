@@ -8,7 +8,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from lab.workloads.interfaces import Interface, interfaces_of
 
 # What a kernel may be made of, in the folder of its module.
 SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".h", ".hpp", ".pyx", ".so", ".ptx", ".cubin")
-MOST_HASHED_BYTES = 2**20  # of one file; a larger one goes by its time
+MOST_NAMING_BYTES = 2**20  # of a file that is searched for names of environment variables
 # Beginnings of the environment variables that libraries read, besides those that a kernel's sources name.
 VARIABLES = ("CUDA_", "CUBLAS_", "FLASHINFER_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_")
 # Of those, which GPU of a machine is used, and where files are cached: they differ between the shards of one run.
@@ -49,7 +49,8 @@ def digest_of_run(sources: str, *parts: object) -> str:
 
 def _digest(name: str) -> str:
     """Return a digest of the lab's and the implementation's sources, and of the environment variables that sources or libraries
-    read, without `PLACES`.
+    read, without `PLACES`. A file goes by its content and by its path within its folder of `sys.path`, so that the digest does
+    not depend on where these folders lie.
 
     The implementation's sources are the loaded modules outside installed packages, the files that these may import later, and
     the source files in the folder of the implementation's module. Packages are installed in Python's folders, and in each other
@@ -66,16 +67,23 @@ def _digest(name: str) -> str:
     of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
     roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
     own |= _imported(own - of_lab, roots, without=of_lab)
-    digest, named = hashlib.sha256(), set[str]()
-    for path in sorted(own | of_lab):
-        if path.is_file():
-            stat = path.stat()
-            content = path.read_bytes() if stat.st_size <= MOST_HASHED_BYTES else b""
-            digest.update(repr((str(path), content or stat.st_mtime_ns)).encode())
-            named |= set() if path in of_lab else _words(content)
+    named, digests, folders = set[str](), list[tuple[str, str]](), (*roots, Path(lab.__file__).parents[1])
+    for path in filter(Path.is_file, own | of_lab):
+        content = path.read_bytes()
+        digests.append((_within(path, folders), hashlib.sha256(content).hexdigest()))
+        if path not in of_lab and len(content) <= MOST_NAMING_BYTES:
+            named |= _words(content)
     named = {each for each in os.environ if each in named or each.startswith(VARIABLES)} - {*PLACES}
-    digest.update(repr(sorted((each, os.environ[each]) for each in named)).encode())
-    return digest.hexdigest()
+    variables = sorted((each, os.environ[each]) for each in named)
+    return hashlib.sha256(repr((sorted(digests), variables)).encode()).hexdigest()
+
+
+def _within(path: Path, folders: Iterable[Path]) -> str:
+    """Return a path relative to the innermost of the folders that contain it; its name if none does."""
+    there = path.resolve()
+    places = [each.resolve() for each in folders]
+    relative = (str(there.relative_to(each)) for each in places if there.is_relative_to(each))
+    return min(relative, key=len, default=there.name)
 
 
 # A process that judges several times, as tests do, has read most sources before.

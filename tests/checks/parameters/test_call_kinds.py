@@ -11,6 +11,7 @@ from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks import Level, Outcome, Ranges
 from lab.checks.parameters.attention import balanced
 from lab.checks.parameters.call_kinds import BLOCK_SPARSE, KINDS, NVFP4_CACHE, ONE_RANK, SELECTED_ENTRIES
+from lab.checks.parameters.paged_axes import RANKS
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.judging import run_case
@@ -86,11 +87,27 @@ def test_a_kind_keeps_to_its_functions_and_to_the_ranges() -> None:
     assert not list(SELECTED_ENTRIES.cases(mla, replace(SHORT, top_ks=(0,)), None))
 
 
-def test_a_plain_case_that_cannot_have_a_form_is_left_out() -> None:
+def test_a_form_that_a_plain_case_cannot_have_is_made_of_the_next_that_can() -> None:
     few = AttentionCase(AttentionCall.DECODE, (1, 9), (4, 4), window_left=3, sinks=True)  # fewer keys than rows
-    enough = replace(few, kv_lens=(40, 41))
-    (made,) = ONE_RANK.cases([few, enough], SHORT, None)
-    assert (made.kv_lens, made.window_left, made.sinks) == ((40, 41), -1, False)
+    enough = replace(few, kv_lens=(40, 41), seed=1)
+    ranks = [rank for rank in RANKS.values() if rank]
+    for plain, first in (([few, enough], 0), ([enough, few], 1)):
+        made = list(ONE_RANK.cases(plain, SHORT, None))
+        assert [case.rank for case in made] == [*ranks[first:], *ranks[:first]]
+        assert {(case.kv_lens, case.window_left, case.sinks) for case in made} == {((40, 41), -1, False)}
+    assert [case.rank for case in ONE_RANK.cases([few], SHORT, None)] == [(3, 4)]
+
+
+@pytest.mark.parametrize("check", SINGLE_CALLS, ids=lambda check: check.key)
+def test_the_full_level_of_mla_has_each_form_of_selected_entries(check: Check) -> None:
+    found = [
+        (case.entries, case.top_k_lens)
+        for case in check.cases(AttentionCall.MLA_DECODE, SHORT, Level.FULL)
+        if isinstance(case, AttentionCase) and case.top_k
+    ]
+    assert {*found} == {(each, lens) for each in Entries for lens in (False, True) if not (lens and each.has_gaps)}, (
+        check.key
+    )
 
 
 @pytest.mark.parametrize(

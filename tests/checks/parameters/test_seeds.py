@@ -29,7 +29,7 @@ def test_a_seed_draws_other_cases_and_the_same_each_time() -> None:
     assert usual[-3:] != other[-3:]
 
 
-@pytest.mark.parametrize("key", ["K18", "K3"])
+@pytest.mark.parametrize("key", ["K18", "K3", "K14"])
 def test_a_seed_reaches_the_fixed_cases(key: str) -> None:
     check = next(check for check in checks() if check.key == key)
 
@@ -37,7 +37,7 @@ def test_a_seed_reaches_the_fixed_cases(key: str) -> None:
         return [repr(case) for case in check.cases(AttentionCall.DECODE, ranges, Level.FULL)]
 
     assert cases(SMALL) == cases(replace(SMALL, seed=0))
-    assert cases(SMALL) != cases(replace(SMALL, seed=1))
+    assert not {*cases(SMALL)} & {*cases(replace(SMALL, seed=1))}
 
 
 def test_a_report_names_its_seed_and_is_taken_up_with_it_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_shards_of_the_smoke_level_judge_each_case_once_and_are_of_equal_size(tm
     assert united.functions == whole.functions
 
 
+def test_shards_of_the_smoke_level_divide_the_values_of_combinations(tmp_path: Path) -> None:
+    settings = {"only": "K18", "drawn": 0, "functions": ["draft_kv_indices"]}
+    whole = judge(references, **SETTINGS | settings)
+    paths = in_shards(tmp_path, references, 3, **settings)
+    united = merged(paths)
+    assert max(len(json.loads(path.read_text())["cases"]) for path in paths) < 0.6 * len(whole.verdicts)
+    assert united.is_right
+    assert [each.values for each in united.coverages] == [each.values for each in whole.coverages]
+
+
 def test_a_shard_says_that_it_is_one_and_fails_only_for_its_own_cases(tmp_path: Path) -> None:
     report = judge(references, shard="2/2", only="K13", **SETTINGS)
     assert report.exit_status is ExitStatus.DONE
@@ -101,7 +112,7 @@ def all_rounds(
             for case in cases
         ]
 
-    found = verdicts_on(CHECK.cases(function, SMALL, Level.SMOKE))
+    found = verdicts_on(CHECK.cases(function, SMALL, Level.SMOKE, shard if level is Level.SMOKE else Shard()))
     for following in CHECK.more[level]:
         found += verdicts_on(following(function, SMALL, found, shard))
     return found
@@ -118,26 +129,33 @@ def test_shards_of_the_full_level_cover_the_pairs_that_one_run_covers(declines: 
     assert max(map(len, shards)) < 0.75 * len(whole)
 
 
-def test_shards_of_the_smoke_level_try_again_what_one_run_tries_again() -> None:
-    """A kernel that takes few forms with long requests declines cases of several forms: each form is tried by itself."""
+@pytest.mark.parametrize("takes_one_group", [False, True])
+def test_shards_of_the_smoke_level_try_again_what_one_run_tries_again(takes_one_group: bool) -> None:
+    """A kernel that takes few forms with long requests declines cases of several forms: each form is tried by itself. One that
+    takes no group but one has circumstances with this group.
+    """
     function, is_long = AttentionCall.RAGGED_CONTEXT, SMALL.long_requests[0]
     model = MODELS[function](SMALL)
 
     def declines(point: Point) -> bool:
+        if takes_one_group and point["group"] not in (1, 8):
+            return True
         return point["lengths"] == is_long and sum(point[axis] != model.default[axis] for axis in FEW_TOGETHER) > 1
 
     def judged(verdicts: Iterable[CaseVerdict]) -> list[set[Values]]:
-        of_each = [(each, [one for one in verdicts if each.has(one.case.values)]) for each in circumstances(model)]
+        taken = replace(model, axes={**model.axes, "group": (1, 8)}) if takes_one_group else model
+        of_each = [(each, [one for one in verdicts if each.has(one.case.values)]) for each in circumstances(taken)]
         return [tuples_by_outcome(each.model, found)[0] & {*each.goals} for each, found in of_each]
 
     whole = all_rounds(declines, Shard(), Level.SMOKE, function)
     shards = [all_rounds(declines, Shard(number, 3), Level.SMOKE, function) for number in range(1, 4)]
-    first = len([*CHECK.cases(function, SMALL, Level.SMOKE)])
     of_shards = judged([*itertools.chain(*shards)])
     assert all(some >= every for some, every in zip(of_shards, judged(whole), strict=True))
     of_full = judged(all_rounds(declines, Shard(), Level.FULL, function))
     assert all(more >= every for more, every in zip(of_full, judged(whole), strict=True))
-    assert first < min(map(len, shards)) <= max(map(len, shards)) < len(whole)
+    assert max(map(len, shards)) < 0.6 * len(whole)
+    values, of_values = tuples_by_outcome(model, whole)[0], tuples_by_outcome(model, itertools.chain(*shards))[0]
+    assert {value for value in values if len(value) == 1} <= of_values
 
 
 def test_each_goal_is_of_one_shard() -> None:
@@ -212,6 +230,26 @@ def test_cases_that_a_shard_left_out_are_left_out_of_the_whole(tmp_path: Path) -
     assert united.left_out > 0
     assert united.exit_status is ExitStatus.NOT_JUDGED
     assert "were left out, the time was over" in str(united)
+
+
+def test_of_equal_verdicts_on_a_case_the_one_with_the_largest_error_counts(tmp_path: Path) -> None:
+    paths = in_shards(tmp_path, references, 2, only="K15")
+    first = next(case for path in paths for case in json.loads(path.read_text())["cases"])
+    for path, ratio in zip(paths, (0.75, 0.5), strict=True):
+        changed(path, cases=[first | {"worst_ratio": ratio}], checks=[{"worst_ratio": 0.01}])
+    for order in (paths, paths[::-1]):
+        (row,) = merged(order).rows
+        assert row.worst.judged.worst_ratio == 0.75
+
+
+@pytest.mark.parametrize("ratio", [1.01, "inf", "nan"])
+def test_a_right_case_with_an_error_above_its_bound_is_dishonest(ratio: float | str, tmp_path: Path) -> None:
+    paths = in_shards(tmp_path, references, 2, only="K15")
+    cases = json.loads(paths[0].read_text())["cases"]
+    changed(paths[0], cases=[cases[0] | {"outcome": "right", "worst_ratio": ratio}, *cases[1:]])
+    united = merged(paths)
+    assert united.exit_status is ExitStatus.REFUSED
+    assert [each.outcome for each in united.wrong] == [Outcome.DISHONEST]
 
 
 def test_the_worst_of_several_verdicts_on_a_case_counts(tmp_path: Path) -> None:

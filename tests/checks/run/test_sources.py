@@ -1,0 +1,69 @@
+"""The digest of a kernel's sources follows their contents and names, and neither their folder nor their times."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lab.checks.run.sources import MOST_NAMING_BYTES, _digest
+
+LARGE = bytes(MOST_NAMING_BYTES + 1)
+FILES = {
+    "kernel.py": b"from helpers import scales\n\n\ndef trtllm_batch_decode_with_kv_cache(**_): ...\n",
+    "helpers/__init__.py": b"",
+    "helpers/scales.py": b"SCALE = 1.0\n",
+    "library.so": LARGE,
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)  # as a working folder that holds all kernels
+    folder = tmp_path / "one"
+    for name, content in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def digest(folder: Path) -> str:
+    """Return the digest of the kernel in a folder, as a process that has loaded nothing else computes it."""
+    known = {*sys.modules}
+    sys.path.insert(0, str(folder))
+    try:
+        return _digest(str(folder / "kernel.py"))
+    finally:
+        sys.path.remove(str(folder))
+        for name in {*sys.modules} - known:
+            del sys.modules[name]
+
+
+def moved(package: Path) -> Path:
+    shutil.copytree(package, other := package.parent / "at" / "another" / "place")
+    for path in other.rglob("*"):
+        os.utime(path, (1, 1))
+    return other
+
+
+def test_the_same_sources_in_another_folder_and_of_another_time_have_the_same_digest(package: Path) -> None:
+    assert digest(moved(package)) == digest(package)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a large file": lambda folder: (folder / "library.so").write_bytes(LARGE[:-1] + b"1"),
+    "an imported file": lambda folder: (folder / "helpers" / "scales.py").write_bytes(b"SCALE = 2.0\n"),
+    "an empty file": lambda folder: (folder / "helpers" / "__init__.py").write_bytes(b"\n"),
+    "a name": lambda folder: (folder / "library.so").rename(folder / "libraries.so"),
+    "one file more": lambda folder: (folder / "more.cu").write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_sources_with_another_content_or_name_have_another_digest(change: str, package: Path) -> None:
+    other = moved(package)
+    CHANGES[change](other)
+    assert digest(other) != digest(package)
