@@ -179,14 +179,10 @@ class Ranges:
     long_requests: tuple[int, ...] = _field(  # each in a case of few heads and rows
         (4_100, 16_500, 131_072), POSITIVE, "keys of the long requests of check K18"
     )
-    large_batches: tuple[int, ...] = (
-        _field(  # above a warp's 32 lanes, and one more than 132 or 148 multiprocessors, or
-            # a multiple of them, compute at once: above 128, 256, 512 and 1,024
-            (40, 133),
-            POSITIVE,
-            "requests of the large batches",
-            beyond=(297, 529, 1037),
-        )
+    # Above a warp's 32 lanes, and one more than 132 or 148 multiprocessors, or a multiple of them, compute at once: above 128,
+    # 256, 512 and 1,024.
+    large_batches: tuple[int, ...] = _field(
+        (40, 133), POSITIVE, "requests of the large batches", beyond=(297, 529, 1037)
     )
     masked_rows: tuple[int, ...] = _field(  # more than 16 take a row's second word
         (4, 8, 20, 40), POSITIVE, "query rows of the calls with a draft mask", beyond=(70,)

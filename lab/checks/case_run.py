@@ -27,10 +27,8 @@ from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
-OF_ANY_SHAPE = (
-    AttentionCall.MLA_DECODE,
-    AttentionCall.DSV4_DECODE,
-)  # calls whose query has an axis of requests or none
+# Calls whose query has an axis of requests or none
+OF_ANY_SHAPE = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 MOST_SAVED_ELEMENTS = 2**20
 SHOWN_CHARACTERS = 1000
 
@@ -172,24 +170,13 @@ class CaseRun:
             raise KernelError(f"it refused a call that it had taken before: {refusal}") from refusal
 
     def vary(
-        self, what: str, inputs: Inputs, expected: Truth | Result | None = None, /, **changes: Any
+        self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
         """Make a call that the check does not require. If it is refused or fails, record this and return None.
 
         `what` names the call. If `expected` is given, compare the result with it: with the expected output (`Truth`), or with
-        another result whose bits must be equal.
+        another result whose bits must be equal. If the call is `needed`, its refusal is raised.
         """
-        return self._noted(what, inputs, expected, changes, needed=False)
-
-    def expect_call(
-        self, what: str, inputs: Inputs, expected: Truth | Result | None = None, /, **changes: Any
-    ) -> Result | None:
-        """Make a call like `vary`, but raise Unsupported if it is refused: the case is then declined."""
-        return self._noted(what, inputs, expected, changes, needed=True)
-
-    def _noted(
-        self, what: str, inputs: Inputs, expected: Truth | Result | None, changes: dict[str, Any], needed: bool
-    ) -> Result | None:
         result: Result | None = None
         with self.noting(what, needed):
             result = self.call(inputs, **changes)
@@ -198,6 +185,10 @@ class CaseRun:
         elif expected is not None:
             self.expect_close(what, result, expected)
         return result
+
+    def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
+        """Make a call like `vary`, but raise Unsupported if it is refused: the case is then declined."""
+        return self.vary(what, inputs, expected, True)
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
@@ -234,9 +225,10 @@ class CaseRun:
     @property
     def forms(self) -> tuple[CallForm, ...]:
         """Return WHOLE, and the other forms (prepared, planned) that the implementation has for at least one function."""
-        names = [interface.value for interface in PAGED_CALLS]
-        has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
-        return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
+        offered = {
+            form for form in CallForm for each in PAGED_CALLS if hasattr(self.implementation, form.value + each.value)
+        }
+        return tuple(form for form in CallForm if form is CallForm.WHOLE or form in offered)
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
         """Prepare or plan a call, and return the function that makes it. The errors are those of `call`."""
@@ -248,12 +240,7 @@ class CaseRun:
     def function(self, interface: Interface) -> Callable[..., Any]:
         """Return the implementation's function, wrapped so that it raises Unsupported for a refused call."""
         function = self._offered(interface.value)
-
-        @functools.wraps(function)
-        def call(*args: Any, **arguments: Any) -> Any:
-            return self.kernel.once(function, *args, **arguments)
-
-        return call
+        return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
         """Return an object whose methods are the attention functions as an engine calls them.
@@ -264,31 +251,26 @@ class CaseRun:
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
         for interface in PAGED_CALLS:
-            found[interface.value] = functools.partial(self._call_of_engine, interface, workspace)
-            prepare = getattr(self.implementation, form.value + interface.value, None) if form.value else None
-            if prepare is not None:
-                found[f"prepare_{interface.value}"] = functools.partial(
-                    self._preparation_of_engine, prepare, interface, workspace
-                )
+            found[interface.value] = functools.partial(self._of_engine, "", interface, workspace)
+            if form.value and hasattr(self.implementation, form.value + interface.value):
+                prepare = functools.partial(self._of_engine, form.value, interface, workspace)
+                found[f"prepare_{interface.value}"] = prepare
         return SimpleNamespace(**found)
 
-    def _call_of_engine(self, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make one call of an engine's pass. Its features have the case's lengths, because a pass may have two calls."""
-        of_call = self.note_call(interface, arguments)
-        lengths = self._of_case if self._of_case.of_requests else of_call
-        self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
-        offered = getattr(self.implementation, interface.value, None)
+    def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
+        """Make one call of an engine's pass, or with the prefix of a form prepare it. The features of a call have the case's
+        lengths, because a pass may have two calls.
+        """
+        if not prefix:
+            of_call = self.note_call(interface, arguments)
+            lengths = self._of_case if self._of_case.of_requests else of_call
+            self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
+        offered = getattr(self.implementation, prefix + interface.value, None)
         if offered is None:
             raise Unsupported(f"it has no {interface.value}")
-        function = functools.partial(self.kernel.once, offered)
+        function = functools.partial(self.kernel.prepared if prefix else self.kernel.once, offered)
         given = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
-        return self.kernel.invoke(interface, function, given, by_engine=True)
-
-    def _preparation_of_engine(
-        self, prepare: Callable[..., Any], interface: AttentionCall, workspace: Tensor, /, **arguments: Any
-    ) -> Any:
-        given = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
-        return self.kernel.invoke(interface, functools.partial(self.kernel.prepared, prepare), given)
+        return self.kernel.invoke(interface, function, given, by_engine=not prefix)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
         """Record and return the features of a call before it is made. `case` gives its contents, by default the run's."""

@@ -23,9 +23,8 @@ from lab.workloads.interfaces import Interface
 
 WORST_FIRST = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
 
-LEAST_COMPARED = (
-    0.1  # of the begun cases that an engine sends: with fewer, a quick run that left cases out says too little
-)
+# Of the begun cases that an engine sends: with fewer, a quick run that left cases out says too little
+LEAST_COMPARED = 0.1
 
 
 @dataclass(frozen=True)

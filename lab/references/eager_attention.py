@@ -7,9 +7,8 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, Softmax
 
-LARGEST_SHARE = (
-    1 - 2.0**-40
-)  # with a threshold above 1 all weights may be left out, and the result may be anything finite
+# With a threshold above 1 all weights may be left out, and the result may be anything finite
+LARGEST_SHARE = 1 - 2.0**-40
 SKIP_ROUNDING = 1.01  # a kernel may round a weight by this factor before it compares it with the threshold
 
 

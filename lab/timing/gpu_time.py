@@ -231,9 +231,8 @@ class BufferContents:
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
-        self._tokens = dict.fromkeys(
-            range(len(buffers)), -1
-        )  # by buffer: the turn in which its K and V were drawn last
+        # By buffer: the turn in which its K and V were drawn last
+        self._tokens = dict.fromkeys(range(len(buffers)), -1)
 
     def renew_tokens(self, turn: int) -> None:
         """Draw new K, V and pages in some buffers, once per turn; in the first turn, in all buffers."""

@@ -13,9 +13,8 @@ import torch
 
 METHOD = "perf_counter around a batch of calls, batches of all calls in turn, GPU queue drained before each"
 BATCHES = 40
-CALLS_PER_BATCH = (
-    50  # far fewer launches than the driver's queue holds (about 1,000), so that no launch waits for the GPU
-)
+# Far fewer launches than the driver's queue holds (about 1,000), so that no launch waits for the GPU
+CALLS_PER_BATCH = 50
 
 
 @dataclass(frozen=True)

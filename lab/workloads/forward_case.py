@@ -135,38 +135,34 @@ class ForwardCase(GroupedLayer, PassCase):
 
     def _refuse_ignored(self) -> None:
         """Raise ValueError for an argument that is not at its default but has no meaning in the mode."""
-        mode = self.mode
-        self.refuse_ignored(
-            "draft_extend", mode.extends_draft, "only DRAFT_EXTEND and DRAFT_EXTEND_V2 have a choice of the call"
-        )
-        self.refuse_ignored("topk", self.draft_step == FROZEN_KV_STEP, "only a frozen-KV draft has branches")
-        per_request = self.prefix_lens[:: self.topk]
-        if self.prefix_lens != tuple(prefix for prefix in per_request for _ in range(self.topk)):
-            raise ValueError(
-                f"prefix_lens={self.prefix_lens} with topk={self.topk}: give every request's length {self.topk} times in a row"
-            )
-        self.refuse_ignored(
-            "decode_splits",
-            (mode.query_rows.are_uniform and self.interface is AttentionCall.DECODE) or self.split_mixed_tail,
-            "only decode calls with as many rows for every request are divided",
-        )
-        self.refuse_ignored(
-            "split_mixed_tail",
-            mode.is_prefill,
-            "only extends without speculation, such as ForwardMode.MIXED, have a tail to split off",
-        )
+        mode, topk = self.mode, self.topk
         takes_padding = self.interface is AttentionCall.CONTEXT or mode.query_rows.are_bounded
+        is_whole = not self.split_mixed_tail and self.context_parallel == 1
+        is_divisible = mode.query_rows.are_uniform and self.interface is AttentionCall.DECODE
         self.refuse_ignored(
-            "num_padding_rows",
-            (takes_padding and not self.split_mixed_tail and self.context_parallel == 1)
-            or self.engine is not Engine.SGLANG,
-            "only a pass that makes the context call and no other, or a ragged verification, passes padding rows",
+            draft_extend=(mode.extends_draft, "only DRAFT_EXTEND and DRAFT_EXTEND_V2 have a choice of the call"),
+            topk=(self.draft_step == FROZEN_KV_STEP, "only a frozen-KV draft has branches"),
+            decode_splits=(
+                is_divisible or self.split_mixed_tail,
+                "only decode calls with as many rows for every request are divided",
+            ),
+            split_mixed_tail=(
+                mode.is_prefill,
+                "only extends without speculation, such as ForwardMode.MIXED, have a tail to split off",
+            ),
+            num_padding_rows=(
+                (takes_padding and is_whole) or self.engine is not Engine.SGLANG,
+                "only a pass that makes the context call and no other, or a ragged verification, passes padding rows",
+            ),
+            encoder_only=(
+                mode.is_prefill or mode is ForwardMode.TARGET_VERIFY,
+                "SGLang's calls let rows see those after them in extends and in TARGET_VERIFY alone",
+            ),
         )
-        self.refuse_ignored(
-            "encoder_only",
-            mode.is_prefill or mode is ForwardMode.TARGET_VERIFY,
-            "SGLang's calls let rows see those after them in extends and in TARGET_VERIFY alone",
-        )
+        if self.prefix_lens != tuple(prefix for prefix in self.prefix_lens[::topk] for _ in range(topk)):
+            raise ValueError(
+                f"prefix_lens={self.prefix_lens} with topk={topk}: give every request's length {topk} times in a row"
+            )
         if self.encoder_only and (self.sliding_window or self.split_mixed_tail or self.context_parallel > 1):
             raise ValueError(
                 "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: SGLang has no table of "
@@ -175,12 +171,11 @@ class ForwardCase(GroupedLayer, PassCase):
 
     def _check_engine(self) -> None:
         is_vllm = self.engine is not Engine.SGLANG
-        for name in ("decode_threshold", "num_padding_requests"):
-            self.refuse_ignored(name, is_vllm, "it is vLLM's")
+        self.refuse_ignored(**dict.fromkeys(("decode_threshold", "num_padding_requests"), (is_vllm, "it is vLLM's")))
         if not is_vllm:
             return
-        for name in ("encoder_only", "split_mixed_tail", "decode_splits", "context_parallel", "virtual_slots"):
-            self.refuse_ignored(name, False, "it is SGLang's")
+        of_sglang = ("encoder_only", "split_mixed_tail", "decode_splits", "context_parallel", "virtual_slots")
+        self.refuse_ignored(**dict.fromkeys(of_sglang, (False, "it is SGLang's")))
         if self.mode is not ForwardMode.EXTEND:
             raise ValueError(f"mode={self.mode!r} is SGLang's: each pass of {self.engine.value} has ForwardMode.EXTEND")
         if (self.num_padding_requests or self.num_padding_rows) and max(self.q_lens) > self.decode_threshold:

@@ -105,13 +105,14 @@ class MLACase(LatentLayer, PassCase):
         rows = self.mode.query_rows
         if self.index_topk is not None:
             self._check_sparse()
-        self.refuse_ignored("dcp_size", rows is QueryRows.ONE, "only ForwardMode.DECODE is sharded")
         self.refuse_ignored(
-            "num_padding_requests",
-            rows.are_uniform and self.dcp_size == 1,
-            "only modes that have as many rows for every request, without dcp_size, are padded so",
+            dcp_size=(rows is QueryRows.ONE, "only ForwardMode.DECODE is sharded"),
+            num_padding_requests=(
+                rows.are_uniform and self.dcp_size == 1,
+                "only modes that have as many rows for every request, without dcp_size, are padded so",
+            ),
+            num_padding_rows=(rows.are_bounded, "only RAGGED_VERIFY has rows of padding"),
         )
-        self.refuse_ignored("num_padding_rows", rows.are_bounded, "only RAGGED_VERIFY has rows of padding")
         if self.query_dtype is not None and not self.query_dtype == self.kv_dtype == E4M3:
             raise ValueError(
                 f"query_dtype={self.query_dtype}: an engine casts to e4m3, over an e4m3 cache; leave it None"

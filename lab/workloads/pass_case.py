@@ -99,18 +99,23 @@ class PassCase(PassLens):
         if rows.are_uniform and len(set(self.q_lens)) > 1:
             raise ValueError(f"{self.mode!r} has equally many rows for every request, not {self.q_lens}")
         is_draft_step = self.mode.uncounted is UncountedTokens.DRAFT_STEP
-        self.refuse_ignored("draft_step", is_draft_step, "only ForwardMode.DECODE has draft steps")
         self.refuse_ignored(
-            "num_draft_tokens", rows.are_bounded, "only ForwardMode.RAGGED_VERIFY has most rows of a request"
+            draft_step=(is_draft_step, "only ForwardMode.DECODE has draft steps"),
+            num_draft_tokens=(rows.are_bounded, "only ForwardMode.RAGGED_VERIFY has most rows of a request"),
         )
         if self.draft_step is not None:
             self._check_draft_step(self.draft_step)
 
-    def refuse_ignored(self, name: str, is_used: bool, who_uses: str) -> None:
-        """Raise ValueError if the field `name` is unused but not at its default. `who_uses` ends the message."""
-        value, default = getattr(self, name), getattr(type(self), name)
-        if value != default and not is_used:
-            raise ValueError(f"{name}={value!r} would be ignored in {self.mode!r}: {who_uses}; leave it {default!r}")
+    def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
+        """Raise ValueError if a field is unused but not at its default. `uses` has by the field's name whether it is used, and
+        words about who uses it, which end the message.
+        """
+        for name, (is_used, who_uses) in uses.items():
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default and not is_used:
+                raise ValueError(
+                    f"{name}={value!r} would be ignored in {self.mode!r}: {who_uses}; leave it {default!r}"
+                )
 
     def _check_draft_step(self, draft_step: object) -> None:
         if isinstance(draft_step, bool) or not isinstance(draft_step, int):

@@ -61,9 +61,8 @@ OF_REQUEST: dict[str, CaseFeature] = {
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
     """Return the features of one request: its lengths, its pages, its position in the batch, and what its window hides."""
     kv_len = kv_lens[request]
-    last_seen = first_seen = (
-        0  # the first key in the window of the last row, and of the first; 0 or less: none is hidden
-    )
+    # The first key in the window of the last row, and of the first; 0 or less: none is hidden
+    last_seen = first_seen = 0
     if window_left >= 0:
         last_seen = kv_len - 1 - window_left
         first_seen = last_seen - q_len + 1

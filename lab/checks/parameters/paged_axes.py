@@ -66,11 +66,8 @@ USUAL = "usual"
 # Absolute values of the scales: 1, which kernels take for no scale, and values far from it.
 BMM1_SIZES, BMM2_SIZES = (USUAL, 1.0, 1e-6, 16.0), (USUAL, 1.0, 1e-6, 300.0)
 LARGE, MODERATE = BMM1_SIZES[1::2], BMM2_SIZES[:2]
-WIDE = {
-    torch.bfloat16,
-    torch.float32,
-    None,
-}  # dtypes whose exponents have room for results of any scale; None is the query's
+# Dtypes whose exponents have room for results of any scale; None is the query's
+WIDE = {torch.bfloat16, torch.float32, None}
 NEAR = "nothing"  # of the values of "far", the arguments whose last row lies more than 2**31 elements after the first
 EQUAL = 128  # keys of each request where lengths are equal, otherwise at most of those that are not the longest
 CONTIGUOUS_TABLES = (Tables.PLAIN, Tables.NEGATIVE_TAIL, Tables.FAR_TAIL, Tables.WIDE, Tables.SEPARATE)

@@ -14,8 +14,8 @@ from torch import Tensor
 from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.encoding import raw
-from lab.workloads.inputs.pools import lengths_of_heads
 from lab.workloads.inputs.ragged import RaggedInputs
+from lab.workloads.inputs.selection import lengths_of_heads
 
 
 def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:

@@ -87,9 +87,8 @@ def known(
         capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
         release_of: returns the installed release of a package, or None.
     """
-    if (
-        verdict.outcome is not Outcome.WRONG or verdict.interface not in PAGED_CALLS
-    ):  # no entry is about another function
+    # No entry is about another function
+    if verdict.outcome is not Outcome.WRONG or verdict.interface not in PAGED_CALLS:
         return verdict
     entries = [
         (finding, entry)

@@ -274,9 +274,8 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
     noted()
     # A pool takes a worker that ends with 0 for one that has done its work, and waits for the case until its time limit.
     os._exit = functools.partial(_end_with_another, os._exit)
-    os.register_at_fork(
-        after_in_child=functools.partial(os._exit, 1)
-    )  # a copy of this process would judge what it likes
+    # A copy of this process would judge what it likes
+    os.register_at_fork(after_in_child=functools.partial(os._exit, 1))
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
     if device.type == "cuda" and device.index is None:
         _take_gpu(begun)

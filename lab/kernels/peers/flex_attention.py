@@ -191,9 +191,8 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
         ):
             kind.append([table[request][page] for request, page in pages])
     shape = (len(rows.grid), 1, num_blocks, num_tokens // page_size)
-    num_partial, partial_ids = _lists(
-        [list(dict.fromkeys(pages)) for pages in partial], shape, device
-    )  # requests may share
+    # Requests may share
+    num_partial, partial_ids = _lists([list(dict.fromkeys(pages)) for pages in partial], shape, device)
     num_full, full_ids = _lists(full, shape, device)
     return BlockMask(
         seq_lengths=(len(rows.grid[0]), num_tokens),

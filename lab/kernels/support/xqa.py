@@ -37,9 +37,8 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
-    if (
-        kv == NVFP4 and problem.head_dim % 64
-    ):  # mhaUtils.cuh, `nbValidGrains`: it rounds down, and leaves the last ones out
+    # mhaUtils.cuh, `nbValidGrains`: it rounds down, and leaves the last ones out
+    if kv == NVFP4 and problem.head_dim % 64:
         return f"loads the scale factors of NVFP4 K/V four at a time: head_dim must be a multiple of 64, not {problem.head_dim}"
     # mha.cu applies its K/V scale to 8 and 4 bit K/V alone, but always divides the query's scale by it.
     if kv in HALF_DTYPES and (isinstance(problem.bmm2_scale, torch.Tensor) or problem.bmm2_scale != 1):

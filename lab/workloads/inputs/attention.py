@@ -15,18 +15,26 @@ from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import AttentionCase, TableTail
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill_dead, raw, read_kv, stored_kv, unwritten
+from lab.workloads.inputs.encoding import (
+    E4M3_K_SCALE,
+    E4M3_V_SCALE,
+    block_tables,
+    fill_dead,
+    new_pools,
+    new_scale_factors,
+    raw,
+    read_kv,
+    stored_kv,
+    unwritten,
+)
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
-from lab.workloads.inputs.pools import block_tables, lengths_of_heads, new_pools, new_scale_factors, seen_keys
-from lab.workloads.inputs.selection import positions_of_rank, selected_positions
+from lab.workloads.inputs.selection import lengths_of_heads, positions_of_rank, seen_keys, selected_positions
 from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import with_strides_of
 
-SCRATCH_BYTES = {
-    "cpu": 2**20,
-    "cuda": 192 * 2**20,
-}  # for a call: enough for trtllm-gen's LSE of 512 requests with 64 heads
+# For a call: enough for trtllm-gen's LSE of 512 requests with 64 heads
+SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}
 ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # for a model's batches: SGLang 0.5.23's default
 
 
@@ -47,12 +55,10 @@ class AttentionInputs:
     block_tables: Tensor
     seq_lens: Tensor  # int32 [batch_size]; block-sparse [num_kv_heads, batch_size]
     sinks: Tensor | None  # float32 [num_qo_heads]
-    scale_factors: tuple[Tensor, Tensor] | None = (
-        None  # scale factors of an NVFP4 cache's K and V, [num_pages, ., ., head_dim // 16] each
-    )
-    seen: tuple[Tensor, ...] | None = (
-        None  # block-sparse: the keys that each K/V head sees, bool [kv_len, num_kv_heads]
-    )
+    # Scale factors of an NVFP4 cache's K and V, [num_pages, ., ., head_dim // 16] each
+    scale_factors: tuple[Tensor, Tensor] | None = None
+    # Block-sparse: the keys that each K/V head sees, bool [kv_len, num_kv_heads]
+    seen: tuple[Tensor, ...] | None = None
     shown: Tensor | None = None  # a draft's mask, bool [batch_size, q_len, q_len]
     causal: bool = True  # a row does not see keys after its own
     factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
@@ -132,9 +138,8 @@ class AttentionInputs:
         if not self.causal:
             arguments["causal"] = False
         if self.scale_factors is not None:
-            is_plain = (
-                case.interface is AttentionCall.DECODE and self.seen is None
-            )  # XQA's order; it is not block-sparse
+            # XQA's order; it is not block-sparse
+            is_plain = case.interface is AttentionCall.DECODE and self.seen is None
             arguments |= self.scale_factor_arguments(interleaved=not is_plain)
         if case.is_mla:
             arguments |= self._mla_arguments()

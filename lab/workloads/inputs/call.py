@@ -31,12 +31,10 @@ class BuiltCall:
     forms: Any  # the chosen forms of arguments
     inputs: Any  # one of `CallInputs`
     given: dict[str, Any] = field(default_factory=dict)  # the arguments by name
-    rules: dict[str, Any] = field(
-        default_factory=dict
-    )  # rules of the expected result that differ from the inputs' rules
-    guards: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # by name of a `guarded` buffer: the memory with both guards
+    # Rules of the expected result that differ from the inputs' rules
+    rules: dict[str, Any] = field(default_factory=dict)
+    # By name of a `guarded` buffer: the memory with both guards
+    guards: dict[str, Tensor] = field(default_factory=dict)
     gaps: dict[str, Tensor] = field(default_factory=dict)  # by name of a buffer with gaps: the NaN elements in its gaps
 
     @property

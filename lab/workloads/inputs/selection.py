@@ -1,6 +1,9 @@
-"""Draw the keys that each row of a sparse call selects, and the columns in which they stand; and the keys of one rank."""
+"""Draw the keys that each row or K/V head of a sparse call selects, and the columns in which they stand; and the keys of one
+rank.
+"""
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +38,22 @@ def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor
         keys = torch.arange(kv_len)
         seen.append(torch.where(keys < counts, keys, -1).to(device))
     return tuple(seen)
+
+
+def seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the keys of each request in the pages that a K/V head selects, bool [kv_len, num_kv_heads]."""
+    found = []
+    for request, kv_len in enumerate(case.kv_lens):
+        pages = torch.zeros(-(-kv_len // case.page_size), case.num_kv_heads, dtype=torch.bool)
+        for head in range(case.num_kv_heads):
+            pages[case.selected_pages(request, head), head] = True
+        found.append(pages.repeat_interleave(case.page_size, dim=0)[:kv_len].to(device))
+    return tuple(found)
+
+
+def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
+    """Return how many keys of each request a K/V head sees, int32 [num_kv_heads, batch_size], from `AttentionInputs.seen`."""
+    return torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
 
 
 def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> list[int]:

@@ -105,9 +105,8 @@ def _tall(drawn: _Drawn) -> _Drawn:
     """Make logits rise from 0 to 512 in steps of 8, one step per 64 keys. With e4m3 keys some steps are equal."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     query, keys = 0.25 * drawn.query, drawn.keys.clone()
-    at_query = 2.0 ** round(
-        math.log2(64.0 / drawn.case.softmax_scale)
-    )  # keys are then at most 12, which e4m3 represents
+    # Keys are then at most 12, which e4m3 represents
+    at_query = 2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale))
     query[..., -1] = at_query
     keys[..., -1] = (8.0 * steps / (drawn.case.softmax_scale * at_query))[:, None]
     return replace(drawn, query=query, keys=keys)
