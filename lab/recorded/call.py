@@ -2,9 +2,9 @@
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ class RecordedCall:
 
     Attributes:
         function: the function that was called.
-        given: the arguments by name, with tensors on the CPU. For `out` and `lse` only dtype, shape and strides matter.
+        given: the arguments by name, on the CPU if they were read. For `out` and `lse` only dtype, shape and strides matter.
         out: the output after the call; None if the call did not return.
         lse: the LSE after the call; None if the call did not end or returns no LSE.
         versions: the version of each package in the engine's process.
@@ -89,19 +89,24 @@ class RecordedCall:
         module: the module of the function that was called; "" if the recorder did not write it.
         pages: the engine's id of each page in `kv_cache`, if the recorder kept some of the pages only; else None.
         drawn: names of the arguments whose contents were replaced by drawn values.
+        time, number, replay, layer: as in `ListedCall`, while the recorder has the call.
     """
 
     function: AttentionCall
     given: Mapping[str, Any]
-    out: Tensor | None
-    lse: Tensor | None
-    versions: Mapping[str, str]
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     gpu: str = ""
     raised: str = ""
     module: str = ""
     pages: tuple[int, ...] | None = None
     drawn: frozenset[str] = frozenset()
+    time: str = ""
+    number: int = 0
+    replay: int = 0
+    layer: int | None = None
 
     def __post_init__(self) -> None:
         for name in RESULTS:
@@ -182,7 +187,7 @@ class RecordedCall:
         """Copy a tensor to a device; without its contents, the copy holds NaN."""
         address = 0 if self.lost else tensor.data_ptr()  # a lost alignment is that of an allocation
         byte = 0 if has_contents else NAN_BYTE
-        copy = placed(tensor.shape, tensor.stride(), tensor.dtype, address, device, byte)
+        copy = placed(tensor, address, device, byte)
         if has_contents:
             unrepeated(copy).copy_(unrepeated(tensor))
         return copy
@@ -195,24 +200,24 @@ def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
     return change(0, value) if isinstance(value, Tensor) else value
 
 
-def placed(
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    address: int,
-    device: torch.device | None = None,
-    byte: int = 0,
-) -> Tensor:
-    """Return a tensor with these strides, whose address is `address` modulo ALIGNMENT_BYTES, and whose bytes are all `byte`.
-    `device` is the CPU if it is None.
+def size_bytes(layout: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last one, those of gaps included."""
+    return (
+        torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta").untyped_storage().nbytes()
+    )
+
+
+def placed(layout: Tensor, address: int, device: torch.device | None = None, byte: int = 0) -> Tensor:
+    """Return a new tensor with a tensor's shape, strides and dtype, on the CPU if `device` is None. Its address is `address`
+    modulo ALIGNMENT_BYTES, and all its bytes are `byte`.
     """
-    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
-    room = elements * dtype.itemsize + ALIGNMENT_BYTES
-    memory = torch.zeros(room, dtype=torch.uint8, device=device)  # the system fills only the part that is used
+    # The system fills only the part that is used.
+    memory = torch.zeros(size_bytes(layout) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     if byte:
         memory.fill_(byte)
     start = (address - memory.data_ptr()) % ALIGNMENT_BYTES
-    return memory[start : start + elements * dtype.itemsize].view(dtype).as_strided(tuple(shape), tuple(stride))
+    own = memory[start : start + size_bytes(layout)]
+    return own.view(layout.dtype).as_strided(layout.shape, layout.stride())
 
 
 def unrepeated(tensor: Tensor) -> Tensor:

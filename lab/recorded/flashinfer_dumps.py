@@ -194,6 +194,4 @@ def value_of(path: Path, name: str, value: Any, tensor_of: Callable[[Mapping[str
         case {"type": "tuple" | "list" as kind, "truncated": False, "items": list(items)}:
             values = [value_of(path, name, each, tensor_of) for each in items]
             return tuple(values) if kind == "tuple" else values
-        case {"type": "lost", "why": why}:  # in the lab's own form
-            raise RecordingError(f"{path} does not hold {name}: {why}")
     raise RecordingError(f"{path} does not hold the value of {name}, only that it is {value.get('type', 'an object')}")

@@ -1,26 +1,23 @@
 """Calls in the lab's own form: one file for each call, which holds only the pages that the call reads.
 
-A file begins with the line `FORM`. The elements of the tensors follow, without gaps, one tensor after the other. The file ends
-with the record, which is compressed JSON, and the record's size in bytes. The record has the arguments as FlashInfer's recorder
-writes them (`lab.recorded.flashinfer_dumps`), and for each tensor the dtype, shape, strides, address modulo 256 and place in
-the file. A read tensor has these strides and this alignment again, but pages that share memory are kept apart. Pages have new
-ids, in the order of the engine's ids, which the record holds too. Contents of the workspace are not kept.
+A file is a record in torch's format, which is read without executing code of the file. In the place of a tensor the record has
+its layout (a tensor on the device `meta`), its address modulo 256, and its elements without gaps. A read tensor has these
+strides and this alignment again, but pages that share memory are kept apart. Pages have new ids, in the order of the engine's
+ids, which the record holds too. Contents of the workspace are not kept.
 """
 
-import json
+import io
 import math
-import mmap
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lab.calls import AttentionCall
 from lab.provenance import version_of
@@ -32,51 +29,22 @@ from lab.recorded.call import (
     RecordingError,
     placed,
     reading,
+    size_bytes,
     unrepeated,
 )
-from lab.recorded.flashinfer_dumps import value_of
 from lab.references.quantization import indexed
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
-FORM, VERSION = b"a call recorded by trtllm-attention-lab\n", 2
+FORM, VERSION = "a call recorded by trtllm-attention-lab", 3
 SUFFIX = ".call"
 END = ".end"  # of a file that says why a process recorded no further call
-SIZE_BYTES = 8  # of the record's size, an unsigned little-endian integer
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
 OVERLAPPING = (
     "elements of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
 )
-MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once, since an engine leaves little memory free
+MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.call", re.ASCII)
-
-
-@dataclass(frozen=True)
-class MadeCall:
-    """A call of an engine, as it is written. `out` is None until it returns. The fields `number` to `replay` are as in
-    `ListedCall`, and the last ones as in `RecordedCall`.
-    """
-
-    function: AttentionCall
-    given: Mapping[str, Any]
-    number: int
-    layer: int | None
-    time: str
-    replay: int = 0
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    raised: str = ""
-    module: str = ""
-
-    def returning(self, returned: Any) -> "MadeCall":
-        """Return the call with the results that the function returned or wrote."""
-        out, lse = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
-        given_out, given_lse = (self.given.get(name) for name in RESULTS)
-        return replace(self, out=given_out if out is None else out, lse=given_lse if lse is None else lse)
-
-    def __str__(self) -> str:
-        layer = "" if self.layer is None else f" of layer {self.layer}"
-        return f"call {self.number}{layer}{f', replay {self.replay}' if self.replay else ''}"
 
 
 def own_calls(folder: Path) -> list[ListedCall]:
@@ -101,33 +69,26 @@ def read(path: Path) -> RecordedCall:
     """Read a call.
 
     Raises:
-        RecordingError: the file is damaged, in another form or of a newer release, or lacks the value of an argument.
+        RecordingError: the file is damaged, in another form or of another release, or lacks the value of an argument.
     """
     with reading(path) as regular:
-        with regular.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if not FORM.startswith(content[: len(FORM)]):
+        record = torch.load(regular, map_location="cpu", weights_only=True)
+        if not isinstance(record, dict) or record.get("form") != FORM:
             raise RecordingError(f"{path} is no call that the lab recorded")
-        end = len(content) - SIZE_BYTES
-        start = end - int.from_bytes(content[end:], "little")
-        record = json.loads(zlib.decompress(content[start:end]))
         if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")
-
-        def restored(name: str, value: Any, has_contents: bool = True) -> Any:
-            return value_of(path, name, value, lambda described: _tensor(described, content, has_contents))
-
+        out, lse = (_restored(path, name, value) for name, value in zip(RESULTS, record["results"], strict=True))
         return RecordedCall(
             AttentionCall(record["function"]),
-            {name: restored(name, value, name not in UNKEPT) for name, value in record["arguments"].items()},
-            restored("out", record["out"]),
-            restored("lse", record["lse"]),
+            {name: _restored(path, name, value) for name, value in record["arguments"].items()},
+            out,
+            lse,
             {str(name): str(version) for name, version in record["versions"].items()},
-            lost=tuple(map(str, record.get("lost", ()))),
+            lost=tuple(map(str, record["lost"])),
             gpu=str(record["gpu"]),
-            raised=str(record.get("raised", "")),
-            module=str(record.get("module", "")),
-            pages=None if record["pages"] is None else tuple(map(int, record["pages"])),
+            raised=str(record["raised"]),
+            module=str(record["module"]),
+            pages=None if record["pages"] is None else tuple(record["pages"].tolist()),
         )
 
 
@@ -141,99 +102,91 @@ def gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
-def write(folder: Path, call: MadeCall, versions: Mapping[str, str]) -> Path:
+def write(folder: Path, call: RecordedCall) -> Path:
     """Copy a call to the host, write its file, and return the path. Waits for the GPU. No reader sees a part of the file."""
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
     path = folder / f"{start}{layer}_call{call.number:06d}{replay}{SUFFIX}"
-    unfinished, given, pages = path.with_suffix(".unfinished"), dict(call.given), None
+    given, pages, lost = dict(call.given), None, []
     if "block_tables" in given:
         pages, given["block_tables"] = _renumbered(given)
+        lost = [OVERLAPPING] if _has_overlap(given["kv_cache"], len(pages)) else []
+    record: dict[str, Any] = {"form": FORM, "version": VERSION, "function": call.function.value, "gpu": gpu()}
+    record |= {"raised": call.raised, "module": call.module, "versions": dict(call.versions), "lost": lost}
+    record |= {"pages": None if pages is None else pages.int(), "results": [_kept("", call.out), _kept("", call.lse)]}
+    of_pages = dict.fromkeys(POOLS, pages)
+    record["arguments"] = {name: _kept(name, value, of_pages.get(name)) for name, value in given.items()}
+    content = io.BytesIO()  # torch raises no OSError for a full disk
+    torch.save(record, content)
+    unfinished = path.with_suffix(".unfinished")
     try:
-        with unfinished.open("wb") as file:
-            file.write(FORM)
-            arguments = {
-                name: _kept(value, file, pages if name in POOLS else None, has_contents=name not in UNKEPT)
-                for name, value in given.items()
-            }
-            record: dict[str, Any] = {"version": VERSION, "function": call.function.value, "arguments": arguments}
-            record |= {"out": _kept(call.out, file), "lse": _kept(call.lse, file)}
-            record |= {"raised": call.raised, "module": call.module}
-            record |= {"pages": None if pages is None else pages.tolist(), "versions": dict(versions), "gpu": gpu()}
-            record["lost"] = [OVERLAPPING] if pages is not None and _has_overlap(given["kv_cache"], len(pages)) else []
-            content = zlib.compress(json.dumps(record).encode())
-            file.write(content + len(content).to_bytes(SIZE_BYTES, "little"))
+        unfinished.write_bytes(content.getbuffer())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return path
 
 
-def _kept(value: Any, file: BinaryIO, pages: torch.Tensor | None = None, *, has_contents: bool = True) -> Any:
-    """Return an argument or result as a record holds it. Write the contents of a tensor, only those of some pages, or none."""
-    if isinstance(value, torch.Tensor):
-        shape = value.shape if pages is None else (len(pages), *value.shape[1:])
+def _kept(name: str, value: Any, pages: Tensor | None = None) -> Any:
+    """Return an argument, or a result, whose name is "", as a record holds it. Of a pool, keep only some pages."""
+    if isinstance(value, Tensor):
         is_apart = pages is not None and _has_overlap(value, len(pages))
-        described = {
-            "type": "torch.Tensor",
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(shape),
-            "stride": list(torch.empty(shape, device="meta").stride() if is_apart else value.stride()),
-            "address": value.data_ptr() % ALIGNMENT_BYTES,
-        }
-        if not has_contents:
-            return described
-        start = file.tell()
-        for part in (value,) if pages is None else _parts(value, pages):
-            file.write(_bytes(part).numpy().data)
-        return described | {"start": start, "end": file.tell()}
+        shape = value.shape if pages is None else (len(pages), *value.shape[1:])
+        stride = torch.empty(shape, device="meta").stride() if is_apart else value.stride()
+        layout = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        elements = None if name in UNKEPT else _elements(value, pages)
+        return {"layout": layout, "address": value.data_ptr() % ALIGNMENT_BYTES, "elements": elements}
     if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        items = [_kept(each, file, pages, has_contents=has_contents) for each in value]
-        return {"type": kind, "truncated": False, "items": items}
+        items = [_kept(name, each, pages) for each in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Enum):
-        return _kept(value.value, file)
-    if isinstance(value, torch.dtype):
-        return {"type": "torch.dtype", "value": str(value)}
-    if value is None or isinstance(value, str | bool):
+        return _kept(name, value.value)
+    if isinstance(value, str | bool | torch.dtype | None):
         return value
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    return {"type": "lost", "why": value.why if isinstance(value, Lost) else f"it is of type {type(value).__name__}"}
+    return {"lost": str(value) if isinstance(value, RecordingError) else f"it is of type {type(value).__name__}"}
 
 
-@dataclass(frozen=True)
-class Lost:
-    """Stands for an argument whose value is gone. `why` completes "does not hold the argument: "."""
+def _restored(path: Path, name: str, value: Any) -> Any:
+    """Return an argument or result of a record as it was given to the call, or returned by it."""
+    if isinstance(value, tuple | list):
+        return type(value)(_restored(path, name, each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    if "lost" in value:
+        raise RecordingError(f"{path} does not hold {name}: {value['lost']}")
+    tensor = placed(value["layout"], value["address"])
+    if (elements := value["elements"]) is not None:
+        once = unrepeated(tensor)
+        once.copy_(elements.view(tensor.dtype).view(once.shape))
+    return tensor
 
-    why: str
 
-
-def apart_from_results(given: Mapping[str, Any], saved: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Return arguments with `saved(tensor)` in place of each input that shares memory with `out` or `lse`, because the call
-    overwrites it. `out` and `lse` stay.
+def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
+    """Return arguments in which no input shares memory with `out` or `lse`, because the call overwrites it: with copies of such
+    inputs, or else with the reason why they are lost. `out` and `lse` stay.
     """
-    spans = {name: _span(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-    written = [spans[name] for name in RESULTS if name in spans]
-    apart = dict(given)
+    spans = {name: _span(value) for name, value in given.items() if isinstance(value, Tensor)}
+    written, apart = [spans[name] for name in RESULTS if name in spans], dict(given)
     for name in spans.keys() - {*RESULTS}:
-        if any(spans[name].start < each.stop and each.start < spans[name].stop for each in written):
-            apart[name] = saved(given[name])
+        if any(max(spans[name].start, each.start) < min(spans[name].stop, each.stop) for each in written):
+            lost = RecordingError("the call overwrote it, in a CUDA graph")
+            apart[name] = torch.clone(given[name]) if copies else lost
     return apart
 
 
-def _span(tensor: torch.Tensor) -> range:
+def _span(tensor: Tensor) -> range:
     """Return the addresses of a tensor's bytes, those of gaps included."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(start := tensor.data_ptr(), start + (last + 1) * tensor.element_size() if tensor.numel() else start)
+    return range(tensor.data_ptr(), tensor.data_ptr() + size_bytes(tensor))
 
 
 def _has_overlap(pool: Any, num_pages: int) -> bool:
     """Return True if `num_pages` pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
     block-sparse call is such a pool, and so is a pool with an expanded dimension.
     """
-    if not isinstance(pool, torch.Tensor):
+    if not isinstance(pool, Tensor):
         return any(_has_overlap(side, num_pages) for side in pool)
     end = 1  # of the elements of the dimensions with smaller strides
     for step, size in sorted(zip(pool.stride(), (num_pages, *pool.shape[1:]), strict=True)):
@@ -244,74 +197,51 @@ def _has_overlap(pool: Any, num_pages: int) -> bool:
     return False
 
 
-def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the pages that a call reads, and its tables with new page ids.
 
     Pages before every row's window are not read. With separate tables of K and V, the pages of both tables are kept of both
-    pools, and of a block-sparse call those of all K/V heads. An id outside the pool stays. A cell that is not read gets page 0.
+    pools, and of a block-sparse call those of all K/V heads. If rows select entries, the pages of all entries are kept, used or
+    not. An id outside the pool stays. A cell that is not read gets page 0.
 
     Returns:
         The engine's id of each kept page, int64, sorted; and the tables on the host, with their strides and alignment.
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
-    whole = given["block_tables"]
-    if given.get("sparse_mla_top_k"):
-        return _renumbered_entries(whole, pool)
-    tables, seq_lens = whole.cpu().long(), given["seq_lens"].cpu().long()
-    by_kv_head, is_shared = (
-        given.get("enable_block_sparse_attention", False),
-        given.get("uses_shared_paged_kv_idx", True),
-    )
+    page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
+    selects, whole = bool(given.get("sparse_mla_top_k")), given["block_tables"]
+    in_page = page_size if selects else 1  # a cell names an entry of a page, or a page
+    cells = whole.cpu().long().contiguous()
+    is_read = torch.ones_like(cells, dtype=torch.bool) if selects else _read_cells(given, cells, page_size)
+    ids = cells // in_page
+    in_pool = (ids >= 0) & (ids < pool.shape[0])
+    pages = ids[is_read & in_pool].unique()
+    new = torch.where(is_read, torch.searchsorted(pages, ids) * in_page + cells % in_page, 0)
+    renumbered = torch.where(in_pool, new, cells).to(whole.dtype)
+    layout = whole if all(whole.stride()) else renumbered  # rows of an expanded table become different
+    return pages, placed(layout, whole.data_ptr()).copy_(renumbered)
+
+
+def _read_cells(given: Mapping[str, Any], tables: Tensor, page_size: int) -> Tensor:
+    """Return bool of the shape of page tables: True for the cells that a call reads."""
+    is_shared, by_kv_head = given.get("uses_shared_paged_kv_idx", True), given.get("enable_block_sparse_attention")
     if tables.dim() != (2 if is_shared and not by_kv_head else 3):
         raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
-    page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
     window, q_len = given.get("window_left", -1), max(given.get("q_len_per_req") or 1, given.get("max_q_len") or 0)
-    first = ((seq_lens - q_len - window).clamp(min=0) if window >= 0 else torch.zeros_like(seq_lens)) // page_size
-    end = -(-seq_lens.clamp(min=0) // page_size)
+    seq_lens = given["seq_lens"].cpu().long()[..., None]
+    first = (seq_lens - q_len - window).clamp(min=0) // page_size if window >= 0 else 0
     column = torch.arange(tables.shape[-1])
-    is_read = (column >= first[..., None]) & (column < end[..., None])
-    is_read = is_read if is_shared else is_read[:, None].expand_as(tables)
-    in_pool = (tables >= 0) & (tables < pool.shape[0])
-    pages = tables[is_read & in_pool].unique()
-    new = torch.where(is_read, torch.searchsorted(pages, tables.contiguous()), 0)
-    renumbered = torch.where(in_pool, new, tables)
-    stride = (
-        whole.stride() if all(whole.stride()) else renumbered.stride()
-    )  # rows of an expanded table become different
-    return pages, placed(whole.shape, stride, whole.dtype, whole.data_ptr()).copy_(renumbered)
+    is_read = (column >= first) & (column < -(-seq_lens.clamp(min=0) // page_size))
+    return is_read if is_shared else is_read[:, None].expand_as(tables)
 
 
-def _renumbered_entries(whole: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return as `_renumbered` the pages of selected entries, and the entries with new page ids. Entries that no row uses are
-    kept too.
+def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
+    """Return the bytes of a tensor's elements on the host, uint8, without gaps. An expanded dimension is stored once. `pages`
+    are the only ones that are copied, a few at a time, since an engine leaves little memory free.
     """
-    size, places = pool.shape[-2], whole.cpu().long()
-    in_pool = (places >= 0) & (places < pool.shape[0] * size)
-    pages = (places[in_pool] // size).unique()
-    new = torch.searchsorted(pages, (places // size).contiguous()) * size + places % size
-    moved = torch.where(in_pool, new, places)
-    stride = whole.stride() if all(whole.stride()) else moved.stride()
-    return pages, placed(whole.shape, stride, whole.dtype, whole.data_ptr()).copy_(moved)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as uint8 on the host, without gaps. An expanded dimension is stored once."""
-    once = unrepeated(tensor.detach())
-    return once.to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def _parts(pool: torch.Tensor, pages: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield copies of some pages of a pool on its device, a few at a time."""
-    at_once = max(1, MOST_COPIED_BYTES // max(math.prod(pool.shape[1:]) * pool.element_size(), 1))
-    return (indexed(pool.detach(), part.to(pool.device)) for part in pages.split(at_once))
-
-
-def _tensor(described: Mapping[str, Any], content: mmap.mmap, has_contents: bool) -> torch.Tensor:
-    """Return a tensor of a file's content as it was given to the call."""
-    dtype = getattr(torch, described["dtype"])
-    tensor = placed(described["shape"], described["stride"], dtype, described["address"])
-    if has_contents and tensor.numel():
-        once = unrepeated(tensor)
-        kept = torch.frombuffer(memoryview(content)[described["start"] : described["end"]], dtype=dtype)
-        once.copy_(kept.view(once.shape))
-    return tensor
+    whole, parts = tensor.detach(), [unrepeated(tensor.detach())]
+    if pages is not None:
+        at_once = max(1, MOST_COPIED_BYTES // max(math.prod(whole.shape[1:]) * whole.element_size(), 1))
+        parts = [indexed(whole, some.to(whole.device)) for some in pages.split(at_once)]
+    on_host = (each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in parts)
+    return torch.cat([each.flatten().view(torch.uint8) for each in on_host])

@@ -33,7 +33,6 @@ from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
 from lab.recorded.call import DAMAGED, RECORDED_CALLS, RESULTS, InvalidArgumentsError, RecordedCall, RecordingError
-from lab.recorded.own_form import MadeCall
 from lab.recorded.shrink import Fault, Reason, fault_of
 from lab.recorded.wrapping import Wrapping
 from lab.wording import counted
@@ -87,7 +86,18 @@ class _OfThread(threading.local):
 
 
 class Recorder:
-    """A context in which calls of this process are recorded in the folder `out`. `record` makes one.
+    """A context in which calls of FlashInfer's functions that this process makes are recorded.
+
+    The functions are replaced in all modules that imported them, and put back at the end. Calls that `torch.compile` traces are
+    not recorded. An error of the recorder is logged, and never raised into the engine.
+
+    Args:
+        out: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
+        triggers: which calls are kept; None: all.
+        functions: modules, or names of packages, whose functions with FlashInfer's names are recorded. A package need not be
+            imported yet.
+        most_calls, most_bytes: the recording ends as soon as it has so many files, or so many bytes.
+        before: write the inputs before each call, so that they stay if the process crashes in the call.
 
     Attributes:
         kept, kept_bytes: number and bytes of the files that were written.
@@ -98,19 +108,25 @@ class Recorder:
     """
 
     def __init__(
-        self, out: Path, triggers: Triggers, functions: Sequence[Any], most_calls: int, most_bytes: int, before: bool
+        self,
+        out: Path | str,
+        *,
+        triggers: Triggers | None = None,
+        functions: Sequence[ModuleType | str] = ("flashinfer",),
+        most_calls: int = 1000,
+        most_bytes: int = 20 * 10**9,
+        before: bool = False,
     ) -> None:
-        self.out, self.triggers, self.has_ended = out, triggers, False
+        self.out, self.triggers, self.has_ended = Path(out), triggers or Triggers(), False
         self.kept = self.kept_bytes = self.wrong = 0
-        self.judged_numbers: list[int] = []
-        self.layers = set[int | None]()
+        self.judged_numbers, self.layers = list[int](), set[int | None]()
         self._dice, self._place = random.Random(0), 0  # all ranks of a server choose the same calls
         self._most_calls, self._most_bytes, self._writes_before = most_calls, most_bytes, before
-        self._start, self._said, self._layers = time.monotonic(), set[str](), set[int | None]()
+        self._start, self._said, self._seen_layers = time.monotonic(), set[str](), set[int | None]()
         self._numbers, self._matching = itertools.count(1), itertools.count()
         self._versions = own_form.versions()  # once, since they are read from the disk
         self._lock, self._of_thread = threading.Lock(), _OfThread()
-        self._graphs: WeakKeyDictionary[Any, list[MadeCall]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[Any, list[RecordedCall]] = WeakKeyDictionary()
         self._wrapping = Wrapping(self._wrapper, [each.value for each in RECORDED_CALLS], functions)
         self._of_graphs: dict[str, Callable[..., Any]] = {}
 
@@ -137,26 +153,16 @@ class Recorder:
         return len(self.judged_numbers)
 
     def summary(self) -> str:
-        """Say at the end of the recording how many calls are recorded, or why none is."""
-        known = sorted(each for each in self.layers if each is not None)
-        of_layers = f" of layers {', '.join(map(str, known))}" if known else ""
-        if self.kept:
-            judged = f"; {counted(self.judged, 'call')}{of_layers} judged, {self.wrong} wrong" * bool(
-                self.triggers.shadow
-            )
-            return f"{counted(self.kept, 'call')}{'' if judged else of_layers} recorded in {self.out}{judged}"
-        if not (made := next(self._numbers) - 1):
-            return "no call is recorded: the package was imported, and none of its four functions was called"
-        why = [
-            f"{made} calls were made",
-            *([f"{self.judged}{of_layers} judged, {self.wrong} wrong"] if self.triggers.shadow else []),
-        ]
-        why += (
-            [f"of layers {sorted(each for each in self._layers if each is not None) or 'that are not known'}"]
-            if self.triggers.layers
-            else []
-        )
-        return f"no call is recorded: {', '.join(why)}; {'; '.join(sorted(self._said)) or 'none was chosen'}"
+        """Say at the end of the recording how many calls are recorded, of which layers, or why none is."""
+        made, layers = next(self._numbers) - 1, self.layers or self._seen_layers
+        known = sorted(each for each in layers if each is not None)
+        words = [f"{self.kept or 'no'} of {counted(made, 'call')} recorded in {self.out}"]
+        words += [f"{self.judged} judged, {self.wrong} wrong"] if self.triggers.shadow else []
+        words += [f"of layers {', '.join(map(str, known))}"] if known else []
+        if not self.kept:
+            none = "none was chosen" if made else "the package was imported, and none of its functions was called"
+            words += sorted(self._said) or [none]
+        return "; ".join(words)
 
     def _wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         function, names = AttentionCall(name), list(inspect.signature(original).parameters)
@@ -168,12 +174,15 @@ class Recorder:
             number = next(self._numbers)
             is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
             layer = _layer_of_caller() if self.triggers.layers else None
-            self._layers.add(layer)
+            self._seen_layers.add(layer)
             if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
                 return original(*args, **kwargs)
-            given = dict(zip(names, args, strict=False)) | kwargs
-            layer = layer if self.triggers.layers else _layer_of_caller()
-            call = MadeCall(function, given, number, layer, _now(), module=original.__module__)
+            call = None  # if it cannot be recorded
+            with self._surviving():
+                given = own_form.apart_from_results(dict(zip(names, args, strict=False)) | kwargs, not is_captured)
+                layer = layer if self.triggers.layers else _layer_of_caller()
+                call = RecordedCall(function, given, versions=self._versions, module=original.__module__)
+                call = replace(call, time=_now(), number=number, layer=layer)
             return self._make(call, functools.partial(original, *args, **kwargs), is_captured)
 
         return recorded
@@ -199,32 +208,27 @@ class Recorder:
     def _is_of_layer(self, layer: int | None) -> bool:
         return not self.triggers.layers or layer in self.triggers.layers
 
-    def _make(self, call: MadeCall, run: Callable[[], Any], is_captured: bool) -> Any:
+    def _make(self, call: RecordedCall | None, run: Callable[[], Any], is_captured: bool) -> Any:
         """Make a call, and consider it when it has returned. A captured call is held, for the replays of its graph."""
-        lost, path = own_form.Lost("the call overwrote it, in a CUDA graph"), None
-        is_saved = False  # else the call may overwrite an input that was not copied
+        eager, path = None if is_captured else call, None
         with self._surviving():
-            saved = (lambda _: lost) if is_captured else torch.clone
-            call = replace(call, given=own_form.apart_from_results(call.given, saved))
-            is_saved = True
-            if self._writes_before and not is_captured and self._is_long(call):
-                path = own_form.write(self.out, call, self._versions)
+            if eager and self._writes_before and self._is_long(eager):
+                path = own_form.write(self.out, eager)
         self._of_thread.is_busy = True
         try:
             returned = run()
         except BaseException as error:
             with self._surviving():
-                if is_saved and not is_captured:
-                    self._keep(replace(call, raised=f"{type(error).__name__}: {error}"))
+                if eager:
+                    self._keep(replace(eager, raised=f"{type(error).__name__}: {error}"))
             raise
         finally:
             self._of_thread.is_busy = False
         with self._surviving():
-            call = call.returning(returned)
-            if is_saved and not is_captured:
-                self._consider(call, path)
-            elif is_saved and self._of_thread.graph in self._graphs:
-                self._graphs[self._of_thread.graph].append(call)
+            if eager:
+                self._consider(_returning(eager, returned), path)
+            elif call and self._of_thread.graph in self._graphs:
+                self._graphs[self._of_thread.graph].append(_returning(call, returned))
         return returned
 
     def _after_capture_begin(self, graph: Any) -> None:
@@ -244,9 +248,9 @@ class Recorder:
                 with self._surviving():
                     self._consider(replayed)
 
-    def _consider(self, call: MadeCall, path: Path | None = None) -> None:
+    def _consider(self, call: RecordedCall, path: Path | None = None) -> None:
         """Keep a call that returned, if it meets the triggers that need its tensors; else remove the file of its inputs."""
-        assert call.out is not None, f"{call} returned no output"
+        assert call.out is not None, f"{_words(call)} returned no output"
         if (
             self._is_long(call)
             and (not self.triggers.non_finite or not bool(call.out.float().isfinite().all()))
@@ -256,22 +260,22 @@ class Recorder:
         elif path is not None:
             path.unlink()
 
-    def _is_long(self, call: MadeCall) -> bool:
+    def _is_long(self, call: RecordedCall) -> bool:
         longest = self.triggers.longest
         bound = call.given.get("max_seq_len", call.given.get("max_kv_len", longest))
         return not longest or (
             bound >= longest and max(call.given["seq_lens"].flatten().tolist(), default=0) >= longest
         )
 
-    def _is_wrong(self, call: MadeCall) -> bool:
+    def _is_wrong(self, call: RecordedCall) -> bool:
         """Judge a call on its device. If it is wrong or its arguments are invalid, log why and return True."""
         assert call.out is not None
-        given = {name: value for name, value in call.given.items() if name not in RESULTS}
+        given = {name: value for name, value in call.given.items() if name not in RESULTS}  # out is not of this device
         self.judged_numbers.append(call.number)
         self.layers.add(call.layer)
         try:
-            recorded = RecordedCall(call.function, given, call.out, call.lse, self._versions)
-            fault = fault_of(recorded, call.out, call.lse, E4M3 if self.triggers.e4m3_arithmetic else None)
+            arithmetic = E4M3 if self.triggers.e4m3_arithmetic else None
+            fault = fault_of(replace(call, given=given), call.out, call.lse, arithmetic)
         except InvalidArgumentsError as error:
             fault = Fault(Reason.ARGUMENTS, str(error))
         except RecordingError as error:
@@ -279,15 +283,16 @@ class Recorder:
             return False
         if fault is not None:
             self.wrong += 1
-            _LOG.warning("lab record: %s, %s: %s: %s", call, call.function.value, fault.reason.value, fault.sentence)
+            words = f"{_words(call)}, {call.function.value}: {fault.reason.value}"
+            _LOG.warning("lab record: %s: %s", words, fault.sentence)
         return fault is not None
 
-    def _keep(self, call: MadeCall) -> None:
+    def _keep(self, call: RecordedCall) -> None:
         """Write a call, in place of a file with its inputs alone, and end the recording at a limit."""
         with self._lock:
             if self.has_ended:
                 return
-            path = own_form.write(self.out, call, self._versions)
+            path = own_form.write(self.out, call)
             self.kept, self.kept_bytes = self.kept + 1, self.kept_bytes + path.stat().st_size
             self.layers |= set() if self.triggers.shadow else {call.layer}
             if self.kept == self._most_calls or self.kept_bytes >= self._most_bytes:
@@ -317,37 +322,27 @@ class Recorder:
             self._say_once(f"a call is not recorded: {type(error).__name__}: {error}")
 
 
-def record(
-    out: Path | str,
-    *,
-    triggers: Triggers | None = None,
-    functions: Sequence[ModuleType | str] = ("flashinfer",),
-    most_calls: int = 1000,
-    most_bytes: int = 20 * 10**9,
-    before: bool = False,
-) -> Recorder:
-    """Record calls of FlashInfer's four functions that this process makes in the block.
-
-    The functions are replaced in all modules that imported them, and put back at the end. Calls that `torch.compile` traces are
-    not recorded. An error of the recorder is logged, and never raised into the engine.
-
-    Args:
-        out: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
-        triggers: which calls are kept; None: all.
-        functions: modules, or names of packages, whose functions with FlashInfer's four names are recorded. A package need not
-            be imported yet.
-        most_calls, most_bytes: the recording ends as soon as it has so many files, or so many bytes.
-        before: write the inputs before each call, so that they stay if the process crashes in the call.
-    """
-    return Recorder(Path(out), triggers or Triggers(), functions, most_calls, most_bytes, before)
+record = Recorder  # `with record(...)` reads as a sentence
 
 
 def start_from_environment() -> None:
     """Record to the end of this process, as the environment variable LAB_RECORD says; then print the summary to stderr."""
     settings = json.loads(os.environ[ENVIRONMENT])
-    recorder = record(**{**settings, "triggers": Triggers(**settings["triggers"])})
+    recorder = Recorder(**{**settings, "triggers": Triggers(**settings["triggers"])})
     recorder.__enter__()
     atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
+
+
+def _words(call: RecordedCall) -> str:
+    layer = "" if call.layer is None else f" of layer {call.layer}"
+    return f"call {call.number}{layer}{f', replay {call.replay}' if call.replay else ''}"
+
+
+def _returning(call: RecordedCall, returned: Any) -> RecordedCall:
+    """Return a call with the results that the function returned or wrote."""
+    out, lse = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
+    given_out, given_lse = (call.given.get(name) for name in RESULTS)
+    return replace(call, out=given_out if out is None else out, lse=given_lse if lse is None else lse)
 
 
 def _now() -> str:

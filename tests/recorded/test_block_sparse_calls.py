@@ -13,10 +13,9 @@ from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
 from lab.metadata.mha.block_sparse import NUM_PAGES, PAGE_SIZE, as_pages
 from lab.recorded import own_form
-from lab.recorded.call import RecordingError
+from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.lengths import traced_requests
-from lab.recorded.own_form import MadeCall
 from lab.recorded.shrink import shrunk
 from lab.recorded.timed import RecordedPass
 from tests.cases import block_sparse_arguments, random_batch
@@ -32,8 +31,9 @@ def arguments() -> dict[str, Any]:
 
 def written(folder: Path, given: dict[str, Any], out: torch.Tensor | None = None) -> Path:
     out = references.trtllm_batch_decode_with_kv_cache(**given) if out is None else out
-    made = MadeCall(AttentionCall.DECODE, given, time="20261126_101112_131415", number=7, layer=None, out=out)
-    return own_form.write(folder, made, {"flashinfer": "0.7.2"})
+    versions = {"flashinfer": "0.7.2"}
+    call = RecordedCall(AttentionCall.DECODE, given, out, versions=versions, time="20261126_101112_131415", number=7)
+    return own_form.write(folder, call)
 
 
 def judged(folder: Path, **settings: Any) -> Any:

@@ -1,11 +1,9 @@
 """A call in the lab's own form holds what the call reads, and is read as it was made."""
 
 import contextlib
-import json
 import os
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from lab.checks.run.judge import judge_calls
 from lab.recorded import own_form
 from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
-from lab.recorded.own_form import MadeCall
 from lab.recorded.shrink import shrunk
 from tests.cases import BATCHES, DECODE, MLA, arguments_of, latent_batch, mirrors, random_batch, sparse_arguments
 from tests.damage import damaged_values
@@ -43,7 +40,7 @@ def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **ab
 
 
 def _write_inputs(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
-    return own_form.write(folder, MadeCall(AttentionCall(function), arguments, **ABOUT | about), VERSIONS)
+    return own_form.write(folder, RecordedCall(AttentionCall(function), arguments, versions=VERSIONS, **ABOUT | about))
 
 
 def _outcome(recording: Path | str, **settings: Any) -> Outcome:
@@ -314,30 +311,22 @@ def test_pages_that_share_memory_lose_their_strides(
     assert (own.stride() != stride) == bool(call.lost) == is_lost
 
 
-def _record(path: Path) -> tuple[bytes, Any]:
-    """Return what lies in a file before its record, and the record."""
-    content = path.read_bytes()
-    start = len(content) - 8 - int.from_bytes(content[-8:], "little")
-    return content[:start], json.loads(zlib.decompress(content[start:-8]))
-
-
-def _replace(path: Path, record: Any) -> None:
-    packed = zlib.compress(json.dumps(record).encode())
-    path.write_bytes(_record(path)[0] + packed + len(packed).to_bytes(8, "little"))
+def _record(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
 
 
 def _change(path: Path, **changes: Any) -> None:
-    _replace(path, _record(path)[1] | changes)
+    torch.save(_record(path) | changes, path)
 
 
 def _change_query(path: Path, **changes: Any) -> None:
-    arguments = _record(path)[1]["arguments"]
+    arguments = _record(path)["arguments"]
     _change(path, arguments=arguments | {"query": arguments["query"] | changes})
 
 
-def _without_bytes(path: Path, name: str) -> None:
-    arguments = _record(path)[1]["arguments"]
-    del arguments[name]["start"], arguments[name]["end"]
+def _without_elements(path: Path) -> None:
+    arguments = _record(path)["arguments"]
+    del arguments["query"]["elements"]
     _change(path, arguments=arguments)
 
 
@@ -346,8 +335,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half": (lambda path: path.write_bytes(path.read_bytes()[:9000]), "is damaged"),
     "a list": (lambda path: torch.save([1], path), "is no call that the lab recorded"),
     "another program's": (lambda path: torch.save({"weight": torch.ones(2)}, path), "is no call that the lab recorded"),
-    "a later version": (lambda path: _change(path, version=3), "is of version 3; this release of the lab reads 2"),
-    "an earlier version": (lambda path: _change(path, version=1), "is of version 1; this release of the lab reads 2"),
+    "a later version": (lambda path: _change(path, version=4), "is of version 4; this release of the lab reads 3"),
+    "another form": (lambda path: path.write_bytes(b"a call recorded by trtllm-attention-lab\n"), "is damaged"),
     "an unknown function": (
         lambda path: _change(path, function="relu"),
         "is damaged: ValueError: 'relu' is not a valid",
@@ -357,26 +346,28 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: _change(path, arguments={"colour": "red"}),
         "was recorded with colour, which FlashInfer 0.7.2 does not have: the engine had 0.7.2",
     ),
-    "a tensor of another size": (lambda path: _change_query(path, shape=[3, 4, 63]), "is damaged"),
-    "a tensor without elements": (
-        lambda path: _change_query(path, end=_record(path)[1]["arguments"]["query"]["start"]),
+    "a tensor of another size": (
+        lambda path: _change_query(path, layout=torch.empty(3, 4, 63, device="meta")),
         "is damaged",
     ),
-    "a query without its bytes": (lambda path: _without_bytes(path, "query"), "is damaged: KeyError: 'start'"),
-    "an output that is text": (lambda path: _change(path, out="x"), "the recorded out is of type str, and no tensor"),
+    "a tensor of half its elements": (
+        lambda path: _change_query(path, elements=_record(path)["arguments"]["query"]["elements"][::2].contiguous()),
+        "is damaged",
+    ),
+    "a query without its elements": (_without_elements, "is damaged: KeyError: 'elements'"),
+    "an output that is text": (
+        lambda path: _change(path, results=["x", None]),
+        "the recorded out is of type str, and no tensor",
+    ),
     "an LSE that is a list": (
-        lambda path: _change(path, lse={"type": "list", "truncated": False, "items": []}),
+        lambda path: _change(path, results=[None, []]),
         "the recorded lse is of type list, and no tensor",
     ),
     "a name of two lines": (
         lambda path: _change(path, arguments={"colour\nlab: all is right": "red"}),
         "was recorded with colour lab: all is right, which",
     ),
-    "a tensor of no dtype": (lambda path: _change_query(path, dtype="load"), "is damaged"),
-    "a record that is longer than the file": (
-        lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8),
-        "is damaged",
-    ),
+    "a tensor that is a number": (lambda path: _change_query(path, layout=3), "is damaged"),
 }
 
 
@@ -398,7 +389,7 @@ def test_a_damaged_file_is_refused_in_one_sentence(one_call: Path, tmp_path: Pat
 
 def test_a_number_that_no_float_holds_is_refused(one_call: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(one_call, tmp_path))
-    _change(path, arguments=_record(path)[1]["arguments"] | {"bmm1_scale": 10**400})
+    _change(path, arguments=_record(path)["arguments"] | {"bmm1_scale": 10**400})
     with pytest.raises(RecordingError, match="too large"):
         own_form.read(path).problem()
 
@@ -412,9 +403,9 @@ def test_changed_bytes_are_read_or_refused(one_call: Path, tmp_path: Path) -> No
 
 
 def test_changed_values_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
-    path, (_, record) = Path(shutil.copy(one_call, tmp_path)), _record(one_call)
+    path, record = Path(shutil.copy(one_call, tmp_path)), _record(one_call)
     for number, changed in enumerate(damaged_values(record, random.Random(0), 100)):
-        _replace(path, changed)
+        torch.save(changed, path)
         with contextlib.suppress(RecordingError):
             own_form.read(path)
         if number % 20 == 0:

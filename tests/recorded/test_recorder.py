@@ -163,7 +163,7 @@ def test_a_call_that_overwrites_what_cannot_be_copied_is_not_kept(
 ) -> None:
     arguments = decode_arguments(**({"max_seq_len": 4} if raises else {}))
     arguments["out"] = arguments["query"]
-    monkeypatch.setattr("lab.recorded.recorder.torch.clone", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(torch, "clone", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
     refused = pytest.raises(ValueError, match="max_seq_len") if raises else contextlib.nullcontext()
     with record_calls(tmp_path, functions=[module]) as recorder, refused:
         assert getattr(module, DECODE)(**arguments) is arguments["out"]
@@ -214,8 +214,8 @@ def test_one_of_each_ten_calls_is_chosen_and_over_time_of_each_layer(
     numbers = [int(Path(case.path).stem.rpartition("call")[2]) - 1 for case in recorded_cases(tmp_path)]
     assert [number // 4 for number in numbers] == [*range(10)]
     assert {number % 4 for number in numbers} == recorder.layers == {0, 1, 2, 3}
-    assert "10 calls" in recorder.summary()
-    assert " of layers 0, 1, 2, 3 " in recorder.summary()
+    assert recorder.summary().startswith("10 of 40 calls recorded in ")
+    assert recorder.summary().endswith("; of layers 0, 1, 2, 3")
 
 
 def test_calls_are_recorded_while_a_file_exists(module: ModuleType, tmp_path: Path) -> None:
@@ -356,17 +356,17 @@ def test_a_limit_ends_the_recording_with_one_sentence(
     assert (recorder.kept, recorder.has_ended) == (2, True)
     assert recorder.kept_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.call"))
     (sentence,), (end,) = caplog.messages, own_form.ends(tmp_path)
-    assert end.endswith("2 calls of 0.000106 GB are recorded, which is the limit")
-    assert "2 calls of 0.000106 GB are recorded, which is the limit" in sentence
+    assert end.endswith("2 calls of 0.000112 GB are recorded, which is the limit")
+    assert "2 calls of 0.000112 GB are recorded, which is the limit" in sentence
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_engine(
     module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_space(_: bytes) -> bytes:
+    def no_space(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lab.recorded.own_form.zlib.compress", no_space)  # when the tensors are written
+    monkeypatch.setattr(Path, "write_bytes", no_space)
     with record_calls(tmp_path, functions=[module]) as recorder:
         assert all(decode(module).shape == (3, 4, 64) for _ in range(3))
         assert recorder.has_ended
@@ -385,7 +385,7 @@ def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
         getattr(module, DECODE)(**decode_arguments(block_tables=torch.ones(3, 1, 4)))
     assert recorder.kept == 0
     first, second = caplog.messages
-    assert "a call is not recorded: KeyError: 'kv_cache'" in first
+    assert f"the recorded call of {DECODE} lacks kv_cache, seq_lens, max_seq_len" in first
     assert "block_tables of shape [3, 1, 4] are no page tables" in second
 
 
@@ -397,9 +397,9 @@ def test_the_summary_says_what_is_recorded_or_why_nothing(module: ModuleType, tm
                 for _ in range(calls):
                     _of_layer(module, 5)
             summaries.append(recorder.summary())
-    assert "none of its four functions was called" in summaries[0]
-    assert summaries[1:3] == [f"{each} of layers 5 recorded in {tmp_path}" for each in ("1 call", "2 calls")]
-    assert summaries[5] == "no call is recorded: 2 calls were made, of layers [5]; none was chosen"
+    assert "none of its functions was called" in summaries[0]
+    assert summaries[1:3] == [f"{each} recorded in {tmp_path}; of layers 5" for each in ("1 of 1 call", "2 of 2 calls")]
+    assert summaries[5] == f"no of 2 calls recorded in {tmp_path}; of layers 5; none was chosen"
 
 
 def _of_layer(module: ModuleType, number: int) -> None:
@@ -417,7 +417,7 @@ def test_the_summary_says_that_no_call_could_be_written(
     monkeypatch.setattr("lab.recorded.own_form.write", full)
     with record_calls(tmp_path, functions=[module]) as recorder:
         decode(module)
-    assert recorder.summary().endswith("1 calls were made; a call cannot be written: no space left")
+    assert recorder.summary().endswith("; a call cannot be written: no space left")
 
 
 def test_no_more_than_some_sentences_are_logged(
