@@ -1,1 +1,1 @@
-"""744 wrong kernels that were made to prove that each of the judge's checks can fail."""
+"""761 wrong kernels that were made to prove that each of the judge's checks can fail."""

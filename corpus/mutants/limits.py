@@ -1,0 +1,155 @@
+"""Mutants that are wrong at limits of hardware, for a pair of plain arguments, or for a value that few callers pass."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from corpus.models.metadata import MHABuilder, MLABuilder
+from corpus.models.ragged import Ragged
+from corpus.models.split_kv import Conditional, as_float32
+from corpus.mutants.sizes import MLAGridBeyond65535
+from corpus.wrong import CONTEXT, DECODE, MLA, wrong
+from lab.metadata.engine.lengths import first_slots
+
+MULTIPROCESSORS = 132
+INT32_END = 2**31
+
+
+def _is_plain(problem):
+    """Tell whether another kernel computes the call: one for an NVFP4 cache, for selected pages, or for one rank."""
+    return problem.k_scale_factors is None and problem.num_visible is None
+
+
+@wrong(DECODE)
+class DecodeGridBeyond65535(MLAGridBeyond65535):
+    """The grid is cut to 65,535 programs, one for a row and a head: later ones are zero."""
+
+
+class Offsets(Conditional):
+    """Kernels whose tiles or offsets are more than an integer or a wave of programs counts."""
+
+    @wrong(CONTEXT, stage="finish")
+    def last_tile_of_a_wave_lost(self, problem, out, lse):
+        """One tile more than whole waves of 132 programs compute, a tile for a request and K/V head, is not computed."""
+        heads = problem.num_kv_heads
+        tiles = problem.batch_size * heads
+        if tiles > MULTIPROCESSORS and tiles % MULTIPROCESSORS == 1:
+            first_row = self.row_offsets(problem)[-2]
+            out[first_row:].unflatten(1, (heads, -1))[:, -1] = 0.0
+
+    @wrong(DECODE, stage="query_rows", mla=True)
+    def query_offset_in_int32(self, problem, tile):
+        """Rows of the query from the 2**31st element on are read from its start: their offset is kept in 32 bits."""
+        rows = super().query_rows(problem, tile).clone()
+        offsets = torch.arange(tile.rows.start, tile.rows.stop) * problem.query.stride(0)
+        rows[:, offsets >= INT32_END] = problem.query[0].to(torch.float32).unsqueeze(1)
+        return rows
+
+    @wrong(stage="table_row")
+    def table_offset_in_int32(self, problem, tile):
+        """Rows of the page table from its 2**31st element on are read from its start: their offset is kept in 32 bits."""
+        return 0 if tile.request * problem.k_block_tables.stride(0) >= INT32_END else tile.request
+
+
+class RaggedLimits(Ragged):
+    """Kernels of the ragged call that are wrong for one offset or scale."""
+
+    @wrong(stage="finish")
+    def ragged_lse_offset_in_int32(self, problem, out, lse_log2):
+        """The LSE of rows from the 2**31st element of its tensor on is not written: their offset is kept in 32 bits."""
+        if lse_log2 is not None and problem.lse is not None:
+            lse_log2[torch.arange(len(lse_log2)) * problem.lse.stride(0) >= INT32_END] = 0.0
+
+    @wrong(stage="changed")
+    def ragged_small_bmm1_raised(self, problem):
+        """A bmm1_scale below 0.01 is taken as 0.01."""
+        scale = as_float32(problem.bmm1_scale, problem.query.device)
+        return replace(problem, bmm1_scale=torch.where(scale.abs() < 0.01, scale.sign() * 0.01, scale))
+
+
+class PlainPairs(Conditional):
+    """Kernels that are wrong for two arguments, over a cache that is not NVFP4 and on a single rank alone."""
+
+    sinks_of_a_second_tile_lost = wrong(
+        CONTEXT,
+        where=lambda problem, _: _is_plain(problem) and 64 < problem.max_q_len <= 128,
+        instead={"sinks": None},
+    )("Sinks are ignored in prompts of two tiles of 64 rows, unless the cache is NVFP4.")
+    only_request_of_large_group_early = wrong(
+        CONTEXT,
+        where=lambda problem, _: _is_plain(problem) and problem.batch_size == 1 and problem.group >= 16,
+        instead={"bmm2_scale": lambda problem, _: problem.bmm2_scale * 0.5},
+    )("Of a group of 16 heads or more, the only request of a batch has half its values, unless the cache is NVFP4.")
+    mask_of_odd_group_is_causal = wrong(
+        DECODE, where=lambda problem, _: _is_plain(problem) and problem.group == 7, instead={"mask": None}
+    )("With 7 heads in a group, a mask is taken for a causal one, unless the cache is NVFP4.")
+    values_of_one_tensor_are_keys = wrong(
+        DECODE,
+        where=lambda problem, call: (
+            _is_plain(problem)
+            and isinstance(call.kv_cache, Tensor)
+            and call.kv_cache.shape[1] == 2
+            and problem.group > 8
+        ),
+        instead={"v_cache": lambda problem, _: problem.k_cache},
+    )("With more than 8 heads in a group, values of a cache in one tensor are its keys, unless the cache is NVFP4.")
+    mla_scale_of_two_dimensions_ignored_in_large_batch = wrong(
+        MLA,
+        where=lambda problem, _: (
+            _is_plain(problem)
+            and problem.batch_size > 32
+            and isinstance(problem.bmm2_scale, Tensor)
+            and problem.bmm2_scale.dim() == 2
+        ),
+        instead={"bmm2_scale": 1.0},
+    )("In a batch of more than 32 requests, a bmm2_scale of two dimensions is taken as 1, unless a rank has the keys.")
+
+
+class Values(Conditional):
+    """Kernels that are wrong for scales of some sizes."""
+
+    bmm1_of_1_taken_as_none = wrong(
+        DECODE,
+        where=lambda problem, _: not isinstance(problem.bmm1_scale, Tensor) and problem.bmm1_scale == 1.0,
+        instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
+    )("A bmm1_scale of 1 is taken for one that was not given: it is 1 / sqrt(head_dim).")
+    bmm2_in_half = wrong(
+        CONTEXT,
+        where=lambda problem, _: problem.query.dtype == torch.bfloat16,
+        instead={
+            "bmm2_scale": lambda problem, _: (
+                as_float32(problem.bmm2_scale, problem.query.device).half().to(torch.float32)
+            )
+        },
+    )("bmm2_scale is kept in float16: one of 1e-6 loses most of its bits.")
+    mla_bmm1_at_most_1 = wrong(
+        MLA,
+        instead={
+            "bmm1_scale": lambda problem, _: as_float32(problem.bmm1_scale, problem.query.device).clamp(-1.0, 1.0)
+        },
+    )("A bmm1_scale above 1 is taken as 1.")
+
+
+class Holes(MHABuilder):
+    """Builders of MHA metadata that are wrong for slots of -1."""
+
+    @wrong(stage="changed", source="SGLang #34613")
+    def hole_takes_the_last_virtual_page(self, metadata, batch, pool):
+        """With pages of one token, slot -1 reads the map of virtual pages at -1, its last entry."""
+        if pool.v2p is None or pool.page_size > 1:
+            return metadata
+        slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
+        return replace(metadata, page_table=metadata.page_table.masked_fill(slots == -1, int(pool.v2p[-1])))
+
+
+class MLAHoles(MLABuilder):
+    """Builders of MLA metadata that are wrong for slots of -1."""
+
+    @wrong(stage="changed")
+    def mla_hole_rounded_to_the_sink(self, metadata, batch, pool):
+        """Slot -1 is divided by the page size as C divides: it is in page 0, not -1."""
+        table, keys = metadata.block_kv_indices, metadata.seq_lens_k
+        columns = torch.arange(table.shape[1], device=table.device)
+        is_live = columns < torch.ceil(keys / pool.page_size).unsqueeze(1)
+        return replace(metadata, block_kv_indices=table.masked_fill(is_live & (table == -1), 0))
