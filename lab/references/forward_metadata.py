@@ -232,6 +232,56 @@ def dsa_forward_metadata(
 
 
 @dataclass(frozen=True)
+class DSV4ForwardMetadata:
+    """The right metadata of a pass on DeepSeek-V4's call, as Python numbers. Lengths and columns in use are of each query row,
+    the last two of each request.
+    """
+
+    seq_lens: list[int]
+    sparse_indices: list[list[int]]
+    cum_seq_lens_q: list[int]
+    request_lens: list[int]
+
+
+def dsv4_forward_metadata(
+    batch: Any, pool: Any, *, compress_ratio: int, topk_indices: Tensor | None = None
+) -> DSV4ForwardMetadata:
+    """Return the metadata of one pass of DeepSeek-V4 (SGLang 0.5.23).
+
+    The first 128 columns of a row are its token and those before it, in the sliding-window pool. The others are compressed
+    entries of its request: an entry is on the page of its tokens, in a pool whose pages have fewer entries. A row that sees no
+    entry has one column more with -1, if an entry stands for 4 or 128 tokens.
+
+    Args:
+        batch, pool: as in `forward_metadata`. The mode is not the first draft extend.
+        compress_ratio: tokens of a compressed entry; 0: there are none.
+        topk_indices: int [num_rows, index_topk], numbers of the entries that a row selects, as many of index_topk as there are;
+            None: all entries.
+    """
+    mode, rows, lasts = batch.forward_mode.name, list[tuple[int, int]](), list[int]()
+    for i, request in enumerate(batch.req_pool_indices.tolist()):
+        lasts.append(int(batch.seq_lens[i]) if mode in ("DECODE", "IDLE") else key_length(batch, i))
+        for seen in range(lasts[-1] - query_length(batch, i) + 1, lasts[-1] + 1):
+            rows.append((request, max(seen, 1) if mode == "DRAFT_EXTEND_V2" else seen))
+    while mode == "RAGGED_VERIFY" and rows and len(rows) < batch.num_tokens:
+        rows.append((rows[-1][0], 1))
+    table = []
+    for row, (request, seen) in enumerate(rows):
+        slots = pool.req_to_token[request].tolist()
+        cells = [int(pool.full_to_swa[slots[at]]) if at >= 0 else -1 for at in range(seen - 1, seen - 129, -1)]
+        groups = list(range(seen // compress_ratio)) if compress_ratio else []
+        if topk_indices is not None:
+            groups = topk_indices[row].tolist()[: len(groups)]
+        for group in groups:
+            page, offset = divmod(slots[group * compress_ratio], pool.page_size)
+            cells.append(page * (pool.page_size // compress_ratio) + offset // compress_ratio)
+        table.append(cells if groups or compress_ratio < 4 else [*cells, -1])
+    return DSV4ForwardMetadata(
+        [seen for _, seen in rows], table, _boundaries([query_length(batch, i) for i in range(len(lasts))]), lasts
+    )
+
+
+@dataclass(frozen=True)
 class BlockSparseForwardMetadata:
     """The right lengths of a block-sparse decode by query row, and the slots that each K/V head of each row attends to."""
 

@@ -126,6 +126,24 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
     return (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
 
 
+def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each query row its request, how many tokens it sees, and whether it is padding: ``[num_rows]`` each.
+
+    The batch has a request, or no rows. A row of padding has the last request.
+    """
+    keys, mode = key_lens(batch, attention), batch.forward_mode
+    if mode.query_rows.in_extend_seq_lens:
+        ends = device_lengths(batch, "extend_seq_lens").cumsum(0)
+    else:
+        ends = torch.full_like(keys, max_query_rows(batch)).cumsum(0)
+    is_of_requests = mode.query_rows is QueryRows.ONE or not batch.batch_size
+    row = torch.arange(batch.batch_size if is_of_requests else batch.num_tokens, device=keys.device)
+    request = torch.searchsorted(ends, row, right=True)
+    is_padding = request == batch.batch_size
+    request = request.clamp(max=batch.batch_size - 1)
+    return request, (keys[request] - (ends[request] - 1 - row)).clamp(min=0), is_padding
+
+
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
     """Return how many keys of a request ``seq_lens`` leaves out in this pass, such as drafted tokens.
 

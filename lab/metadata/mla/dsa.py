@@ -25,14 +25,7 @@ from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import (
-    DraftAttention,
-    check_attends,
-    device_lengths,
-    key_lens,
-    max_query_rows,
-    uncounted_tokens,
-)
+from lab.metadata.engine.lengths import DraftAttention, check_attends, seen_by_rows, uncounted_tokens
 from lab.metadata.mla.calls import MLALayer, layer_arguments
 from lab.metadata.mla.metadata import check_mla, longest_request
 from lab.metadata.mla.quantised import mla_query_dtype
@@ -121,17 +114,8 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
             f"{mode!r} is no mode of DSA (SGLang 0.5.23), which verifies and extends drafts of equally many rows: use "
             "TARGET_VERIFY or DRAFT_EXTEND_V2"
         )
-    keys, is_decode = key_lens(batch, DraftAttention.MLA), mode.query_rows is QueryRows.ONE
-    if mode.query_rows.in_extend_seq_lens:
-        ends = device_lengths(batch, "extend_seq_lens").cumsum(0)
-    else:
-        ends = torch.full_like(keys, max_query_rows(batch)).cumsum(0)
-    row = torch.arange(batch.batch_size if is_decode or not batch.batch_size else batch.num_tokens, device=pool.device)
-    request = torch.searchsorted(ends, row, right=True)
-    is_padding = request == batch.batch_size
-    request = request.clamp(max=batch.batch_size - 1)
-    seen = (keys[request] - (ends[request] - 1 - row)).clamp(min=0)
-    seq_lens = seen if is_decode else indexer.selected_lens(seen)
+    request, seen, is_padding = seen_by_rows(batch, DraftAttention.MLA)
+    seq_lens = seen if mode.query_rows is QueryRows.ONE else indexer.selected_lens(seen)
     places = pool.physical_slots(pool.req_to_token[batch.req_pool_indices[request]])
     return DSAMetadata(
         page_table_1=places.masked_fill(is_padding[:, None], NO_ENTRY).to(torch.int32),

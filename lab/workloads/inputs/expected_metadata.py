@@ -13,6 +13,7 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.context_parallel import ZigzagShard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.dsa import DSAMetadata
+from lab.metadata.mla.dsv4 import TOKENS_ALONE, WITHOUT_INDEXER, DSV4Metadata
 from lab.metadata.mla.metadata import (
     BLOCK_TABLE_TOKENS,
     DEAD_PAGE,
@@ -23,6 +24,7 @@ from lab.metadata.mla.metadata import (
 from lab.references.forward_metadata import (
     ForwardMetadata,
     dsa_forward_metadata,
+    dsv4_forward_metadata,
     encoder_only_verify,
     forward_metadata,
     mla_forward_metadata,
@@ -227,6 +229,51 @@ def wrong_dsa_metadata(
             "the places of the selected entries": (metadata.places(topk_indices)[:rows].tolist(), expected.places),
         }
     )
+
+
+def wrong_dsv4_metadata(
+    batch: ForwardBatch,
+    pool: KVPool,
+    metadata: DSV4Metadata,
+    compress_ratio: int | None = None,
+    topk_indices: torch.Tensor | None = None,
+) -> str:
+    """Return a sentence about the first error in the lengths or places of a pass of DeepSeek-V4; "" if there is none.
+
+    Args:
+        batch, pool, metadata: as in `wrong_metadata`.
+        compress_ratio: as in `DSV4Metadata.sparse_indices`; None: 0 for a draft model, and 128 for others.
+        topk_indices: as in `dsv4_forward_metadata`.
+    """
+    mode = batch.forward_mode
+    if compress_ratio is None:
+        is_draft = mode.extends_draft or (mode.query_rows is QueryRows.ONE and batch.spec_info is not None)
+        compress_ratio = TOKENS_ALONE if is_draft else WITHOUT_INDEXER
+    expected = dsv4_forward_metadata(batch, pool, compress_ratio=compress_ratio, topk_indices=topk_indices)
+    rows, top_k = len(expected.seq_lens), 0
+    if topk_indices is not None:
+        top_k = topk_indices.shape[1]
+        topk_indices = torch.nn.functional.pad(topk_indices, (0, 0, 0, len(metadata.seq_lens) - rows))
+    table = metadata.sparse_indices(compress_ratio, topk_indices)
+    lens = metadata.sparse_topk_lens(compress_ratio, top_k)[:rows].tolist()
+    pairs: dict[str, tuple[Any, Any]] = {
+        "dtypes": ({each.dtype for each in (metadata.seq_lens, table)}, {torch.int32}),
+        "seq_lens": (metadata.seq_lens[:rows].tolist(), expected.seq_lens),
+        "sparse_topk_lens": (lens, [len(cells) for cells in expected.sparse_indices]),
+        **{
+            f"sparse_indices[{row}]": (table[row, : len(cells)].tolist(), cells)
+            for row, cells in enumerate(expected.sparse_indices)
+        },
+    }
+    if mode.is_prefill:
+        assert metadata.cum_seq_lens_q is not None
+        assert metadata.request_lens is not None
+        pairs |= {
+            "cum_seq_lens_q": (metadata.cum_seq_lens_q.tolist(), expected.cum_seq_lens_q),
+            "request_lens": (metadata.request_lens.tolist(), expected.request_lens),
+            "max_q_len": (metadata.max_q_len, max(batch.extend_seq_lens_cpu or (), default=0)),
+        }
+    return _first_difference(pairs)
 
 
 def wrong_mla_prefill_metadata(

@@ -1,0 +1,318 @@
+"""SGLang's TRT-LLM backend of DeepSeek-V4: calls whose rows select recent tokens and compressed entries, in two pools.
+
+* compress ratio: how many tokens a compressed entry of a layer stands for: 1, 2, 4 or 128. A layer with 0 has only tokens.
+* group: the tokens of one compressed entry. Its last token's pass writes the entry.
+* place: the index of an entry in its pool, page * entries per page + offset in the page.
+
+The tokens lie in the pool's sliding-window pages. The compressed entries lie in its other pages, of page_size // ratio entries.
+
+The sources in SGLang 0.5.23 are `deepseek_v4_trtllm_backend.py` and `deepseek_v4_backend.py` in
+`sglang/srt/layers/attention/`; line numbers below are the second file's. The pass of DSpark's draft, whose rows also see later
+rows of their block, is not built here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.calls.selection import WINDOW_COLUMNS
+from lab.kernels import prepare
+from lab.metadata.engine.backend import RebuiltMetadata, buffer_in
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import (
+    DraftAttention,
+    check_attends,
+    device_lengths,
+    exclusive_cumsum,
+    host_lengths,
+    seen_by_rows,
+)
+from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.metadata import longest_request
+from lab.metadata.mla.quantised import mla_query_dtype
+
+TOKENS_ALONE, WITHOUT_INDEXER = 0, 128  # compress ratios: of no entries, and of entries that every row sees
+RATIOS = (TOKENS_ALONE, 1, 2, 4, WITHOUT_INDEXER)
+NO_ENTRY = -1
+COLUMNS_STEP = 64  # `_pad_last_dim` rounds the number of columns of a table up to it
+TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of rows (559)
+
+
+@dataclass(frozen=True)
+class DSV4Layer(MLALayer):
+    """The arguments of a layer's calls; those of `MLALayer` that absorption concerns have no meaning. An entry is key and value
+    as a whole. SGLang divides no entry by a scale, so that `k_scale` is 1.
+
+    Attributes:
+        compress_ratio: one of `RATIOS`.
+        sinks: ``[num_qo_heads]`` float32, or None. SGLang always has them.
+    """
+
+    compress_ratio: int = TOKENS_ALONE
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DSV4Cache:
+    """The entries of one layer in both pools.
+
+    Attributes:
+        storage: contiguous ``[num_entries, head_dim]``: the sliding-window pages, then the pages of compressed entries.
+        pool: the pool that the pages are of.
+        compress_ratio: the layer's.
+    """
+
+    storage: Tensor
+    pool: KVPool
+    compress_ratio: int
+
+    @classmethod
+    def over(cls, pool: KVPool, head_dim: int, dtype: torch.dtype, compress_ratio: int) -> "DSV4Cache":
+        """Make a zero-filled cache."""
+        check_dsv4(pool)
+        assert pool.swa_num_pages is not None
+        compressed = pool.num_pages * pool.page_size // compress_ratio if compress_ratio else 0
+        entries = pool.swa_num_pages * pool.page_size + compressed
+        return cls(torch.zeros(entries, head_dim, dtype=dtype, device=pool.device), pool, compress_ratio)
+
+    @property
+    def window(self) -> PagedLatentCache:
+        """Return the tokens' entries, in sliding-window pages."""
+        return PagedLatentCache(self.storage[: self._num_tokens].unflatten(0, (-1, self.pool.page_size)))
+
+    @property
+    def compressed(self) -> PagedLatentCache:
+        """Return the compressed entries. A layer without any passes the tokens' pages in their place, as SGLang does."""
+        if self.compress_ratio == TOKENS_ALONE:
+            return self.window
+        per_page = self.pool.page_size // self.compress_ratio
+        return PagedLatentCache(self.storage[self._num_tokens :].unflatten(0, (-1, per_page)))
+
+    @property
+    def _num_tokens(self) -> int:
+        assert self.pool.swa_num_pages is not None
+        return self.pool.swa_num_pages * self.pool.page_size
+
+    def write(self, slots: Tensor, entries: Tensor, compressed: Tensor) -> None:
+        """Store the entry of one token at each slot, and the compressed entry of each group whose last token is among them.
+
+        Args:
+            slots: ``[n]`` int64, slots of the full pool.
+            entries: ``[n, head_dim]`` in the cache's dtype.
+            compressed: ``[n, head_dim]``, the compressed entry of the group that ends at the token; other rows are not read.
+        """
+        self.window.write(self.pool.swa_slots(slots), entries)
+        if self.compress_ratio != TOKENS_ALONE:
+            ends = (slots + 1) % self.compress_ratio == 0
+            self.compressed.write(slots[ends] // self.compress_ratio, compressed[ends])
+
+
+@dataclass(frozen=True, eq=False)
+class DSV4Metadata:
+    """The metadata of a pass on DeepSeek-V4's call.
+
+    Attributes:
+        seq_lens: ``[num_rows]`` int32, how many tokens of its request each row sees.
+        window: ``[num_rows, 128]`` int32, the places of the row's token and of the tokens before it, in this order; then -1.
+        page_table: ``[num_rows, columns]`` int32, the pages of the row's request. Cells after its tokens may hold anything.
+        page_size: tokens per page.
+        cum_seq_lens_q: ``[batch_size + 1]`` int32, the first row of each request in a prefill; None in other modes, whose
+            rows are requests of one row in the call.
+        request_lens: ``[batch_size]`` int32, tokens of each request in a prefill.
+        max_q_len: the most rows of a request in a prefill.
+    """
+
+    seq_lens: Tensor
+    window: Tensor
+    page_table: Tensor
+    page_size: int
+    cum_seq_lens_q: Tensor | None = None
+    request_lens: Tensor | None = None
+    max_q_len: int | None = None
+
+    def sparse_indices(self, compress_ratio: int, topk_indices: Tensor | None = None) -> Tensor:
+        """Return the call's ``sparse_indices``: the window's columns, then those of compressed entries, a multiple of 64.
+
+        Args:
+            compress_ratio: one of `RATIOS`.
+            topk_indices: ``[num_rows, top_k]`` int32, the indexer's output: numbers of groups of the row's request, then -1.
+                None for a ratio of 0, and of 128, at which a row sees all its entries.
+        """
+        if compress_ratio == TOKENS_ALONE:
+            return self.window
+        per_page, groups = self.page_size // compress_ratio, topk_indices
+        if compress_ratio == WITHOUT_INDEXER:
+            number = torch.arange(self.page_table.shape[1] * per_page, device=self.seq_lens.device)
+            groups = torch.where(number < self.seq_lens[:, None] // compress_ratio, number, NO_ENTRY)
+        if groups is None:
+            raise ValueError(f"a layer with compress_ratio={compress_ratio} has an indexer: pass topk_indices")
+        pages = self.page_table.gather(1, groups.clamp(min=0).long() // per_page)
+        places = (pages * per_page + groups % per_page).masked_fill(groups < 0, NO_ENTRY).to(torch.int32)
+        padding = (0, -places.shape[1] % COLUMNS_STEP)
+        return torch.cat([self.window, torch.nn.functional.pad(places, padding, value=NO_ENTRY)], dim=1)
+
+    def sparse_topk_lens(self, compress_ratio: int, index_topk: int) -> Tensor:
+        """Return the call's ``sparse_topk_lens``: ``[num_rows]`` int32, 128 plus the number of the row's compressed entries.
+
+        At the ratios 4 and 128 a row without a compressed entry has one column more, which holds -1 (887 and 510).
+        """
+        entries = torch.zeros_like(self.seq_lens)
+        if compress_ratio != TOKENS_ALONE:
+            entries = self.seq_lens // compress_ratio
+        if compress_ratio >= 4:
+            entries = entries.clamp(min=1)
+        if compress_ratio != WITHOUT_INDEXER:
+            entries = entries.clamp(max=index_topk)
+        return entries + WINDOW_COLUMNS
+
+
+def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
+    """Build the metadata of one pass in new tensors (SGLang 0.5.23). The host reads nothing.
+
+    Each query row sees the tokens up to its own. A draft step sees only the tokens before the draft. In a draft extend a row
+    sees one token at least, which matters for padding requests (2424). Rows of padding after a ragged verification's see the
+    first token of the last request. Those of other modes have no metadata.
+
+    The page table has a column for each page of the longest request that the host knows of, and in a draft extend one column:
+    a draft model has no compressed entries.
+
+    Raises:
+        ValueError: the mode is DRAFT_EXTEND or PREBUILT, batch and pool are on different devices, the pool has no
+            sliding-window pages or its pages are no multiple of 128 tokens, or the batch lacks a number that the mode needs.
+    """
+    check_dsv4(pool)
+    check_attends(batch, pool)
+    mode = batch.forward_mode
+    if mode.query_rows is QueryRows.ACCEPTED:
+        raise ValueError(f"{mode!r} is no mode of DSV4 (SGLang 0.5.23): use DRAFT_EXTEND_V2, of equally many rows")
+    request, seen, is_padding = seen_by_rows(batch, DraftAttention.MLA)
+    columns, of_prefill = pool.block_table_width, dict[str, Any]()
+    if mode.is_prefill or mode.extends_draft:
+        rows = host_lengths(batch, "extend_seq_lens_cpu")
+        request, seen, is_padding = (each[: sum(rows)] for each in (request, seen, is_padding))
+    if mode.extends_draft:
+        seen, columns = seen.clamp(min=1), 1
+    if mode.is_prefill:
+        columns = -(-longest_request(batch, pool) // pool.page_size)
+        of_prefill = {
+            "cum_seq_lens_q": exclusive_cumsum(device_lengths(batch, "extend_seq_lens")),
+            "request_lens": batch.seq_lens.to(torch.int32, copy=True),
+            "max_q_len": max(rows, default=0),
+        }
+    seen = seen.masked_fill(is_padding, 1)
+    row = batch.req_pool_indices[request]
+    position = seen[:, None] - 1 - torch.arange(WINDOW_COLUMNS, device=pool.device)
+    slots = pool.req_to_token[row[:, None], position.clamp(min=0)].masked_fill(position < 0, NO_ENTRY)
+    return DSV4Metadata(
+        seq_lens=_whole_tiles(seen, 1),
+        window=_whole_tiles(pool.swa_slots(slots), NO_ENTRY),
+        page_table=pool.pages(pool.req_to_token[row, : columns * pool.page_size : pool.page_size]),
+        page_size=pool.page_size,
+        **of_prefill,
+    )
+
+
+def check_dsv4(pool: KVPool) -> None:
+    """Raise ValueError unless the backend supports the pool. SGLang's own has pages of 256 tokens."""
+    if pool.full_to_swa is None or pool.page_size % WITHOUT_INDEXER:
+        raise ValueError(
+            f"a pool of DSV4 has sliding-window pages and whole groups of {WITHOUT_INDEXER} tokens in a page: "
+            f"page_size={pool.page_size}, swa_num_pages={pool.swa_num_pages}"
+        )
+
+
+def _whole_tiles(rows: Tensor, value: int) -> Tensor:
+    """Return the rows as int32 in new storage that goes on to the end of a tile of rows, filled with `value`."""
+    num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
+    tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
+    tiles[: len(rows)] = rows
+    return tiles[: len(rows)]
+
+
+@dataclass(frozen=True, eq=False)
+class DSV4Backend:
+    """Build metadata and make DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
+
+    Attributes:
+        implementation, query_dtype: as in `lab.metadata.mla.backend.TRTLLMMLABackend`.
+        index_topk: the most compressed entries that the indexer selects for a row.
+    """
+
+    implementation: Any = None
+    index_topk: int = 512
+    query_dtype: torch.dtype | None = None
+
+    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
+        return build_dsv4_metadata(batch, pool)
+
+    def new_buffers(
+        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
+    ) -> dict[GraphMode, RebuiltMetadata[DSV4Metadata]]:
+        return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
+
+    def prepare_attention(
+        self,
+        batch: ForwardBatch,
+        metadata: DSV4Metadata,
+        layer: DSV4Layer,
+        query: Tensor,
+        cache: DSV4Cache,
+        *,
+        max_context_len: int | None = None,
+        out: Tensor,
+        topk_indices: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` after the metadata's rows,
+        which are padding, become 0.
+
+        Args:
+            topk_indices: the indexer's output for each of the metadata's rows, as in `DSV4Metadata.sparse_indices`. Each call
+                reads it anew.
+
+        Raises:
+            ValueError: the layer has an indexer and there is no `topk_indices`, or the query has fewer rows than the metadata.
+        """
+        rows, ratio = len(metadata.seq_lens), layer.compress_ratio
+        if rows > len(query):
+            raise ValueError(f"the query has {len(query)} rows: pass one for each of the metadata's {rows}")
+        if rows == 0:
+            return out.zero_
+        given = buffer_in(query[:rows], self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype))
+        indices = _whole_tiles(metadata.sparse_indices(ratio, topk_indices), NO_ENTRY)
+        lens = _whole_tiles(metadata.sparse_topk_lens(ratio, self.index_topk), WINDOW_COLUMNS)
+        is_prefill = metadata.cum_seq_lens_q is not None
+        arguments: dict[str, Any] = {
+            "query": given if is_prefill else given.unsqueeze(1),
+            "swa_kv_cache": cache.window.with_head_axis(),
+            "workspace_buffer": None,
+            "sparse_indices": indices,
+            "compressed_kv_cache": cache.compressed.with_head_axis(),
+            "sparse_topk_lens": lens,
+            "seq_lens": metadata.request_lens if is_prefill else metadata.seq_lens,
+            "out": out[:rows] if is_prefill else out[:rows].unsqueeze(1),
+            "bmm1_scale": layer.softmax_scale,
+            "bmm2_scale": 1.0,
+            "sinks": layer.sinks,
+        }
+        if is_prefill:
+            arguments |= {"cum_seq_lens_q": metadata.cum_seq_lens_q, "max_q_len": metadata.max_q_len}
+        call = prepare(self.implementation, AttentionCall.DSV4_DECODE.value, **arguments)
+
+        def run() -> Tensor:
+            if given.dtype != query.dtype:
+                given.copy_(query[:rows])
+            indices.copy_(metadata.sparse_indices(ratio, topk_indices))
+            lens.copy_(metadata.sparse_topk_lens(ratio, self.index_topk))
+            call()
+            out[rows:].zero_()
+            return out
+
+        return run

@@ -1,0 +1,149 @@
+"""DSV4's lengths and places against loops over rows, its cache, what is refused, and rows of padding."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.metadata import ForwardMode, KVPool, SpecInfo
+from lab.metadata.engine.lengths import pad_requests
+from lab.metadata.mla.dsv4 import RATIOS, DSV4Backend, DSV4Cache, DSV4Layer, build_dsv4_metadata
+from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata
+from tests.metadata.batches import EXTENDS, Case, all_modes, build, drawn_cases
+from tests.metadata.host_reads import ForbidHostReads
+
+DRAFTS = [ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY, ForwardMode.DRAFT_EXTEND_V2]
+MODES = [ForwardMode.DECODE, ForwardMode.IDLE, *DRAFTS, *EXTENDS]
+BF16 = torch.bfloat16
+
+
+def of_dsv4(case: Case) -> Case:
+    """Return the case with a sliding window and pages of 128 or 256 tokens, which a request fills."""
+    page_size = 256 if case.page_size > 64 else 128
+    longest = max(*case.total_lens, 3 * page_size, case.max_context_len)
+    return replace(case, page_size=page_size, max_context_len=longest, sliding_window=True, virtual_slots=False)
+
+
+CASES = st.one_of(
+    st.sampled_from([of_dsv4(case) for case in all_modes() if case.mode in MODES]), drawn_cases(MODES).map(of_dsv4)
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(CASES, st.sampled_from(RATIOS))
+def test_lengths_and_places_equal_the_loops(case: Case, ratio: int) -> None:
+    batch, pool = build(case)
+    with ForbidHostReads():
+        metadata = build_dsv4_metadata(batch, pool)
+    topk = None
+    if ratio in (1, 2, 4):
+        numbers = torch.arange(5, dtype=torch.int32).flip(0).repeat(len(metadata.seq_lens), 1)
+        held = metadata.seq_lens[:, None] // ratio
+        topk = torch.where(held >= 5, numbers, torch.where(numbers.flip(1) < held, numbers.flip(1), -1))
+    if case.mode.extends_draft:
+        ratio, topk = 0, None
+    assert wrong_dsv4_metadata(batch, pool, metadata, ratio, topk) == ""
+    assert metadata.sparse_indices(ratio, topk).shape[1] % 64 == 0
+
+
+@pytest.mark.parametrize("fields", [{"sliding_window": False}, {"page_size": 64}])
+def test_pools_without_a_window_or_whole_groups_are_refused(fields: dict[str, Any]) -> None:
+    case = replace(of_dsv4(Case(ForwardMode.DECODE, (9,))), **fields)
+    with pytest.raises(ValueError, match="a pool of DSV4 has sliding-window pages and whole groups of 128"):
+        build_dsv4_metadata(*build(case))
+
+
+def test_a_first_draft_extend_is_refused() -> None:
+    batch, pool = build(of_dsv4(Case(ForwardMode.DRAFT_EXTEND, (9, 40), (1, 2))))
+    with pytest.raises(ValueError, match="is no mode of DSV4"):
+        build_dsv4_metadata(batch, pool)
+
+
+def test_tables_lie_in_whole_tiles_of_rows() -> None:
+    """What the kernel reads after the last row is inert: one token, and no entry."""
+    metadata = build_dsv4_metadata(*build(of_dsv4(Case(ForwardMode.DECODE, (40, 33)))))
+    for tensor, inert in ((metadata.seq_lens, 1), (metadata.window, -1)):
+        rows = tensor.as_strided((64, *tensor.shape[1:]), tensor.stride())
+        assert rows[2:].eq(inert).all()
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_an_entry_is_written_with_the_last_token_of_its_group(ratio: int) -> None:
+    pool = KVPool(num_requests=2, max_context_len=300, page_size=128, num_pages=7, swa_num_pages=6)
+    row = pool.add_request(300)
+    slots, cache = pool.slots(row, 0, 300), DSV4Cache.over(pool, 1, torch.float32, ratio)
+    tokens, compressed = (torch.arange(300.0)[:, None] + start for start in (1000, 2000))
+    for first, last in ((0, 250), (250, 300)):
+        cache.write(slots[first:last], tokens[first:last], compressed[first:last])
+    assert cache.window.storage.flatten()[pool.swa_slots(slots)].tolist() == tokens.flatten().tolist()
+    if ratio:
+        metadata = build_dsv4_metadata(*_of_one(pool, row, 300))
+        places = metadata.sparse_indices(ratio, torch.arange(300 // ratio, dtype=torch.int32)[None])[0, 128:]
+        found = cache.compressed.storage.flatten()[places[: 300 // ratio].long()]
+        assert found.tolist() == compressed[ratio - 1 :: ratio].flatten()[: 300 // ratio].tolist()
+    else:
+        assert cache.compressed.storage.data_ptr() == cache.window.storage.data_ptr()
+
+
+def _of_one(pool: KVPool, row: int, length: int) -> Any:
+    batch, _ = build(of_dsv4(Case(ForwardMode.DECODE, (length,), max_context_len=300)))
+    return replace(batch, req_pool_indices=torch.tensor([row])), pool
+
+
+@pytest.mark.parametrize("ratio", [0, 4])
+def test_each_call_reads_query_and_selection_anew(ratio: int) -> None:
+    """Padding requests that come after the metadata are in no call; a query is cast in each call."""
+    batch, pool = build(of_dsv4(Case(ForwardMode.DECODE, (40, 33))))
+    metadata, padded = build_dsv4_metadata(batch, pool), pad_requests(batch, 4)
+    seen: list[dict[str, Any]] = []
+
+    def kernel(out: torch.Tensor, **arguments: Any) -> None:
+        seen.append(
+            {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in arguments.items()}
+        )
+        out.fill_(2.0)
+
+    query, out = torch.full((4, 3, 16), 0.3, dtype=BF16), torch.full((4, 3, 16), 9.0)
+    backend = DSV4Backend(SimpleNamespace(trtllm_batch_decode_sparse_mla_dsv4=kernel), 3)
+    cache, layer = DSV4Cache.over(pool, 16, torch.float8_e4m3fn, ratio), DSV4Layer(0.25, compress_ratio=ratio)
+    topk = torch.tensor([[7, 0, 1], [2, 1, 5]], dtype=torch.int32)
+    attend = backend.prepare_attention(padded, metadata, layer, query, cache, out=out, topk_indices=topk)
+    attend()
+    assert out[:2].eq(2.0).all()
+    assert not out[2:].any()
+    topk[:] = topk.flip(1)
+    query.fill_(0.7)
+    attend()
+    for call, value, chosen in zip(seen, (0.3, 0.7), (topk.flip(1), topk), strict=True):
+        assert call["query"].dtype == torch.float8_e4m3fn
+        assert call["query"].float().eq(torch.tensor(value).to(torch.float8_e4m3fn).float()).all()
+        assert call["query"].shape == (2, 1, 3, 16)
+        assert call["sparse_indices"].tolist() == metadata.sparse_indices(ratio, chosen).tolist()
+        assert call["sparse_topk_lens"].tolist() == [128 + (3 if ratio else 0)] * 2
+
+
+def test_what_a_call_lacks() -> None:
+    batch, pool = build(of_dsv4(Case(ForwardMode.DECODE, (40, 33))))
+    metadata, cache = build_dsv4_metadata(batch, pool), DSV4Cache.over(pool, 16, BF16, 4)
+    query, layer = torch.zeros(2, 3, 16, dtype=BF16), DSV4Layer(0.25, compress_ratio=4)
+    with pytest.raises(ValueError, match="a layer with compress_ratio=4 has an indexer: pass topk_indices"):
+        DSV4Backend().prepare_attention(batch, metadata, layer, query, cache, out=query)
+    with pytest.raises(ValueError, match="the query has 1 rows: pass one for each of the metadata's 2"):
+        DSV4Backend().prepare_attention(batch, metadata, layer, query[:1], cache, out=query)
+
+
+def test_an_empty_batch_makes_no_call() -> None:
+    batch, pool = build(of_dsv4(Case(ForwardMode.IDLE, (), num_padding_rows=2)))
+    out, query = torch.full((2, 3, 16), 9.0), torch.zeros(2, 3, 16, dtype=BF16)
+    metadata, cache = build_dsv4_metadata(batch, pool), DSV4Cache.over(pool, 16, BF16, 0)
+    assert not DSV4Backend().prepare_attention(batch, metadata, DSV4Layer(1.0), query, cache, out=out)().any()
+
+
+def test_a_padding_request_of_a_draft_extend_sees_a_token_in_each_row() -> None:
+    batch, pool = build(of_dsv4(Case(ForwardMode.DRAFT_EXTEND_V2, (40, 33), (4, 4))))
+    batch = pad_requests(replace(batch, spec_info=SpecInfo(num_tokens_per_req=4)), 3)
+    assert build_dsv4_metadata(batch, pool).seq_lens.tolist() == [37, 38, 39, 40, 30, 31, 32, 33, 1, 1, 1, 1]
