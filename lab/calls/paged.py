@@ -156,6 +156,7 @@ class DecodeCall:
             )
         if self.mask is not None:
             arguments.check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
+        arguments.check_o_scale(self.o_scale, arguments.output_dtype(self))
         problem = _posed(
             self,
             kv_bound="max_seq_len",
@@ -166,7 +167,6 @@ class DecodeCall:
             mask=self.mask,
             by_kv_head=self.enable_block_sparse_attention,
         )
-        arguments.check_o_scale(self.o_scale, problem.out_dtype)
         argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
         has_rank = context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)
         if not has_rank or self.causal_seqlens_kv_global is None:

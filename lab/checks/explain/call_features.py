@@ -338,11 +338,10 @@ def features_of_call(
         read = (around or {}) | earlier
         return CallFeatures(kept(read, read))
     kv_lens, offsets = problem.kv_lens(), problem.row_offsets()
+    page_size = problem.page_size if isinstance(problem, PagedAttention) else TILE
     read = _read_call(interface, arguments, problem)
     read = {name: read.get(name) for name in OF_TENSORS | OF_CALL} | earlier
     q_lens = [after - before for before, after in pairwise(offsets)]
-    page_size, selections = TILE, list[Read]()
-    if isinstance(problem, PagedAttention):
-        page_size, selections = problem.page_size, _read_selections(problem)
+    selections = _read_selections(problem) if isinstance(problem, PagedAttention) else []
     window_left = arguments.get("window_left", -1)
     return CallFeatures.of_lengths(read, kv_lens, q_lens, page_size, window_left, around, selections)

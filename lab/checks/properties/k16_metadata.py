@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lab import references
 from lab.checks.case_run import CaseRun, Result
@@ -17,10 +18,11 @@ from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases
+from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.expected_metadata import wrong_eager_metadata, wrong_shard
-from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
+from lab.workloads.inputs.forward_pass import EnginePass, ForwardPass, build_forward
 from lab.workloads.interfaces import MetadataFunction
 
 
@@ -39,10 +41,7 @@ def _judge(run: CaseRun) -> None:
         build = partial(build, expand_encoder_only_verify=True)
     forward = build_forward(run.case, run.device, build)
     _parity(run, "the metadata", forward)
-    out = torch.full_like(forward.query, float("nan"))
-    what = "attention by this metadata"
-    if run.expect_readable(what, partial(forward.run, references, out)):
-        run.expect_close(what, Result(forward.rows_of_requests(out), None), forward.truth())
+    expect_attention(run, forward)
     # The same builder for a larger pass, then for the first again: nothing may be left from either.
     larger = replace(run.case, prefix_lens=run.case.prefix_lens * 2, q_lens=run.case.q_lens * 2, seed=run.case.seed + 1)
     _parity(run, "the metadata of a larger pass", build_forward(larger, run.device, build))
@@ -61,12 +60,23 @@ def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
     names = ("seq_lens", "req_pool_indices")
     batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
     metadata = builder_of(run, MetadataFunction.MHA_METADATA)(batch, forward.pool)
-    lengths = metadata.cache_seqlens_int32.tolist()
     run.judged += 1
+    expect_own_lengths(run, metadata.cache_seqlens_int32, batch)
+
+
+def expect_attention(run: CaseRun, forward: EnginePass) -> None:
+    """Expect that attention by the metadata of a pass gives the output that the requests' histories give."""
+    out, what = forward.new_out(), "attention by this metadata"
+    if run.expect_readable(what, partial(forward.run, references, out)):
+        run.expect_close(what, Result(forward.rows_of_requests(out), None), forward.truth())
+
+
+def expect_own_lengths(run: CaseRun, lengths: Tensor, batch: ForwardBatch) -> None:
+    """Change the lengths of a batch in place. Expect that `lengths`, those of its metadata, do not change with them."""
+    before = lengths.clone()
     batch.seq_lens.add_(1)
     wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
-    is_wrong = metadata.cache_seqlens_int32.tolist() != lengths
-    run.expect("own tensors", [wrong] if is_wrong else [], "invariants")
+    run.expect("own tensors", () if torch.equal(lengths, before) else [wrong], "invariants")
 
 
 def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:

@@ -8,16 +8,13 @@ further batches, without attention.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-
-from lab import references
-from lab.checks.case_run import CaseRun, Result
+from lab.checks.case_run import CaseRun
 from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.k16_metadata import expect_attention, expect_own_lengths
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.inputs.expected_metadata import wrong_eager_mla_metadata
@@ -43,18 +40,11 @@ def _judge(run: CaseRun) -> None:
     build = builder_of(run, MetadataFunction.MLA_METADATA)
     forward = build_mla_pass(run.case, run.device, build)
     _parity(run, "the metadata", forward)
-    out = forward.new_out()
-    what = "attention by this metadata"
-    if run.expect_readable(what, partial(forward.run, references, out)):
-        run.expect_close(what, Result(out, None), forward.truth())
+    expect_attention(run, forward)
     others = replace(run.case, prefix_lens=run.case.prefix_lens[::-1], q_lens=run.case.q_lens[::-1], seed=1)
     _parity(run, "the metadata of other requests", build_mla_pass(others, run.device, build))
     _parity(run, "the first pass's metadata, after another of its shape", forward)
-    lengths = forward.metadata.seq_lens_k.clone()
-    forward.batch.seq_lens.add_(1)
-    wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
-    is_wrong = not torch.equal(forward.metadata.seq_lens_k, lengths)
-    run.expect("own tensors", [wrong] if is_wrong else [], "invariants")
+    expect_own_lengths(run, forward.metadata.seq_lens_k, forward.batch)
 
 
 def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
