@@ -11,14 +11,13 @@ from corpus.models.ragged import Ragged, RaggedReadOnce
 from corpus.wrong import wrong
 from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention
-from lab.workloads.inputs.encoding import raw
 
 
 def _with_keys(problem: RaggedAttention, starts: Tensor, lengths: Tensor) -> RaggedAttention:
     """Return a problem whose requests have these keys: so many, from these tokens on."""
     pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
     index = torch.cat([torch.arange(start, start + length) for start, length in pairs]).to(problem.key.device)
-    key, value = (raw(side)[index].view(side.dtype) for side in (problem.key, problem.value))
+    key, value = (side[index] for side in (problem.key, problem.value))
     seq_lens = lengths.to(torch.int32)
     return replace(problem, key=key, value=value, seq_lens=seq_lens, cu_seqlens_kv=_offsets(seq_lens))
 
@@ -101,7 +100,7 @@ class RaggedCalls(Ragged):
     def ragged_groups_interleaved(self, problem):
         """Query head h reads K/V head h % num_kv_heads."""
         group = problem.group
-        key, value = (torch.cat([raw(side)] * group, dim=1).view(side.dtype) for side in (problem.key, problem.value))
+        key, value = (torch.cat([side] * group, dim=1) for side in (problem.key, problem.value))
         return replace(problem, key=key, value=value)
 
     ragged_heads_beyond64_zero = wrong(finish=lambda _, problem, out, lse_log2: out[:, 64:].zero_())(
@@ -213,7 +212,7 @@ class RaggedCalls(Ragged):
         if stride * len(key) < 2**31:
             return problem
         read = torch.arange(len(key), device=key.device) * stride % 2**31 // stride
-        return replace(problem, key=raw(key)[read].view(key.dtype))
+        return replace(problem, key=key[read])
 
     @wrong(stage="finish_call")
     def ragged_scratch_taken_for_zero(self, call, out):

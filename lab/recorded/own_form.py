@@ -32,7 +32,6 @@ from lab.recorded.call import (
     size_bytes,
     unrepeated,
 )
-from lab.references.quantization import indexed
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 FORM, VERSION = "a call recorded by trtllm-attention-lab", 3
@@ -242,6 +241,6 @@ def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
     whole, parts = tensor.detach(), [unrepeated(tensor.detach())]
     if pages is not None:
         at_once = max(1, MOST_COPIED_BYTES // max(math.prod(whole.shape[1:]) * whole.element_size(), 1))
-        parts = [indexed(whole, some.to(whole.device)) for some in pages.split(at_once)]
+        parts = [whole[some.to(whole.device)] for some in pages.split(at_once)]
     on_host = (each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in parts)
     return torch.cat([each.flatten().view(torch.uint8) for each in on_host])

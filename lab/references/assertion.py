@@ -14,7 +14,7 @@ from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
-from lab.references.quantization import dequantize_nvfp4, indexed
+from lab.references.quantization import dequantize_nvfp4
 from lab.references.selected_truth import truth_of_selected, with_requests
 from lab.references.softmax_attention import Rules, truth_of_requests
 
@@ -213,7 +213,7 @@ def _without_unseen(history: History, q_len: int, window_left: int) -> History:
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
     for side in (k, v):
-        side.view(torch.uint8)[:unseen] = 0  # torch does not fill float8
+        side[:unseen] = 0
     return k, v
 
 
@@ -231,7 +231,7 @@ def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_s
     NVFP4.
     """
     slots = places // page_size, slice(None), places % page_size
-    entries = indexed(cache, slots)
+    entries = cache[slots]
     if scale_factors is None:
         return entries
-    return dequantize_nvfp4(entries, indexed(scale_factors, slots)).to(torch.float32)  # exact: of six bits
+    return dequantize_nvfp4(entries, scale_factors[slots]).to(torch.float32)  # exact: of six bits

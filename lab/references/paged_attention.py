@@ -15,7 +15,7 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, indexed, rounded
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 from lab.references.softmax_attention import PIECE_ELEMENTS, Tile, TiledKV, attention_by_tiles, tiles, visible_keys
 
 
@@ -322,7 +322,7 @@ def _solve(problem: PagedAttention, piece: _Piece, v_head_dim: int) -> tuple[tor
         v_head_dim=v_head_dim,
     )
     visible = partial(_visible, problem, piece, kv_len)
-    return attention_by_tiles(indexed(problem.query, piece.query_rows), kv, visible, problem)
+    return attention_by_tiles(problem.query[piece.query_rows], kv, visible, problem)
 
 
 def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tensor:
@@ -349,11 +349,11 @@ def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: tor
     def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]
         return stored.view(-1, num_keys // stored.shape[2], *stored.shape[1:]).transpose(1, 2)
 
-    entries = by_head(indexed(cache, pages))
+    entries = by_head(cache[pages])
     if scale_factors is None:
         entries = entries.to(torch.float64, memory_format=torch.contiguous_format)
     else:
-        entries = dequantize_nvfp4(entries, by_head(indexed(scale_factors, pages)))
+        entries = dequantize_nvfp4(entries, by_head(scale_factors[pages]))
     return entries.reshape(-1, num_keys, entries.shape[-1])
 
 

@@ -1,7 +1,5 @@
 """Convert K/V to the stored form of a quantised cache, e4m3 or NVFP4, and from NVFP4 to float64."""
 
-from typing import Any
-
 import torch
 
 from lab.calls.problem import E4M3, INTERLEAVED_TOKENS, NVFP4_BLOCK
@@ -85,10 +83,3 @@ def deinterleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
     pages, heads, page_size, count = scale_factors.shape
     grouped = scale_factors.reshape(pages, heads, page_size // INTERLEAVED_TOKENS, count, INTERLEAVED_TOKENS)
     return grouped.transpose(3, 4).reshape(scale_factors.shape)
-
-
-def indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Return `tensor[index]`. torch cannot index float8, so its bytes are indexed."""
-    if tensor.dtype == E4M3:
-        return tensor.view(torch.uint8)[index].view(E4M3)
-    return tensor[index]

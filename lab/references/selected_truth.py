@@ -6,7 +6,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from lab.references.errors import Truth
-from lab.references.quantization import indexed
 from lab.references.softmax_attention import Rules, requests_of_rows, truth_of_requests
 
 
@@ -24,7 +23,7 @@ def truth_of_selected(
         rules: scales, sinks and dtypes.
     """
     of_rows = [
-        (indexed(keys, row[row >= 0]), indexed(values, row[row >= 0]))
+        (keys[row[row >= 0]], values[row[row >= 0]])
         for (keys, values), rows in zip(histories, selected, strict=True)
         for row in rows
     ]
@@ -51,7 +50,7 @@ def truth_of_heads(
     parts = []
     for head, rows in enumerate(query.split(query.shape[1] // num_kv_heads, dim=1)):
         of_head = [
-            (indexed(keys[:, head : head + 1], own[:, head]), indexed(values[:, head : head + 1], own[:, head]))
+            (keys[own[:, head], head : head + 1], values[own[:, head], head : head + 1])
             for (keys, values), own in zip(histories, seen, strict=True)
         ]
         sinks = None if rules.sinks is None else rules.sinks.chunk(num_kv_heads)[head]

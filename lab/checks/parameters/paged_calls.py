@@ -16,7 +16,6 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, build_attention
 from lab.workloads.inputs.call import BuiltCall, random_mask
-from lab.workloads.inputs.encoding import raw
 from lab.workloads.inputs.guards import embedded
 from lab.workloads.inputs.masks import draft_masks, strictly_causal, with_bits_after
 from lab.workloads.inputs.ragged import padded
@@ -92,7 +91,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
             block_tables[request, last] = block_tables[request, last - 1]
             positions = torch.arange(kv_len, device=block_tables.device)
             positions[last * size :] -= size
-            keys, values = (raw(side)[positions].view(side.dtype) for side in histories[request])
+            keys, values = (side[positions] for side in histories[request])
             histories[request] = keys, values
     return replace(inputs, block_tables=block_tables, histories=tuple(histories))
 

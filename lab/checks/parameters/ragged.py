@@ -55,7 +55,7 @@ from lab.checks.parameters.values import (
 from lab.ranges import Ranges, dtype_of, text_of
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.call import BuiltCall
-from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged, joined, padded
+from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged, padded
 from lab.workloads.inputs.views import GAP, Layout
 from lab.workloads.ragged_case import RaggedCase
 
@@ -241,10 +241,10 @@ def _keys_and_values(call: BuiltCall) -> None:
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
     if form == KV.ONE_TENSOR:
-        key, value = joined((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
+        key, value = torch.cat((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
     elif form == KV.V_OF_A_PROJECTION:  # which has the keys' elements without position before the values
         without_position = key.shape[-1] // 2 // GAP * GAP
-        value = joined((key[..., :without_position], value), dim=-1)[..., without_position:]
+        value = torch.cat((key[..., :without_position], value), dim=-1)[..., without_position:]
     elif form == KV.V_APART:
         value = Layout.TOKENS_APART.of(value)
     else:

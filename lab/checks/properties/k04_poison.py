@@ -8,7 +8,7 @@ a window are freed, and entries that no row selects are dead too. No bit of the 
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.attention_case import Dead, TableTail
-from lab.workloads.inputs.encoding import fill, fill_dead, raw
+from lab.workloads.inputs.encoding import fill, fill_dead
 
 
 def _judge(run: CaseRun) -> None:
@@ -33,7 +33,7 @@ def _judge(run: CaseRun) -> None:
 def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
     """Make the call with the numbers of `Storage.dead` in all entries that no row selects. The result must not change."""
     inputs = run.build(dead=dead)
-    places, entries = inputs.places(), raw(inputs.k_pages).flatten(0, 1)
+    places, entries = inputs.places(), inputs.k_pages.flatten(0, 1)
     selected = places[places >= 0].long()
     kept = entries[selected]
     fill_dead(inputs.k_pages[run.case.storage.first_page :], dead)

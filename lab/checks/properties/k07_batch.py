@@ -15,7 +15,6 @@ from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.checks.properties.variants import Variant, part
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import CallInputs
-from lab.workloads.inputs.ragged import joined
 
 SHARED_PAGES = 2
 
@@ -77,7 +76,7 @@ def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
     block_tables[:, :pages] = inputs.block_tables[donor, :pages]
     tokens, (keys, values) = pages * page_size, inputs.histories[donor]
     histories = tuple(
-        (joined((keys[:tokens][: len(k)], k[tokens:])), joined((values[:tokens][: len(v)], v[tokens:])))
+        (torch.cat((keys[:tokens][: len(k)], k[tokens:])), torch.cat((values[:tokens][: len(v)], v[tokens:])))
         for k, v in inputs.histories
     )
     return replace(inputs, block_tables=block_tables, histories=histories)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.workloads.inputs.call import CallInputs
-from lab.workloads.inputs.encoding import raw
 from lab.workloads.inputs.ragged import RaggedInputs
 from lab.workloads.inputs.selection import lengths_of_heads
 
@@ -67,7 +66,7 @@ def part(
     )
     found = [starts[request] + row for request, each in zip(requests, kept, strict=True) for row in each]
     index = torch.tensor(found, dtype=torch.int64, device=inputs.query.device)
-    query, q_lens = raw(inputs.query)[index].view(inputs.query.dtype), tuple(map(len, kept))
+    query, q_lens = inputs.query[index], tuple(map(len, kept))
     sides = inputs.parts if isinstance(inputs, RaggedInputs) else inputs.histories
     histories = [(sides[request][0][:n], sides[request][1][:n]) for request, n in zip(requests, lens, strict=True)]
     of_base = index.where(torch.arange(len(index), device=index.device) < count, -1)

@@ -22,7 +22,6 @@ from lab.workloads.inputs.encoding import (
     fill_dead,
     new_pools,
     new_scale_factors,
-    raw,
     read_kv,
     stored_kv,
     unwritten,
@@ -201,9 +200,9 @@ class AttentionInputs:
         """Return the same requests with V's pages in another order than K's, so that K and V need separate page tables."""
         pages, factors = self.v_pages, self.scale_factors
         tables = torch.stack((self.block_tables, len(pages) - 1 - self.block_tables), dim=1)
-        moved = with_strides_of(reversed_pages(pages), pages)
+        moved = with_strides_of(pages.flip(0), pages)
         if factors is not None:
-            factors = factors[0], reversed_pages(factors[1])
+            factors = factors[0], factors[1].flip(0)
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places(self) -> Tensor:
@@ -276,11 +275,6 @@ class AttentionInputs:
         }
 
 
-def reversed_pages(pages: Tensor) -> Tensor:
-    """Return a copy of a pool with its pages in reversed order in memory."""
-    return raw(pages).flip(0).view(pages.dtype)
-
-
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the offsets of consecutive requests with these lengths, from 0 to the sum: int32 [len(lens) + 1]."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
@@ -342,10 +336,10 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     for pool, tokens in zip((*pools, *factors), stored, strict=False):  # MLA has only a pool of keys, without heads
         by_token = pool if case.is_mla or storage.kv_layout == "NHD" else pool.transpose(1, 2)
         if seen is None:
-            raw(by_token)[slots // size, slots % size] = raw(tokens[:, 0] if case.is_mla else tokens)
+            by_token[slots // size, slots % size] = tokens[:, 0] if case.is_mla else tokens
         else:
             token, head = torch.cat(seen).nonzero(as_tuple=True)
-            raw(by_token)[slots[token] // size, slots[token] % size, head] = raw(tokens)[token, head]
+            by_token[slots[token] // size, slots[token] % size, head] = tokens[token, head]
     return AttentionInputs(
         case=case,
         query=query,

@@ -10,7 +10,6 @@ from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.workloads.attention_case import AttentionCase, TableTail
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace, running_sum
-from lab.workloads.inputs.ragged import joined
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,7 +62,7 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
     for (tokens, _), (entries, _), own, others in zip(
         window.histories, compressed.histories, of_tokens, of_entries, strict=True
     ):
-        keys.append(joined((tokens, entries)))
+        keys.append(torch.cat((tokens, entries)))
         selected.append(
             own if others is None else torch.cat((own, torch.where(others < 0, -1, others + len(tokens))), 1)
         )

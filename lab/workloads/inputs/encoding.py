@@ -41,24 +41,13 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """Return the tensor, viewed as uint8 if its elements have one byte: torch supports few operations on e4m3 on a CPU."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill storage with a value, or with its dtype's `POISON`, a huge value. e4m3 is filled as bytes, because torch cannot fill
-    it on every device.
-
-    NVFP4 has no NaN, so it is filled with its poison for any value except 0.
+    """Fill storage with a value, or with its dtype's `POISON`, a huge value. NVFP4 has no NaN, so it is filled with its poison
+    for any value except 0.
     """
-    value = POISON[storage.dtype] if value is None else value
-    if storage.dtype == NVFP4:
-        storage.fill_(POISON[NVFP4] if value != 0 else 0)
-    elif storage.dtype == E4M3:
-        storage.view(torch.uint8).fill_(int(torch.tensor(value).to(E4M3).view(torch.uint8)))
-    else:
-        storage.fill_(value)
+    if value is None or (storage.dtype == NVFP4 and value != 0):
+        value = POISON[storage.dtype]
+    storage.fill_(value)
 
 
 def fill_dead(pool: Tensor, dead: Dead) -> None:
@@ -74,8 +63,7 @@ def unwritten(buffer: Tensor) -> Tensor:
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
     turns = torch.arange(buffer.numel(), device=buffer.device).view(buffer.shape) % len(values)
-    raw(buffer).copy_(raw(values)[turns])
-    return buffer
+    return buffer.copy_(values[turns])
 
 
 def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """The tensors of a ragged context call: rows, keys and values of all requests without gaps, then padding with large values."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace, running_sum
-from lab.workloads.inputs.encoding import raw
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.ragged_case import RaggedCase
@@ -66,7 +64,7 @@ class RaggedInputs:
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of the call by FlashInfer's names."""
         device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens
-        sides = (self.query, *(joined(each) for each in zip(*self.parts, strict=True)))
+        sides = (self.query, *(torch.cat(each) for each in zip(*self.parts, strict=True)))
         query, key, value = (padded(side) if self.with_padding and len(side) else side for side in sides)
         arguments = {
             "query": query,
@@ -119,12 +117,7 @@ def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
 
 def padded(rows: Tensor, value: float = PADDED) -> Tensor:
     """Return the rows followed by `PADDING` rows of one value."""
-    return joined((rows, torch.full((PADDING, *rows.shape[1:]), value, device=rows.device).to(rows.dtype)))
-
-
-def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate tensors of one dtype, which may be e4m3."""
-    return torch.cat([raw(tensor) for tensor in tensors], dim).view(tensors[0].dtype)
+    return torch.cat((rows, rows.new_full((PADDING, *rows.shape[1:]), value)))
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lab.named_enum import TextEnum
-from lab.workloads.inputs.encoding import raw
 
 # The value of each byte around the numbers. As a float of any dtype it is large and finite, as an id far outside any pool.
 FILLING = 0x7B
@@ -15,15 +14,14 @@ NAN_FILLING = 0xFF  # of every second element of floats, which is then NaN
 FAR = 2**31  # elements
 GAP = 16  # elements, so that strides stay multiples of 16 bytes
 LEAST_ALIGNMENT_BYTES = 16
-E4M3_NAN = 0x7F  # the bits of e4m3's NaN
 ODD = 7  # elements; the meaningless stride of an axis of size 1
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
     """Return a copy of a tensor [..., heads, elements] with NaN in all rows that are True in `rows`, bool [num_rows]."""
-    copied = raw(tensor).clone()
-    copied.view(-1, *copied.shape[-2:])[rows.to(copied.device)] = E4M3_NAN if copied.dtype == torch.uint8 else math.nan
-    return copied.view(tensor.dtype)
+    copied = tensor.clone()
+    copied.view(-1, *copied.shape[-2:])[rows.nonzero().flatten().to(copied.device)] = math.nan
+    return copied
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
@@ -44,7 +42,7 @@ def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
 
 def in_halves(tensor: Tensor) -> Tensor:
     """Return a tensor [pages, 2, ...] stored in two halves: first index 0 of all pages, then index 1 of all pages."""
-    return raw(tensor).transpose(0, 1).contiguous().transpose(0, 1).view(tensor.dtype)
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
@@ -57,20 +55,16 @@ def _far_apart(tensor: Tensor) -> Tensor:
     """Return the tensor as a view whose last row begins after more than 2**31 elements. Gaps are never touched."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
-    elements = raw(tensor)
     size = (len(tensor) - 1) * stride + row if len(tensor) else 0
-    storage = torch.empty(size, dtype=elements.dtype, device=tensor.device)
-    strides = (stride, *elements[:1].contiguous().stride()[1:])
-    return storage.as_strided(tensor.shape, strides).copy_(elements).view(tensor.dtype)
+    strides = (stride, *tensor[:1].contiguous().stride()[1:])
+    return tensor.new_empty(size).as_strided(tensor.shape, strides).copy_(tensor)
 
 
 def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
     """Return the tensor with the strides of `other`, which has the same shape and dtype. It is copied if its strides differ."""
     if tensor.stride() == other.stride():
         return tensor
-    elements = raw(tensor)
-    like = torch.empty_strided(tensor.shape, other.stride(), dtype=elements.dtype, device=tensor.device)
-    return like.copy_(elements).view(other.dtype)
+    return tensor.new_empty_strided(tensor.shape, other.stride()).copy_(tensor)
 
 
 def with_odd_strides(tensor: Tensor) -> Tensor:
@@ -98,11 +92,9 @@ class Layout(TextEnum):
 
 
 def _as_view(tensor: Tensor, strides: Sequence[int], first: int) -> Tensor:
-    elements = raw(tensor)
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1
     size_bytes = (first + max(reach, 0) + max(strides, default=1)) * tensor.element_size()
     storage = torch.full((size_bytes,), FILLING, dtype=torch.uint8, device=tensor.device)
     if tensor.is_floating_point():
         storage.view(-1, tensor.element_size())[::2] = NAN_FILLING
-    storage = storage.view(elements.dtype)
-    return storage.as_strided(tensor.shape, tuple(strides), first).copy_(elements).view(tensor.dtype)
+    return storage.view(tensor.dtype).as_strided(tensor.shape, tuple(strides), first).copy_(tensor)

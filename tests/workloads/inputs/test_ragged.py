@@ -7,7 +7,7 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3
 from lab.workloads.inputs.expected import made
-from lab.workloads.inputs.ragged import PADDED, PADDING, RaggedInputs, build_ragged, joined, padded
+from lab.workloads.inputs.ragged import PADDED, PADDING, RaggedInputs, build_ragged, padded
 from lab.workloads.ragged_case import RaggedCase
 
 CASE = RaggedCase((20, 0, 3), (5, 7, 0))
@@ -68,8 +68,6 @@ def test_the_same_rows_over_a_part_of_the_keys() -> None:
     assert not made(inputs.truth()).compare(output_of(new)).passed
 
 
-def test_tensors_of_a_byte_are_joined_and_padded() -> None:
+def test_rows_of_a_byte_are_padded() -> None:
     rows = torch.tensor([[[1.0, -2.0]]]).to(E4M3)
-    assert joined((rows, rows)).float().tolist() == [[[1.0, -2.0]]] * 2
-    assert joined((rows, rows), dim=-1).float().tolist() == [[[1.0, -2.0, 1.0, -2.0]]]
     assert len(padded(rows[:0], 1.0)) == PADDING
