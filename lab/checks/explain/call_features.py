@@ -16,6 +16,9 @@ from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.batch_features import EMPTY_COLUMNS, POWER_OF_2, TILE, CallFeatures, Read, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 
+SMALL_SCALE = 0.001
+FAR_ELEMENTS = 2**31  # more than 32 bits with a sign count
+
 # Of a call, and of a case whose tensors have them.
 OF_TENSORS: dict[str, CaseFeature] = {
     "function": Choice("the function", Cost.VALUE),
@@ -44,6 +47,11 @@ OF_CALL: dict[str, CaseFeature] = {
     "bmm1_scale_negative": Condition("bmm1_scale is {|not }negative"),
     "bmm2_scale_negative": Condition("bmm2_scale is {|not }negative"),
     "bmm1_scale_log2_given": Condition("bmm1_scale_log2 is {|not }given"),
+    "bmm1_scale_1": Condition("bmm1_scale is {|not }1", Cost.VALUE),
+    "bmm1_scale_large": Condition("the absolute value of bmm1_scale is {|not }above 1", Cost.VALUE),
+    "bmm2_scale_large": Condition("the absolute value of bmm2_scale is {|not }above 100", Cost.VALUE),
+    "bmm1_scale_small": Condition(f"the absolute value of bmm1_scale is {{|not }}below {SMALL_SCALE}", Cost.VALUE),
+    "bmm2_scale_small": Condition(f"the absolute value of bmm2_scale is {{|not }}below {SMALL_SCALE}", Cost.VALUE),
     "bmm1_scale_unusual": Condition("bmm1_scale is {not |}1 / sqrt(head_dim)", Cost.VALUE),
     "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1"),
     "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", Cost.VALUE),
@@ -78,6 +86,9 @@ OF_CALL: dict[str, CaseFeature] = {
     "query_gaps": Condition("the query's rows {do not |}lie next to each other", Cost.VALUE),
     "key_gaps": Condition("the keys {do not |}lie next to each other", Cost.VALUE),
     "block_tables_gaps": Condition("the rows of block_tables {do not |}lie next to each other", Cost.VALUE),
+    "query_far": Condition("rows of the query lie {|less than }2**31 elements apart", Cost.VALUE),
+    "lse_far": Condition("rows of the given lse lie {|less than }2**31 elements apart", Cost.VALUE),
+    "block_tables_far": Condition("rows of block_tables lie {|less than }2**31 elements apart", Cost.VALUE),
     "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
     "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
@@ -111,6 +122,11 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm1_scale_negative": bmm1_scale < 0,
         "bmm2_scale_negative": bmm2_scale < 0,
         "bmm1_scale_log2_given": arguments.get("bmm1_scale_log2") is not None,
+        "bmm1_scale_1": bmm1_scale == 1,
+        "bmm1_scale_large": abs(bmm1_scale) > 1,
+        "bmm2_scale_large": abs(bmm2_scale) > 100,
+        "bmm1_scale_small": abs(bmm1_scale) < SMALL_SCALE,
+        "bmm2_scale_small": abs(bmm2_scale) < SMALL_SCALE,
         "bmm1_scale_unusual": not math.isclose(bmm1_scale, head_dim**-0.5, rel_tol=1e-6),
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
@@ -142,6 +158,9 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
         read[f"{name}_gaps"] = given is not None and not given.is_contiguous()
+    for name in ("query", "lse", "block_tables"):
+        given = arguments.get(name)
+        read[f"{name}_far"] = given is not None and (len(given) - 1) * given.stride(0) >= FAR_ELEMENTS
     if sinks is not None:
         read["some_inf_sink"], read["all_inf_sinks"] = (sinks == -math.inf).any(), (sinks == -math.inf).all()
         read["large_sink"] = (sinks > 8).any()

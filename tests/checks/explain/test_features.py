@@ -102,6 +102,12 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], dim=1)[:, 0]
 
 
+def rows_apart(tensor: torch.Tensor, num_elements: int) -> torch.Tensor:
+    """The same rows, each `num_elements` after the one before it, in memory that is virtual between them."""
+    _, *strides = tensor.stride()
+    return torch.empty_strided(tensor.shape, (num_elements, *strides), dtype=tensor.dtype).copy_(tensor)
+
+
 def packed(*rows: int) -> torch.Tensor:
     """A mask of two requests of two rows, each given by its first word."""
     return torch.tensor([[row, 0] for row in rows], dtype=torch.int32).to(torch.uint16).view(2, 2, 2)
@@ -125,11 +131,23 @@ NUMBERS = (("==", 1.25), (">=", 0), ("<=", 1.25))  # the tests of a number, and 
         ({"bmm1_scale": torch.tensor([0.125])}, {"bmm1_scale_tensor": True}),
         ({"bmm1_scale": -0.125}, {"bmm1_scale_negative": True, "bmm1_scale_unusual": True}),
         ({"bmm1_scale": 0.126}, {"bmm1_scale_unusual": True}),
+        ({"bmm1_scale": 1.0}, {"bmm1_scale_unusual": True, "bmm1_scale_1": True}),
+        ({"bmm1_scale": 1.1}, {"bmm1_scale_unusual": True, "bmm1_scale_large": True}),
+        ({"bmm1_scale": -1.1}, {"bmm1_scale_unusual": True, "bmm1_scale_large": True, "bmm1_scale_negative": True}),
+        ({"bmm1_scale": 0.001}, {"bmm1_scale_unusual": True}),
+        ({"bmm1_scale": -9e-4}, {"bmm1_scale_unusual": True, "bmm1_scale_small": True, "bmm1_scale_negative": True}),
         ({"bmm1_scale_log2": torch.tensor([0.125 / math.log(2)])}, {"bmm1_scale_log2_given": True}),
         ({"bmm2_scale": torch.tensor([1.0])}, {"bmm2_scale_tensor": True}),
         ({"bmm2_scale": 0.5}, {"bmm2_scale_not_1": True}),
         ({"bmm2_scale": 3}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
-        ({"bmm2_scale": 0.0}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
+        ({"bmm2_scale": 0.0}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True, "bmm2_scale_small": True}),
+        ({"bmm2_scale": 2.0**-9}, {"bmm2_scale_not_1": True}),
+        (
+            {"bmm2_scale": -(2.0**-10)},
+            {"bmm2_scale_not_1": True, "bmm2_scale_small": True, "bmm2_scale_negative": True},
+        ),
+        ({"bmm2_scale": 100}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
+        ({"bmm2_scale": -128.0}, {"bmm2_scale_not_1": True, "bmm2_scale_large": True, "bmm2_scale_negative": True}),
         ({"bmm2_scale": -1.0}, {"bmm2_scale_not_1": True, "bmm2_scale_negative": True}),
         ({"out": torch.empty(4, 4, 64, dtype=torch.bfloat16)}, {"out_given": True}),
         ({"out_dtype": torch.float16}, {"out_dtype": "fp16", "other_out_dtype": True}),
@@ -142,6 +160,16 @@ NUMBERS = (("==", 1.25), (">=", 0), ("<=", 1.25))  # the tests of a number, and 
         ({"seq_lens": of("seq_lens").to(torch.uint32)}, {"seq_lens_uint32": True}),
         ({"query": widened(of("query"))}, {"query_gaps": True}),
         ({"block_tables": widened(of("block_tables"))}, {"block_tables_gaps": True}),
+        ({"query": rows_apart(of("query"), 2**31 // 3)}, {"query_gaps": True}),
+        ({"query": rows_apart(of("query"), 2**31 // 3 + 1)}, {"query_gaps": True, "query_far": True}),
+        (
+            {"block_tables": rows_apart(of("block_tables"), 2**31)},
+            {"block_tables_gaps": True, "block_tables_far": True},
+        ),
+        (
+            {"lse": rows_apart(torch.empty(4, 4), 2**30), "return_lse": True},
+            {"lse_given": True, "return_lse": True, "lse_gaps": True, "lse_far": True},
+        ),
         ({"block_tables": of("block_tables")[:1].expand(2, -1).contiguous()}, {"one_first_page": True}),
         (
             {"kv_cache": (apart(K), apart(V))},
