@@ -341,7 +341,5 @@ def visible_to(
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:
-    """Stack K or V of several requests in a dtype that torch can stack. One request's K or V is not copied."""
-    if len(sides) == 1:
-        return sides[0].unsqueeze(0)
-    return torch.stack([side if side.dtype == torch.float64 else side.to(torch.float32) for side in sides])
+    """Stack K or V of several requests. One request's K or V is not copied."""
+    return sides[0].unsqueeze(0) if len(sides) == 1 else torch.stack(sides)

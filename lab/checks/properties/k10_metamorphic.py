@@ -130,9 +130,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 def in_wider_pages(pages: Tensor) -> Tensor:
     """Return a view of a larger pool, with the numbers of `pages`. A page of zeros follows each page."""
-    wide = torch.zeros(len(pages), 2, *pages.shape[1:], dtype=pages.dtype, device=pages.device)
-    wide[:, 0].view(torch.uint8).copy_(pages.view(torch.uint8))
-    return wide[:, 0]
+    return torch.stack((pages, torch.zeros_like(pages)), dim=1)[:, 0]
 
 
 def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:

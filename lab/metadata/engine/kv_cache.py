@@ -166,8 +166,7 @@ class NVFP4KVCache(PagedKVCache):
         page, token, count = slots // self.page_size, slots % self.page_size, self.scale_factors.shape[4]
         first = token // INTERLEAVED_TOKENS * INTERLEAVED_TOKENS * count + token % INTERLEAVED_TOKENS
         at = first[:, None] + INTERLEAVED_TOKENS * torch.arange(count, device=slots.device)
-        of_heads = v_factors.contiguous().view(torch.uint8).transpose(1, 2)
-        v_pages.view(torch.uint8).flatten(2).transpose(1, 2)[page[:, None], at] = of_heads
+        v_pages.flatten(2).transpose(1, 2)[page[:, None], at] = v_factors.transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,9 +248,9 @@ def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype
 
 
 def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Scatter rows into ``[num_pages, page_size, ...]`` as bytes: torch cannot scatter every 8-bit float on every device."""
+    """Scatter rows into ``[num_pages, page_size, ...]``."""
     slots, page_size = slots.clamp(min=0), pages.shape[1]
-    pages.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)
+    pages[slots // page_size, slots % page_size] = rows
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:

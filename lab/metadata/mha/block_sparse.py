@@ -101,7 +101,7 @@ def copy_selected_pages(
     is_seen = is_page[..., None] & (token < metadata.query_seq_lens[:, None, None, None])
     head = torch.arange(selected.shape[1], device=table.device)[:, None]
     for side, own in zip(compact, cache.as_hnd(), strict=True):
-        pages = own.view(torch.uint8)[physical, head].view(own.dtype)
+        pages = own[physical, head]
         side.view(torch.uint8).copy_(pages.view(torch.uint8).masked_fill(~is_seen[..., None], 0))
 
 

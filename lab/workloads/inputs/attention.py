@@ -294,8 +294,7 @@ def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
 
 def as_one_tensor(stacked: AttentionInputs) -> Tensor:
     """Return a copy of all pages as one tensor, [num_pages, 2, ...]: K's page, then V's."""
-    sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
-    return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
+    return torch.stack((stacked.k_pages, stacked.v_pages), dim=1)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
