@@ -49,6 +49,7 @@ class KVPool:
         device: the device of the tensors.
 
     Attributes:
+        block_table_width: number of columns of a page table, the pages of a request of ``max_context_len`` tokens.
         req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is
             reserved for padding and is all zeros.
         full_to_swa: ``[pages * page_size + 1]`` int64, where ``pages`` is ``num_virtual_pages`` if given, else ``num_pages``:
@@ -90,7 +91,9 @@ class KVPool:
         self.num_pages = num_pages
         self.swa_num_pages = swa_num_pages
         self.num_virtual_pages = num_virtual_pages
+        self.block_table_width = -(-max_context_len // page_size)
         self.req_to_token = torch.zeros(num_requests + 1, max_context_len, dtype=torch.int32, device=device)
+        self.device = self.req_to_token.device
         named_pages = num_virtual_pages or num_pages
         self.full_to_swa: Tensor | None = None
         if swa_num_pages is not None:
@@ -107,15 +110,6 @@ class KVPool:
         self._free_swa_pages = _shuffled_ids(swa_num_pages or 1, generator)
         self._free_physical_pages = _shuffled_ids(num_pages, generator)
         self._requests: dict[int, _Request] = {}
-
-    @property
-    def device(self) -> torch.device:
-        return self.req_to_token.device
-
-    @property
-    def block_table_width(self) -> int:
-        """Return the number of columns of a page table: the number of pages of a request of ``max_context_len`` tokens."""
-        return -(-self.max_context_len // self.page_size)
 
     def add_request(self, length: int) -> int:
         """Admit a request of ``length`` tokens, 0 or more. Return its req_pool_index, its row in the request table, which is
