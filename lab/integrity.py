@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,45 +91,41 @@ class Bindings:
     functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
     constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
     settings: Mapping[str, Any]  # settings of the process by name
-    # Each mapping in `held`, its names and its values.
-    _columns: list[tuple[Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = field(init=False)
+    # Names and values of all mappings in `held` as views, the numbers of entries of the views, and all entries.
+    _together: tuple[list[Collection[Any]], list[int], list[Any]] = field(init=False)
     _plain: list[list[Any]] = field(init=False)  # functions with no other parts than code and defaults, and these parts
-    _others: list[tuple[str, types.FunctionType, tuple[Any, ...]]] = field(init=False)  # the other functions
+    _others: list[tuple[types.FunctionType, tuple[Any, ...]]] = field(init=False)  # the other ones, and their parts
 
     def __post_init__(self) -> None:
-        # Every case is followed by a comparison, so that it goes over whole columns first: these lie together in memory.
-        holders = {id(holder): holder for _, holder, _, _ in self.held}
-        columns = [(each, tuple(each), tuple(each.values())) for each in holders.values()]
-        object.__setattr__(self, "_columns", columns)
-        is_plain = [len(parts) == 2 and each.__kwdefaults__ is None for _, each, parts in self.functions]
-        plain = list(itertools.compress(self.functions, is_plain))
-        of_plain = [[each for _, each, _ in plain], *([parts[at] for _, _, parts in plain] for at in range(2))]
+        # Every case is followed by a comparison, so that it goes over whole columns first, and over each function once.
+        holders = {id(holder): holder for _, holder, _, _ in self.held}.values()
+        views = [view for each in holders for view in (each.keys(), each.values())]
+        object.__setattr__(self, "_together", (views, [*map(len, views)], [*itertools.chain.from_iterable(views)]))
+        functions = {id(each): (each, parts) for _, each, parts in self.functions}.values()
+        is_plain = [len(parts) == 2 and each.__kwdefaults__ is None for each, parts in functions]
+        plain = [*itertools.compress(functions, is_plain)]
+        of_plain = [[each for each, _ in plain], *([parts[at] for _, parts in plain] for at in range(2))]
         object.__setattr__(self, "_plain", of_plain)
-        object.__setattr__(self, "_others", list(itertools.compress(self.functions, map(operator.not_, is_plain))))
+        object.__setattr__(self, "_others", [*itertools.compress(functions, map(operator.not_, is_plain))])
 
     def changes(self) -> list[str]:
         """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
         now = dict(_settings())
-        changed = {
-            id(holder)
-            for holder, names, values in self._columns
-            # Names too: a kernel may put an old object under a new name, and its own object under the old name.
-            if len(holder) < len(names) or not (_are_same(holder, names) and _are_same(holder.values(), values))
-        }
-        of_changed = [each for each in self.held if id(each[1]) in changed] if changed else []
         functions, codes, defaults = self._plain
-        is_plain_same = (
+        are_functions_same = (
             _are_same(functions, codes, _CODE)
             and _are_same(functions, defaults, _DEFAULTS)
             and _are_same(functions, itertools.repeat(None), _KEYWORDS)
+            and not any(_differs(*each) for each in self._others)
         )
         return [
-            *(path for path, holder, name, value in of_changed if holder.get(name) is not value),
             *(
                 path
-                for path, each, parts in (self._others if is_plain_same else self.functions)
-                if _differs(each, parts)
+                # Names too: a kernel may put an old object under a new name, and its own object under the old name.
+                for path, holder, name, value in (() if _are_entries_same(*self._together) else self.held)
+                if holder.get(name) is not value
             ),
+            *(path for path, each, parts in (() if are_functions_same else self.functions) if _differs(each, parts)),
             *(path for path, constant, items in self.constants if _items(constant) != items),
             *(name for name, value in self.settings.items() if now[name] != value),
         ]
@@ -212,6 +208,22 @@ def _are_same(
 ) -> bool:
     """Return True if the objects, or a part of each, are those of before, in the same order. Objects after those are new."""
     return every(pairs(is_same, pairs(part, now) if part else now, before))
+
+
+def _are_entries_same(
+    views: list[Collection[Any]],
+    sizes: list[int],
+    entries: list[Any],
+    every: Callable[..., bool] = all,  # bound here too
+    pairs: Callable[..., Any] = map,
+    size: Callable[..., int] = len,
+    is_at_least: Callable[..., bool] = operator.ge,
+    first: Callable[..., Any] = itertools.islice,
+    chained: Callable[..., Any] = itertools.chain.from_iterable,
+) -> bool:
+    """Return True if the first entries of all views, as many as `sizes` says, are those of before, in the same order."""
+    is_whole = every(pairs(is_at_least, pairs(size, views), sizes))
+    return is_whole and _are_same(chained(pairs(first, views, sizes)), entries)
 
 
 def _differs(function: types.FunctionType, parts: tuple[Any, ...]) -> bool:

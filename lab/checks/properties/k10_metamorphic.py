@@ -21,6 +21,7 @@ from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
 from lab.workloads.inputs.call import CallInputs
+from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import RaggedInputs
 from lab.workloads.inputs.views import GAP, apart
 
@@ -64,7 +65,7 @@ def _judge(run: CaseRun) -> None:
     truth = inputs.truth()
     base = run.call(inputs)
     run.expect_close("as it is", base, truth)
-    _storage(run, truth)
+    _storage(run, inputs, truth)
     _strides(run, inputs, truth, base)
     _scales(run, inputs, truth, base)
     for variant in bounds(run, inputs):
@@ -73,12 +74,13 @@ def _judge(run: CaseRun) -> None:
     _switched_off(run, inputs)
 
 
-def _storage(run: CaseRun, truth: Truth) -> None:
+def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
     """Make the call with the same keys in other pages. A kernel may sum pages in the order of their numbers, so that results
     differ by rounding.
     """
     for variant in chain([other_pages(run)], page_sizes(run)):
-        run.vary(variant.what, variant.inputs, variant.inputs.truth())  # rows may select keys at the ends of pages
+        # Pages may decide which keys are seen, and where needles are.
+        run.vary(variant.what, variant.inputs, truth if _is_same(variant.inputs, inputs) else variant.inputs.truth())
     if not run.case.is_mla:
         for layout in run.ranges.kv_layouts:
             run.vary(f"layout {layout}", run.build(kv_layout=layout), truth)
@@ -87,6 +89,14 @@ def _storage(run: CaseRun, truth: Truth) -> None:
         stacked = run.build(stacked=True)
         run.vary("V's page after each of K's", stacked, truth)
         run.vary("kv_cache as one tensor", stacked, truth, kv_cache=as_one_tensor(stacked))
+
+
+def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:
+    """Return True if two calls have the same query, keys and values, whose rows see all keys up to their positions."""
+    if not isinstance(inputs, AttentionInputs) or inputs.selected is not None or inputs.seen is not None:
+        return False
+    sides, of_other = ([each.query, *chain(*each.histories)] for each in (inputs, other))
+    return all(map(same_bits, sides, of_other))
 
 
 def other_pages(run: CaseRun) -> Variant:
@@ -175,8 +185,8 @@ def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
     if not run.case.has_window_argument:
         return
     longest = max(max(run.case.kv_lens), 1)
+    without = inputs.truth(window_left=-1)
     for window_left in (longest, longest - 1) if True in run.ranges.windows else ():
-        without = inputs.truth(window_left=-1)
         run.vary(f"window_left={window_left}, which hides nothing", inputs, without, window_left=window_left)
     if True in run.ranges.sinks:
         none = torch.full((run.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=run.device)

@@ -310,8 +310,8 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     random.Random(storage.page_seed).shuffle(ids)
     if case.top_k:  # the pool's first slot holds a key
         ids.sort(key=lambda page: page > 0)
-    far = ids if not storage.one_far else ids[storage.page_seed % max(used, 1) :][:1]
-    ids = [page + storage.first_page if page in far else page for page in ids]
+    one = storage.page_seed % max(used, 1)
+    ids = [page + storage.first_page if place == one or not storage.one_far else page for place, page in enumerate(ids)]
     pools = new_pools(case, storage.first_page + num_pages, device)
     factors = new_scale_factors(case, pools)
     tables = torch.tensor(ids[:used], dtype=torch.int64).split(pages_of)
