@@ -1,7 +1,8 @@
-"""The entries of the pool that each request of a paged call reads: the keys that its rows may see.
+"""The entries of K and V that each request of a call reads: the keys that its rows may see.
 
-A *place* names an entry: page * page_size + offset in the page. The keys of a request are counted in the order of its page
-table. If rows select entries, they are the entries that at least one of its rows selects, each once, sorted by place.
+A *place* names an entry: page * page_size + offset in the page, or the index of a key of a ragged call. The keys of a request
+are counted in the order of its page table. If rows select entries, they are the entries that at least one of its rows selects,
+each once, sorted by place.
 
 References, records and timing read a call through these functions. A block-sparse call has no keys of a request as a whole: ask
 for each problem of `PagedAttention.of_kv_heads`.
@@ -25,9 +26,9 @@ def live_cells(problem: PagedAttention) -> Tensor:
     return torch.arange(problem.k_block_tables.shape[1], device=pages.device) < pages.unsqueeze(1)
 
 
-def num_keys(problem: PagedAttention) -> list[int]:
+def num_keys(problem: AttentionProblem) -> list[int]:
     """Return the number of keys of each request."""
-    if problem.selected is None:
+    if not isinstance(problem, PagedAttention) or problem.selected is None:
         return problem.kv_lens()
     return [len(places) for places, _ in selections_of(problem, range(problem.batch_size))]
 
@@ -42,10 +43,14 @@ def keys_per_offset(problem: AttentionProblem) -> int:
     return problem.page_size
 
 
-def places_of(problem: PagedAttention, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the places of keys of requests in K's pool and in V's, int64. Both tensors equal `requests`, int64, in shape;
     `keys` counts within each request.
     """
+    if not isinstance(problem, PagedAttention):
+        assert problem.cu_seqlens_kv is not None
+        found = problem.cu_seqlens_kv[requests] + keys
+        return found, found
     if problem.selected is not None:
         places = [places for places, _ in selections_of(problem, range(problem.batch_size))]
         starts = torch.tensor([0, *map(len, places)], device=keys.device).cumsum(0)

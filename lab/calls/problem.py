@@ -146,6 +146,10 @@ class AttentionProblem(Softmax):
             return list(range(0, self.num_rows + 1, self.max_q_len))
         return self.cu_seqlens_q.tolist()
 
+    def q_lens(self) -> list[int]:
+        """Return the number of query rows of each request. Copies `cu_seqlens_q` to the host."""
+        return [end - start for start, end in itertools.pairwise(self.row_offsets())]
+
     @property
     def scales(self) -> tuple[Scale, Scale]:
         """Return (bmm1_scale, bmm2_scale), for kernels that take both scales as one argument."""

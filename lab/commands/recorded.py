@@ -1,6 +1,5 @@
 """`lab recorded`: make files from calls that were recorded in an engine."""
 
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -144,7 +143,7 @@ def list_calls(
             except RecordingError as error:
                 sizes, last = ["", "", ""], str(error)
             else:
-                rows = sorted({end - start for start, end in itertools.pairwise(problem.row_offsets())})
+                rows = sorted({*problem.q_lens()})
                 widths = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else str(rows[0])
                 sizes = [str(problem.batch_size), widths, str(int(problem.seq_lens.max()))]
                 last = Path(case.path).stem.rpartition(case.interface.value)[2].strip("_")

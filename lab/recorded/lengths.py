@@ -1,6 +1,5 @@
 """The lengths of the requests in recorded calls, as a trace from which scenarios take their batches."""
 
-import itertools
 from collections.abc import Callable, Sequence
 
 from lab.calls import AttentionCall, PagedAttention
@@ -39,9 +38,8 @@ def traced_requests(
         if isinstance(problem, PagedAttention) and problem.is_block_sparse:
             note(f"call {case.number} is block-sparse: its lengths count selected keys only")
             continue
-        q_lens = [end - start for start, end in itertools.pairwise(problem.row_offsets())]
         is_decode = case.interface in DECODES
-        both = list(zip(problem.seq_lens.tolist(), q_lens, strict=True))
+        both = list(zip(problem.seq_lens.tolist(), problem.q_lens(), strict=True))
         for request, (kv_len, q_len) in enumerate(both):
             if is_decode and kv_len < q_len:
                 note(f"call {case.number}: request {request} has {q_len} rows and {counted(kv_len, 'key')}")

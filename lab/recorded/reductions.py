@@ -7,7 +7,7 @@ become contiguous. Contents that were drawn are drawn again in the shapes of the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
-from lab.calls.entries import keys_per_offset, live_cells, num_keys, places_of
+from lab.calls.entries import keys_per_offset, live_cells, places_of_requests
 from lab.calls.problem import shown_draft_tokens
 from lab.recorded.call import RecordedCall, each_tensor
 from lab.shrinking import halvings
@@ -29,15 +29,8 @@ CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # 
 HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks": -1}
 # Arguments that define how others are read; the mask, which XQA needs for several rows; and bmm1_scale, because the scores are
 # too large at its default of 1.
-LAYOUT = (
-    "workspace_buffer",
-    "kv_layout",
-    "uses_shared_paged_kv_idx",
-    "cum_seq_lens_q",
-    "max_q_len",
-    "sparse_mla_top_k",
-)
-KEPT = (*LAYOUT, "mask", "bmm1_scale")
+LAYOUT = ("workspace_buffer", "kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len")
+KEPT = (*LAYOUT, "sparse_mla_top_k", "mask", "bmm1_scale")
 NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # in calls in which they have no default
 LEAST_HEAD_DIM = 16
 
@@ -52,9 +45,8 @@ class Part(NamedTuple):
 
 def parts_of(call: RecordedCall) -> list[Part]:
     problem = call.problem()
-    widths = [end - start for start, end in pairwise(problem.row_offsets())]
-    lengths = zip(widths, problem.seq_lens.tolist(), strict=True)
-    return [Part(request, range(width), kv_len) for request, (width, kv_len) in enumerate(lengths)]
+    sizes = enumerate(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True))
+    return [Part(request, range(q_len), kv_len) for request, (q_len, kv_len) in sizes]
 
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
@@ -130,17 +122,15 @@ def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
     """Leave out K/V heads, each with its group of query heads."""
     problem = call.problem()
-    group = problem.group
     for kept in _without_chunks(range(problem.num_kv_heads)):
-        yield _with_heads(call, [head * group + place for head in kept for place in range(group)], kept)
+        yield _with_heads(call, kept, range(problem.group))
 
 
 def smaller_groups(call: RecordedCall) -> Iterator[RecordedCall]:
     """Leave out query heads, the same of each group."""
     problem = call.problem()
-    kv_heads, group = range(problem.num_kv_heads), problem.group
-    for kept in _without_chunks(range(group)):
-        yield _with_heads(call, [head * group + place for head in kv_heads for place in kept], kv_heads)
+    for kept in _without_chunks(range(problem.group)):
+        yield _with_heads(call, range(problem.num_kv_heads), kept)
 
 
 def smaller_head_dim(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -175,9 +165,7 @@ def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> It
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
         return
     is_live = torch.zeros(problem.k_cache.shape[0], problem.page_size, dtype=torch.bool)
-    lens = num_keys(problem)
-    requests = torch.arange(len(lens)).repeat_interleave(torch.tensor(lens))
-    for places in places_of(problem, requests, torch.cat([torch.arange(length) for length in lens])):
+    for places in chain.from_iterable(places_of_requests(problem, range(problem.batch_size))):
         is_live.view(-1)[places] = True
     slots = -3 if call.given.get("kv_layout") == "NHD" else -2
     found = []
@@ -264,14 +252,17 @@ def _drawn(name: str, side: int, tensor: Tensor) -> Tensor:
     return values.to(torch.float32).where(wide.isfinite(), wide).to(tensor.dtype)
 
 
-def _with_heads(call: RecordedCall, heads: Sequence[int], kv_heads: Sequence[int]) -> RecordedCall:
-    def taking(heads: Sequence[int], axis: int) -> Change:
-        return lambda tensor: tensor.index_select(axis, torch.tensor(heads))
-
-    changes = {name: taking(heads, axis) for name, axis in HEADS_AXIS.items()}
+def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[int]) -> RecordedCall:
+    """Return a call with only these K/V heads, and only these query heads of each group."""
+    group = call.problem().group
+    heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
+    changes: dict[str, Change] = {
+        name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()
+    }
     if call.function is not AttentionCall.MLA_DECODE:
         axis = -2 if "key" in call.given or call.given.get("kv_layout") == "NHD" else -3
-        changes |= dict.fromkeys(("kv_cache", "key", "value"), taking(kv_heads, axis))
+        taken = partial(torch.index_select, dim=axis, index=torch.tensor(kv_heads))
+        changes |= dict.fromkeys(("kv_cache", "key", "value"), taken)
     return _changed(call, changes)
 
 

@@ -4,6 +4,7 @@ The arguments of a call do not show whether a page table names pages of another 
 traces in the arguments. This module returns a sentence for each trace; a trace does not change the verdict.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,10 +49,9 @@ class RecordedInputs:
     def suspicions(self) -> list[str]:
         """Return sentences about suspicious inputs: a scale of 0, rows of no request, a shared last page, non-finite K or V."""
         problem, end = self.problem, self.problem.row_offsets()[-1]
+        scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
         found = [
-            f"{name} is 0, which makes {'all weights equal' if name == 'bmm1_scale' else 'the output zero'}"
-            for name, scale in (("bmm1_scale", problem.bmm1_scale), ("bmm2_scale", problem.bmm2_scale))
-            if float(scale) == 0
+            f"{name} is 0, which makes {what}" for name, what in scales.items() if not float(getattr(problem, name))
         ]
         if end < problem.num_rows:
             found.append(f"rows {end} to {problem.num_rows - 1} of the query belong to no request")
@@ -68,31 +68,39 @@ class RecordedInputs:
         Args:
             out: the output of the call, [num_rows, num_qo_heads, v_head_dim].
         """
-        problem, offsets, found = self.problem, self.problem.row_offsets(), []
+        problem, found = self.problem, []
         bad = ~out.to(torch.float32).isfinite().all(dim=-1)
-        for request, (keys, _) in enumerate(self.histories):
-            rows = bad[offsets[request] : offsets[request + 1]].nonzero().tolist()
-            if not rows:
-                continue
-            row, head = rows[0]
-            seen = visible_of_request(problem, request, offsets[request + 1] - offsets[request], len(keys))[row]
-            kv_head = head // (problem.group)
-            places = [each for each in self._non_finite(request) if each.head == kv_head]
-            read = [each for each in places if seen[each.token]]
-            if not bool(problem.query[offsets[request] + row, head].to(torch.float32).isfinite().all()):
-                why = "so is its query"
-            else:
-                why = f"it sees {self._words(read[0])}" if read else self._unseen(request, len(keys), places)
-            head += self.first_kv_head * problem.group
-            found.append(f"row {offsets[request] + row} (request {request}) head {head} is not finite: {why}")
+        for request, (start, end) in enumerate(itertools.pairwise(problem.row_offsets())):
+            for row, head in bad[start:end].nonzero().tolist()[:1]:
+                seen = visible_of_request(problem, request, end - start, len(self.histories[request][0]))[row]
+                place = f"row {start + row} (request {request}) head {head + self.first_kv_head * problem.group}"
+                is_given = not bool(problem.query[start + row, head].to(torch.float32).isfinite().all())
+                why = "so is its query" if is_given else self._origin(request, seen, head // problem.group)
+                found.append(f"{place} is not finite: {why}")
         return _shortened(found)
+
+    def _origin(self, request: int, seen: torch.Tensor, kv_head: int) -> str:
+        """Return words for the first non-finite K or V of a request that made a row non-finite: of a key that it sees, of a key
+        that it must not see, or of a slot after the request's last key. `seen` is bool [num_keys].
+        """
+        problem, places = self.problem, [each for each in self._non_finite(request) if each.head == kv_head]
+        for each in sorted(places, key=lambda place: not seen[place.token]):
+            return f"{'it sees' if seen[each.token] else 'it must not see'} {self._words(each)}"
+        if isinstance(problem, PagedAttention) and problem.selected is None and len(seen) % problem.page_size:
+            for side, cache in enumerate(() if problem.is_nvfp4 else (problem.k_cache, problem.v_cache)):
+                page, slot = self._place(side, request, len(seen) - 1)
+                if not bool(cache[page, :, slot + 1 :].to(torch.float32).isfinite().all()):
+                    where = f"page {self._id(page)} holds a non-finite {'KV'[side]}"
+                    return f"{where} after the request's last key, which no row sees"
+        return "all that it sees is finite"
 
     def _shared_tails(self, problem: PagedAttention) -> Iterator[str]:
         """Yield a sentence for each page that is the partly filled last page of several requests."""
         owners = defaultdict(list)
         for request, kv_len in enumerate(problem.seq_lens.tolist()):
             if kv_len % problem.page_size:
-                owners[self._page(0, request, kv_len - 1)].append(str(request))
+                page, _ = self._place(0, request, kv_len - 1)
+                owners[self._id(page)].append(str(request))
         for page, requests in owners.items():
             if len(requests) > 1:
                 several = ", ".join(requests)
@@ -106,33 +114,15 @@ class RecordedInputs:
             for token, head in (~values.to(torch.float32).isfinite()).any(dim=-1).nonzero().tolist()
         ]
 
-    def _unseen(self, request: int, kv_len: int, hidden: Sequence[Place]) -> str:
-        """Return words for non-finite K or V that a row must not read: a hidden key, or a slot after the request's last key."""
-        problem = self.problem
-        if hidden:
-            return f"it must not see {self._words(hidden[0])}"
-        if not isinstance(problem, PagedAttention) or problem.selected is not None:
-            return "all that it sees is finite"
-        if kv_len % problem.page_size and not problem.is_nvfp4:
-            for side, cache in enumerate((problem.k_cache, problem.v_cache)):
-                last, slot = self._place(side, request, kv_len - 1)
-                if not bool(cache[last, :, slot + 1 :].to(torch.float32).isfinite().all()):
-                    page = self._page(side, request, kv_len - 1)
-                    return (
-                        f"page {page} holds a non-finite {'KV'[side]} after the request's last key, which no row sees"
-                    )
-        return "all that it sees is finite"
-
     def _words(self, place: Place) -> str:
         """Name a vector by its position in the request and in the engine's cache, with its first non-finite element."""
         side, request, token, head = place
         vector, where = self.histories[request][side][token, head].to(torch.float32), ""
         if isinstance(self.problem, PagedAttention):
-            where = f" (page {self._page(side, request, token)}, slot {self._place(side, request, token)[1]})"
-        value = float(vector[~vector.isfinite()][0])
-        return (
-            f"{'KV'[side]} of request {request}, key {token}{where}, K/V head {self.first_kv_head + head} holds {value}"
-        )
+            page, slot = self._place(side, request, token)
+            where = f" (page {self._id(page)}, slot {slot})"
+        key = f"{'KV'[side]} of request {request}, key {token}{where}, K/V head {self.first_kv_head + head}"
+        return f"{key} holds {float(vector[~vector.isfinite()][0])}"
 
     def _place(self, side: int, request: int, token: int) -> tuple[int, int]:
         """Return the page of a key in the problem's cache, and the key's slot in the page."""
@@ -140,9 +130,8 @@ class RecordedInputs:
         at = torch.tensor([[request], [token]], device=self.problem.query.device)
         return divmod(int(places_of(self.problem, *at)[side]), self.problem.page_size)
 
-    def _page(self, side: int, request: int, token: int) -> int:
-        """Return the engine's id of the page of a key."""
-        page, _ = self._place(side, request, token)
+    def _id(self, page: int) -> int:
+        """Return the engine's id of a page."""
         return page if self.pages is None else self.pages[page]
 
 

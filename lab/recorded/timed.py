@@ -47,16 +47,14 @@ class CallSizes:
     @classmethod
     def of(cls, problem: Problem) -> "CallSizes":
         """Measure a checked call on the CPU."""
-        offsets, kv_lens = problem.row_offsets(), _num_keys(problem)
-        q_lens = [end - start for start, end in itertools.pairwise(offsets)]
+        q_lens, kv_lens = problem.q_lens(), num_keys(problem)
         visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
         seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
         requests = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(keys) for keys in seen]))
-        places = _places(problem, requests, torch.cat(seen))
         factor_bytes = 0 if (factors := getattr(problem, "k_scale_factors", None)) is None else factors.shape[-1]
         kv_bytes = sum(
             len(at.unique()) * problem.num_kv_heads * (side.shape[-1] * side.dtype.itemsize + factor_bytes)
-            for side, at in zip(_sides(problem), places, strict=False)
+            for side, at in zip(_sides(problem), places_of(problem, requests, torch.cat(seen)), strict=False)
         )
         heads, head_dim, v_head_dim = problem.num_qo_heads, problem.head_dim, problem.v_head_dim
         row_bytes = heads * (head_dim * problem.query.dtype.itemsize + v_head_dim * problem.out_dtype.itemsize)
@@ -68,7 +66,7 @@ class CallSizes:
             kv_lens=tuple(kv_lens),
             dtype=problem.query.dtype,
             kv_dtype=problem.kv_dtype,
-            bytes_moved=kv_bytes + offsets[-1] * row_bytes,
+            bytes_moved=kv_bytes + sum(q_lens) * row_bytes,
             operations=2 * heads * (head_dim + v_head_dim) * sum(int(each.sum()) for each in visible),
         )
 
@@ -166,7 +164,7 @@ class CallRedraw(SeededRedraw):
         problem, ends = self.forward.posed(arguments), kv_lens.cumsum(0)
         chosen = touched(seeds.tokens, sum(self.forward.case.kv_lens), query.device)
         requests = torch.searchsorted(ends, chosen, right=True)
-        places = _places(problem, requests, chosen - (ends - kv_lens)[requests])
+        places = places_of(problem, requests, chosen - (ends - kv_lens)[requests])
         for number, (side, some) in enumerate(zip(_sides(problem), places, strict=False), start=1):
             at, size = some.unique(), side.shape[1]
             drawn = self._drawn((len(at), *side.shape[2:]), side.dtype, number, seeds.call + 1)
@@ -212,17 +210,6 @@ def _sides(problem: Problem) -> list[Tensor]:
         return [problem.key.unsqueeze(0), problem.value.unsqueeze(0)]
     is_part = problem.k_cache.data_ptr() == problem.v_cache.data_ptr()
     return [cache.transpose(1, 2) for cache in (problem.k_cache, problem.v_cache)[: 1 if is_part else 2]]
-
-
-def _places(problem: Problem, requests: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Return where tokens of requests lie in `_sides`, in K and in V: page · page_size + slot, int64."""
-    if isinstance(problem, RaggedAttention):
-        return [problem.cu_seqlens_kv[requests] + tokens] * 2
-    return [*places_of(problem, requests, tokens)]
-
-
-def _num_keys(problem: Problem) -> list[int]:
-    return problem.kv_lens() if isinstance(problem, RaggedAttention) else num_keys(problem)
 
 
 def _deviation(contents: Tensor) -> float:
