@@ -185,14 +185,15 @@ def judge(
         if implementation is not None:
             prepare_machine(device)
             settings["refusals"] = refusals_named(refusals, implementation)
-        from lab.recorded.case import recording_below
+        from lab.recorded.case import recorded_cases
         from lab.recorded.own_form import ends
 
-        if (below := recording_below(calls)) != calls:
-            typer.echo(f"{calls} has no calls: those of {below} are judged")
-        arguments = (below,) if implementation is None else (below, implementation)
+        arguments = (calls,) if implementation is None else (calls, implementation)
         with refusing_errors():
-            for sentence in ends(Path(below.rpartition("#")[0] or below)):
+            folder = recorded_cases(calls)[0].address.rpartition("#")[0]
+            if folder not in calls:
+                typer.echo(f"{calls} has no calls: those of {folder} are judged")
+            for sentence in ends(Path(folder)):
                 typer.echo(printable(f"the recording may lack the wrong calls: {sentence}"))
         _judge_and_exit(partial(_judge_and_show, partial(judging.judge_calls, *arguments, **settings), False), watch)
     prepare_machine(device)

@@ -50,10 +50,8 @@ def shrink(
             raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
         call = cases[0].read()
     if implementation is None and not from_outputs and not torch.cuda.is_available():
-        sentence = (
-            "FlashInfer's functions need a GPU, and there is none here: --implementation names one for the CPU, and"
-        )
-        refuse(f"{sentence} --from-outputs makes no calls", ExitStatus.NOT_JUDGED)
+        why = "FlashInfer's functions need a GPU, and there is none here"
+        refuse(f"{why}: --implementation names one for the CPU, --from-outputs makes no calls", ExitStatus.NOT_JUDGED)
     if not from_outputs:
         prepare_machine(device)
     from lab.calls import CALL_TYPES
@@ -67,7 +65,7 @@ def shrink(
     with refusing_errors():
         find, called, versions, gpu = None, "", dict(call.versions), call.gpu or "(please fill in)"
         if not from_outputs:
-            name = implementation or (call.module if is_foreign(call) else CALL_TYPES[call.function].module)
+            name = implementation or (call.module if is_foreign(call.module) else CALL_TYPES[call.function].module)
             function = getattr(load(name), call.function.value, None)
             if function is None:
                 raise ValueError(f"{name} has no {call.function.value}")
@@ -76,26 +74,18 @@ def shrink(
             versions, gpu = {package: version_of(package) or ""} | own_form.versions(), own_form.gpu() or "none"
         versions = {"GPU": gpu} | {name: version.split()[0] for name, version in versions.items() if version}
         smaller, fault = shrunk(call, find, synthetic, most_seconds)
-        write_repro(out, smaller, fault, versions, called)
-    typer.echo(f"{out}/repro.py and {out}/ISSUE.md are written")
-    if has_file := (out / "repro.pt").exists():
-        typer.echo(f"{out}/repro.pt is written too: it holds contents that are too long for repro.py, which reads it")
+        holder = write_repro(out, smaller, fault, versions, called)
+    typer.echo(f"written to {out}: ISSUE.md, repro.py{' and repro.pt, which it reads' * (holder != 'repro.py')}")
     if from_outputs and (whole := recorded_fault(call)) and whole.requests:
         kept_requests = fault.requests if fault else smaller.problem().batch_size
         typer.echo(f"kept {kept_requests} of {counted(whole.requests, 'wrong request')}")
     if fault is not None:
         typer.echo(printable(f"{fault.reason.value}: {fault.sentence}"))
-    elif from_outputs:
-        typer.echo(
-            "whether the result is wrong with drawn contents is not known, because no call was made: run repro.py"
-        )
     else:
-        typer.echo("with drawn contents the result is right")
-    kept = [name for name in contents_of(smaller) if name not in smaller.drawn]
-    if kept:
-        typer.echo(
-            f"repro.{'pt' if has_file else 'py'} holds recorded contents of {', '.join(kept)}: --synthetic replaces them"
-        )
+        unknown = "whether the result is wrong with drawn contents is not known, because no call was made: run repro.py"
+        typer.echo(unknown if from_outputs else "with drawn contents the result is right")
+    if kept := [name for name in contents_of(smaller) if name not in smaller.drawn]:
+        typer.echo(f"{holder} holds recorded contents of {', '.join(kept)}: --synthetic replaces them")
     if implementation is not None:
         typer.echo(f"repro.py calls FlashInfer. To call {implementation}, replace the line of this import by:")
         typer.echo(f"    {import_line(implementation, call.function.value)}")

@@ -79,71 +79,52 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
 
     Args:
         recording: a folder that `lab record` or FlashInfer wrote, "FOLDER#3" for only its third call, or one file that
-            `lab record` wrote; the call's number is that in its folder.
+            `lab record` wrote; the call's number is that in its folder. A folder without calls stands for the only folder with
+            calls in it.
 
     Raises:
         RecordingError: there is no such folder or file, or it has no attention call, or no call with this number.
     """
-    path, number = _parted(str(recording))
+    numbered = _NUMBERED.fullmatch(str(recording))
+    path, number = (Path(numbered[1]), int(numbered[2])) if numbered else (Path(recording), None)
     if number is None and "#" in path.name and not path.exists():
         raise RecordingError(f"{recording}: '{path.name.rpartition('#')[2]}' is no call number, such as 3 in calls#3")
     if not path.exists():
         raise RecordingError(f"{path} is no folder of recorded calls")
     folder = path.parent if path.is_file() else path
-    around = recording_of(folder.absolute())
-    cases = _cases(folder) if around is None else []
+    cases, below = _cases(folder), _below(folder) if path is folder else {}
+    if not cases and len(below) == 1:
+        (cases,) = below.values()
     cases = cases if path is folder else [case for case in cases if case.path == str(path)]
     chosen = [case for case in cases if number in (None, case.number)]
     if chosen:
         return chosen
     if cases:
         raise RecordingError(f"{path} has no call {number}; it has {len(cases)}")
-    near = " and ".join(f"{count} in {each}" for each, count in itertools.islice(_counts_below(path).items(), 3))
+    around = recording_of(folder)
+    near = " and ".join(f"{len(found)} in {each}" for each, found in itertools.islice(below.items(), 3))
     where = f": it is a part of the recording {around}" if around else f", but {near}" if near else ""
     raise RecordingError(f"{path} has no calls{where or ': `lab record` records calls'}")
 
 
-def recording_below(recording: str) -> str:
-    """Return the name of the only recording in the folders below a folder that has no calls itself, with the call's number. Any
-    other name is returned as it is.
-    """
-    folder, number = _parted(recording)
-    below = [] if _cases(folder) else [*_counts_below(folder)]
-    if len(below) != 1:
-        return recording
-    return f"{below[0]}" if number is None else f"{below[0]}#{number}"
-
-
-def _parted(recording: str) -> tuple[Path, int | None]:
-    """Return the path and the number of "FOLDER#3"; None if there is no number."""
-    found = _NUMBERED.fullmatch(recording)
-    return (Path(found[1]), int(found[2])) if found else (Path(recording), None)
-
-
-def _counts_below(folder: Path) -> dict[Path, int]:
-    """Return the recordings in the folders below a folder, with the number of calls of each."""
+def _below(folder: Path) -> dict[Path, list[RecordedCase]]:
+    """Return the calls of each folder with calls that is at most two levels below a folder."""
     children = [each for each in folder.glob("*/") if not each.is_symlink()]
-    below = (deep for each in children for deep in each.glob("*/") if not deep.is_symlink())
-    near = itertools.islice(itertools.chain(children, below), MOST_SEARCHED)
-    counts = {each: len(_cases(each)) for each in sorted(near) if recording_of(each) is None}
-    return {each: count for each, count in counts.items() if count}
+    deeper = (deep for each in children for deep in each.glob("*/") if not deep.is_symlink())
+    near = sorted(itertools.islice(itertools.chain(children, deeper), MOST_SEARCHED))
+    return {each: cases for each in near if (cases := _cases(each))}
 
 
 def _cases(folder: Path) -> list[RecordedCase]:
-    """Return the attention calls of a folder, in both forms. A call with a damaged record counts as a decode call, and is
-    declined.
+    """Return the attention calls of a folder, in both forms; none if the folder is a part of a recording. A call with a damaged
+    record counts as a decode call, and is declined.
     """
+    if recording_of(folder) is not None:
+        return []
     judged = {each.value for each in AttentionCall}
     there = [*flashinfer_dumps.dumped_calls(folder), *own_form.own_calls(folder)]
     calls = [call for call in there if call.function in judged or not call.function]
     return [
-        RecordedCase(
-            AttentionCall(call.function or AttentionCall.DECODE),
-            str(call.path),
-            number,
-            call.time,
-            call.replay,
-            call.layer,
-        )
-        for number, call in enumerate(calls, start=1)
+        RecordedCase(AttentionCall(function or AttentionCall.DECODE), str(path), number, time, replay, layer)
+        for number, (time, _, replay, path, function, layer) in enumerate(calls, start=1)
     ]

@@ -26,7 +26,7 @@ MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
 
 def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
-) -> None:
+) -> str:
     """Write `repro.py` and `ISSUE.md`; the folder is made if there is none. Contents that are too long for the program are
     written to `repro.pt`, which the program reads.
 
@@ -36,6 +36,9 @@ def write_repro(
         fault: the fault of its result; None if it is right, or not known.
         versions: the name of the GPU, and the versions of the packages, with which the result is wrong.
         called: the module or file that was called; "" if the fault is that of the recorded result.
+
+    Returns:
+        The name of the file that has the contents.
 
     Raises:
         RecordingError: an argument cannot be expressed, or the program is too long.
@@ -51,7 +54,10 @@ def write_repro(
     if saved:
         torch.save(saved, folder / "repro.pt")
     (folder / "repro.py").write_text(program)
-    (folder / "ISSUE.md").write_text("\n".join(_issue(call, fault, versions, called, bool(saved))))
+    reads = " It reads `repro.pt`." if saved else ""
+    program_line = f"`python repro.py` calls FlashInfer, and exits with 1 if the result is wrong.{reads}\n"
+    (folder / "ISSUE.md").write_text("\n".join([*_issue(call, fault, versions, called), program_line]))
+    return "repro.pt" if saved else "repro.py"
 
 
 def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict[str, Tensor] | None = None) -> str:
@@ -89,7 +95,7 @@ def _raises(call: RecordedCall, fault: Fault | None) -> str:
     """Return the condition under which an error of the function is the fault that was recorded or found."""
     if fault is None:
         return str(call.out is None)
-    return f"type(error).__name__ == {fault.error!r}" if fault.error else str(fault.reason is Reason.RAISED)
+    return f"type(error).__name__ == {fault.error!r}" if fault.error else str(fault.reason is Reason.NO_RETURN)
 
 
 def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
@@ -105,55 +111,36 @@ def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
 def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
     parts = parts_of(call)
     width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
+    symptom = "right with drawn contents" if called else "with drawn contents, not made yet"
+    if fault is not None:
+        symptom = f"the call raises {fault.error}" if fault.error else fault.reason.value
+    as_this = f"{called or call.module} as " if is_foreign(called or call.module) else ""
+    function = f"{'' if called else 'a recorded call of '}{as_this}{call.function.value}"
     size = f"requests: {len(parts)}, rows of each: {width}, keys: {longest}"
-    if called:
-        subject = "" if _is_flashinfer(call, called) else f"{called} as "
-        symptom = fault.reason.value if fault else "the result is right with drawn contents"
-    else:
-        subject = f"a recorded call of {f'{call.module}, as ' if is_foreign(call) else ''}"
-        symptom = f"{fault.reason.value}, reduced" if fault else "reduced, with drawn contents, not made yet"
-        if call.out is None:  # it is whole
-            ended = f"it raised {call.raised.partition(':')[0]}" if call.raised else "it did not return"
-            symptom = ended if fault else f"{ended}; with drawn contents, not made yet"
-    return f"{subject}{call.function.value}: {symptom} ({size})"
+    return f"{function}: {symptom} ({size})"
 
 
-def is_foreign(call: RecordedCall) -> bool:
-    """Return True if the recorded function is of another package than FlashInfer."""
-    return call.module.partition(".")[0] not in ("", "flashinfer")
+def is_foreign(module: str) -> bool:
+    """Return True if a module, or a file, is not of FlashInfer. It is of FlashInfer if its name is not known."""
+    return module.partition(".")[0] not in ("", "flashinfer")
 
 
-def _is_flashinfer(call: RecordedCall, called: str) -> bool:
-    return called == CALL_TYPES[call.function].module
-
-
-def _issue(
-    call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str, has_file: bool = False
-) -> Iterator[str]:
+def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
     """Yield the lines of the issue, in Markdown."""
     yield f"# {in_markdown(_title(call, fault, called))}\n"
     yield from (f"* {name}: {in_markdown(version)}" for name, version in versions.items())
     yield f"\n```text\n{call.function.value}("
     yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
     yield ")\n```\n"
-    if not called:
-        yield f"The {'' if call.out is None else 'reduced '}call was not made here: run `repro.py`.\n"
-        if is_foreign(call):
-            yield f"The engine called `{in_markdown(call.module)}`. `repro.py` calls FlashInfer, which may be right.\n"
-    elif _is_flashinfer(call, called):
-        yield f"The call was made here: of FlashInfer's `{called}.{call.function.value}`.\n"
-    else:
-        yield f"The call was made here: of `{called}`, in the place of FlashInfer's function, which was not called.\n"
+    module = f"`{in_markdown(called or call.module or 'FlashInfer')}`"
+    part = "call" if call.out is None else "reduced call"
+    recorded = f"The engine called {module}. The {part} was not made here: run `repro.py`."
+    foreign = " `repro.py` calls FlashInfer, which may be right." if is_foreign(called or call.module) else ""
+    yield f"{f'The call was made here, of {module}.' if called else recorded}{foreign}\n"
     if fault is not None:
-        whose = "this call" if called else "the recorded call"
-        yield f"Result of {whose}: {fault.reason.value}: {in_markdown(fault.sentence)}\n"
-    if fault is not None and fault.place:
-        yield f"First elements of the vector of {fault.place}{'' if called else ', as recorded'}:\n"
-        for words, values in (("expected, in float64", fault.expected), ("got", fault.got)):
-            yield f"* {words}: {', '.join(f'{value:.5g}' for value in values)} …"
-        yield ""
-    reads = " It reads `repro.pt`." if has_file else ""
-    yield f"`python repro.py` calls FlashInfer, and exits with 1 if the result is wrong.{reads}\n"
+        yield f"Result of {'this' if called else 'the recorded'} call: {fault.reason.value}: {in_markdown(fault.sentence)}\n"
+    if fault is not None and fault.vector:
+        yield f"First elements of the worst vector{'' if called else ', as recorded'}: {fault.vector}\n"
 
 
 def _bounds(problem: Problem) -> list[float]:

@@ -25,6 +25,7 @@ class Reason(NamedEnum):
 
     ARGUMENTS = "the arguments are invalid"
     RAISED = "the call raises an error"
+    NO_RETURN = "the call did not return"
     NOT_FINITE = "the output is not finite"
     OUTPUT = "the output is wrong"
     LSE = "the LSE is wrong"
@@ -39,17 +40,14 @@ class Fault:
         reason: why it is wrong.
         sentence: the worst vectors with their errors, the bias, or the error that was raised.
         error: name of the type of that error; "" if none was raised.
-        expected, got: the first elements of the worst output vector.
-        place: the request, row and head of this vector, in words.
+        vector: place and first elements of the worst output vector, in words; "" if the output is right or there is none.
         requests: the number of requests with a wrong vector; 0 if an error was raised.
     """
 
     reason: Reason
     sentence: str
     error: str = ""
-    expected: tuple[float, ...] = ()
-    got: tuple[float, ...] = ()
-    place: str = ""
+    vector: str = ""
     requests: int = 0
 
 
@@ -77,8 +75,10 @@ def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find
 
 def recorded_fault(call: RecordedCall) -> Fault | None:
     """Return the fault of the recorded result; None if it is right."""
+    if call.raised:
+        return Fault(Reason.RAISED, call.raised, call.raised.partition(":")[0])
     if call.out is None:
-        return Fault(Reason.RAISED, call.raised or "it did not return", call.raised.partition(":")[0])
+        return Fault(Reason.NO_RETURN, "neither a result nor an error was recorded")
     return fault_of(call, call.out, call.lse)
 
 
@@ -97,11 +97,13 @@ def fault_of(
         return len(truth.request_of_row[wrong.any(dim=1)].unique())
 
     if bool(compared.wrong.any()):
-        reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
         ((row, head),) = compared.worst(1)
-        expected, got = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
+        shown = (side[row, head, :SHOWN_ELEMENTS].double().tolist() for side in (truth.expected, out))
+        expected, got = (", ".join(f"{value:.5g}" for value in values) for values in shown)
         place = f"request {int(truth.request_of_row[row])}, row {truth.row_of_call(row)}, head {head}"
-        return Fault(reason, truth.wrong_output(compared, out), "", expected, got, place, requests_of(compared.wrong))
+        vector = f"{place}: expected in float64 {expected} …, got {got} …"
+        reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
+        return Fault(reason, truth.wrong_output(compared, out), "", vector, requests_of(compared.wrong))
     if lse is not None and (sentence := truth.wrong_lse(lse)):
         return Fault(Reason.LSE, sentence, requests=requests_of(truth.lse_ratio(lse) > 1))
     return None if compared.passed else Fault(Reason.BIAS, truth.wrong_output(compared, out))

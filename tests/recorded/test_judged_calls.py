@@ -19,7 +19,7 @@ from lab.checks.record import read_case
 from lab.checks.run.judge import judge_calls, judge_recorded
 from lab.exit_status import ExitStatus
 from lab.recorded.call import RecordingError
-from lab.recorded.case import recorded_cases, recording_below
+from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
 from lab.references.assertion import truth_of_problem
 from lab.reports.judgement import details, reproduction
@@ -239,8 +239,10 @@ def test_a_folder_beside_the_recording_is_refused_with_the_way_to_it(dumps: Path
     dumps = dumps.rename(dumps.parent / "host" / "rank0" / "dumps")
     call = min(each for each in dumps.iterdir() if each.is_dir())
     for folder in dumps.parents[:2]:
-        with pytest.raises(RecordingError, match=f"{folder} has no calls, but 5 in {dumps}$"):
-            recorded_cases(folder)
+        assert recorded_cases(folder) == recorded_cases(dumps)
+    second = Path(shutil.copytree(dumps, dumps.with_name("second")))
+    with pytest.raises(RecordingError, match=f"{dumps.parent} has no calls, but 5 in {dumps} and 5 in {second}$"):
+        recorded_cases(dumps.parent)
     replay = call / "graph_flushes" / "flush_0001"
     shutil.copytree(call, replay)
     for part in (call, replay, replay.parent):
@@ -258,12 +260,10 @@ def test_the_command_judges_the_only_recording_below_a_folder(dumps: Path, capsy
         status = run(["judge", "--calls", f"{dumps.parent}{number}", "--device", "cpu", "--in-process"])
         assert status == (0 if number else 1)
         line, answer, *_ = capsys.readouterr().out.replace("\n", " ").partition("Right: " if number else "Wrong: ")
-        assert line.split() == f"{dumps.parent}{number} has no calls: those of {below}{number} are judged".split()
+        assert line.split() == f"{dumps.parent}{number} has no calls: those of {below} are judged".split()
         assert answer
     shutil.copytree(below, below / "older")
-    assert recording_below(str(below)) == str(below)
-    shutil.copytree(below, dumps)
-    assert recording_below(f"{dumps.parent}#2") == f"{dumps.parent}#2"
+    assert len(recorded_cases(below)) == 5
 
 
 def test_a_file_is_a_recording_of_one_call(recorded_once: Path, tmp_path: Path) -> None:
