@@ -12,7 +12,7 @@ import pytest
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Configuration, Level, Outcome, Report, judge
-from lab.checks.parameters.circumstances import circumstances
+from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
 from lab.checks.parameters.coverage import tuples_by_outcome
 from lab.checks.parameters.covering import Model, Point, Shard, Values
 from lab.checks.parameters.models import MODELS
@@ -21,6 +21,7 @@ from lab.checks.record import ReportError, read_case
 from lab.checks.run.merging import merged
 from lab.checks.run.verdicts import Judged
 from lab.exit_status import ExitStatus
+from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface, MetadataFunction
 from tests.checks.small import SMALL, decoding
 
@@ -156,6 +157,14 @@ def test_shards_of_the_smoke_level_try_again_what_one_run_tries_again(takes_one_
     assert max(map(len, shards)) < 0.6 * len(whole)
     values, of_values = tuples_by_outcome(model, whole)[0], tuples_by_outcome(model, itertools.chain(*shards))[0]
     assert {value for value in values if len(value) == 1} <= of_values
+
+
+def test_every_shard_judges_the_values_that_decide_the_circumstances() -> None:
+    for call in AttentionCall:
+        model = MODELS[call](Ranges())
+        for each in circumstances(model):
+            fixed = {axis for axis, values in each.model.axes.items() if values != model.axes[axis]}
+            assert {axis for axis in fixed if each.model.default[axis] != model.default[axis]} <= {*OF_ALL_SHARDS}
 
 
 def test_each_goal_is_of_one_shard() -> None:
