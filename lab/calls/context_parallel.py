@@ -38,8 +38,8 @@ BESIDE_MLA: Reasons = {
 }
 
 
-def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> bool:
-    """Check the arguments of context parallelism, and return True if a call has them.
+def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> None:
+    """Check the arguments of context parallelism of a call that has one of them.
 
     Args:
         call: a decode call or an MLA decode call.
@@ -53,11 +53,9 @@ def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> 
     world = arguments.check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = arguments.check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
     if not argument:
-        if (world, rank, call.causal_seqlens_kv_global) != (1, 0, None):
-            raise ValueError(
-                f"cp_world={world} and cp_rank={rank} need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"
-            )
-        return False
+        raise ValueError(
+            f"cp_world={world} and cp_rank={rank} need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"
+        )
     if rank >= world:
         raise ValueError(f"cp_rank={rank} must be below cp_world={world}")
     check_beside(call, argument, excluded)
@@ -69,7 +67,6 @@ def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> 
         raise ValueError(
             f"{argument} without an LSE, by which the results of the ranks are merged: pass return_lse=True"
         )
-    return True
 
 
 def keys_of_rank(call: Any, ends: Tensor, first_rows: Tensor) -> Tensor:

@@ -169,7 +169,11 @@ class MLADecodeCall:
             lse=self._lse_rows(rows),
             return_lse=self.return_lse,
         )
-        if self._has_rank(batch_size) and self.causal_seqlens_kv_global is not None:
+        arguments.check_bool("enable_dcp", self.enable_dcp)
+        if self.enable_dcp or (self.cp_world, self.cp_rank, self.causal_seqlens_kv_global) != (1, 0, None):
+            argument = "enable_dcp=True" if self.enable_dcp else ""
+            context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_MLA)
+            assert self.causal_seqlens_kv_global is not None
             first_rows = self.cum_seq_lens_q
             if first_rows is None:
                 first_rows = torch.arange(batch_size + 1, device=rows.device) * problem.max_q_len
@@ -204,12 +208,6 @@ class MLADecodeCall:
                 False,
                 "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
             )
-
-    def _has_rank(self, batch_size: int) -> bool:
-        arguments.check_bool("enable_dcp", self.enable_dcp)
-        return context_parallel.check_rank(
-            self, "enable_dcp=True" * self.enable_dcp, batch_size, context_parallel.BESIDE_MLA
-        )
 
     def _query_rows(self) -> torch.Tensor:
         """Return the query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""

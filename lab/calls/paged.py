@@ -167,10 +167,11 @@ class DecodeCall:
             mask=self.mask,
             by_kv_head=self.enable_block_sparse_attention,
         )
-        argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
-        has_rank = context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)
-        if not has_rank or self.causal_seqlens_kv_global is None:
+        if (self.cp_world, self.cp_rank, self.causal_seqlens_kv_global) == (1, 0, None):
             return problem
+        argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
+        context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)
+        assert self.causal_seqlens_kv_global is not None
         first_rows = torch.arange(batch_size + 1, device=self.query.device) * max_q_len
         ends = self.causal_seqlens_kv_global + max_q_len
         return replace(problem, num_visible=context_parallel.keys_of_rank(self, ends, first_rows))

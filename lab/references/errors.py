@@ -105,11 +105,9 @@ class Regression:
         """
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
-        above = slope > 1
-        return (
-            f"all outputs{self.words[worst]} are {abs(slope - 1):.2%} too {'large' if above else 'small'}: factor "
-            f"{slope:.4f}, {'at most' if above else 'at least'} {1 + bound if above else 1 - bound:.4f} is rounding"
-        )
+        size, limit = ("large", f"at most {1 + bound:.4f}") if slope > 1 else ("small", f"at least {1 - bound:.4f}")
+        excess = f"{abs(slope - 1):.2%} too {size}"
+        return f"all outputs{self.words[worst]} are {excess}: factor {slope:.4f}, {limit} is rounding"
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,8 +320,7 @@ class Truth:
         return row if self.rows is None else int(self.rows[row])
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
-        """Compare an output by `compare`, with a bound of at least one rounding. If all vectors are
-        within their bounds, check the output for a bias too (`regress`).
+        """Compare an output by `compare`. If all vectors are within their bounds, check it for a bias too (`regress`).
 
         The bound is at least one rounding, because the control may have almost no error, while a right kernel such as FA3's MLA
         rounds the results of its splits. What skip-softmax allows is added to it.

@@ -126,39 +126,42 @@ class ForwardCase(GroupedLayer, PassCase):
         if self.draft_extend not in (None, AttentionCall.DECODE, AttentionCall.CONTEXT):
             raise TypeError(f"draft_extend={self.draft_extend!r} must be an AttentionCall, DECODE or CONTEXT")
         self.check_requests()
-        self._check_engine()
-        self._refuse_ignored()
         self.check_tensors((E4M3, NVFP4))
+        self._check_ignored()
+        self._check_engine()
         self._check_query_dtype()
         self._check_context_parallel()
         self._check_storage()
 
-    def _refuse_ignored(self) -> None:
-        """Raise ValueError for an argument that is not at its default but has no meaning in the mode."""
-        mode, topk = self.mode, self.topk
+    def _check_ignored(self) -> None:
+        """Raise ValueError for an argument that is not at its default but has no meaning in the mode or in the engine."""
+        mode, topk, is_vllm = self.mode, self.topk, self.engine is not Engine.SGLANG
         takes_padding = self.interface is AttentionCall.CONTEXT or mode.query_rows.are_bounded
         is_whole = not self.split_mixed_tail and self.context_parallel == 1
         is_divisible = mode.query_rows.are_uniform and self.interface is AttentionCall.DECODE
-        self.refuse_ignored(
-            draft_extend=(mode.extends_draft, "only DRAFT_EXTEND and DRAFT_EXTEND_V2 have a choice of the call"),
-            topk=(self.draft_step == FROZEN_KV_STEP, "only a frozen-KV draft has branches"),
-            decode_splits=(
+        uses = {
+            "draft_extend": (mode.extends_draft, "only DRAFT_EXTEND and DRAFT_EXTEND_V2 have a choice of the call"),
+            "topk": (self.draft_step == FROZEN_KV_STEP, "only a frozen-KV draft has branches"),
+            "decode_splits": (
                 is_divisible or self.split_mixed_tail,
                 "only decode calls with as many rows for every request are divided",
             ),
-            split_mixed_tail=(
+            "split_mixed_tail": (
                 mode.is_prefill,
                 "only extends without speculation, such as ForwardMode.MIXED, have a tail to split off",
             ),
-            num_padding_rows=(
-                (takes_padding and is_whole) or self.engine is not Engine.SGLANG,
+            "num_padding_rows": (
+                (takes_padding and is_whole) or is_vllm,
                 "only a pass that makes the context call and no other, or a ragged verification, passes padding rows",
             ),
-            encoder_only=(
+            "encoder_only": (
                 mode.is_prefill or mode is ForwardMode.TARGET_VERIFY,
                 "SGLang's calls let rows see those after them in extends and in TARGET_VERIFY alone",
             ),
-        )
+            **dict.fromkeys(("decode_threshold", "num_padding_requests"), (is_vllm, "it is vLLM's")),
+        }
+        of_sglang = ("encoder_only", "split_mixed_tail", "decode_splits", "context_parallel", "virtual_slots")
+        self.refuse_ignored(**uses | (dict.fromkeys(of_sglang, (False, "it is SGLang's")) if is_vllm else {}))
         if self.prefix_lens != tuple(prefix for prefix in self.prefix_lens[::topk] for _ in range(topk)):
             raise ValueError(
                 f"prefix_lens={self.prefix_lens} with topk={topk}: give every request's length {topk} times in a row"
@@ -170,12 +173,8 @@ class ForwardCase(GroupedLayer, PassCase):
             )
 
     def _check_engine(self) -> None:
-        is_vllm = self.engine is not Engine.SGLANG
-        self.refuse_ignored(**dict.fromkeys(("decode_threshold", "num_padding_requests"), (is_vllm, "it is vLLM's")))
-        if not is_vllm:
+        if self.engine is Engine.SGLANG:
             return
-        of_sglang = ("encoder_only", "split_mixed_tail", "decode_splits", "context_parallel", "virtual_slots")
-        self.refuse_ignored(**dict.fromkeys(of_sglang, (False, "it is SGLang's")))
         if self.mode is not ForwardMode.EXTEND:
             raise ValueError(f"mode={self.mode!r} is SGLang's: each pass of {self.engine.value} has ForwardMode.EXTEND")
         if (self.num_padding_requests or self.num_padding_rows) and max(self.q_lens) > self.decode_threshold:

@@ -10,7 +10,7 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.discovery import discover, is_mostly_declined
@@ -38,23 +38,14 @@ WRITING_SHARE = 0.05  # of the time at most
 Waits = Generator[Pending, None, None]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The counts of a run of the judge after each verdict.
+class Progress(NamedTuple):
+    """The counts of a run of the judge after each verdict."""
 
-    Attributes:
-        verdict: the last verdict.
-        done: number of judged cases. Cases that only shrink a wrong random case do not count.
-        total: number of planned cases, including random cases.
-        seconds_left: estimated remaining time; None while there is no estimate.
-        is_new: the verdict is from this run, not from an earlier one.
-    """
-
-    verdict: CaseVerdict
-    done: int
-    total: int
-    seconds_left: float | None
-    is_new: bool = True
+    verdict: CaseVerdict  # the last one
+    done: int  # judged cases, without those that only shrink a wrong random case
+    total: int  # planned cases, random ones included
+    seconds_left: float | None  # estimated; None while there is no estimate
+    is_new: bool = True  # the verdict is from this run, not from an earlier one
 
 
 @dataclass
@@ -155,19 +146,16 @@ class Run:
             try:
                 next(turns)
             except StopIteration as over:
-                self._end_running(over.value)
+                if over.value:  # they still run when the time is over: a kernel that hangs is not right
+                    ended = f"the time was over while {over.value} of them ran"
+                    self.report = replace(self.report, unended=over.value, ended=ended)
+                    self.pool.stop()
                 return
             if self.is_stopped:
                 turns.close()
                 return
             if self._file is not None and time.monotonic() > self._next_write:
                 self._save(self._report_so_far(), goes_on=True)
-
-    def _end_running(self, count: int) -> None:
-        """End the cases that still run when the time is over. A kernel that hangs is not right."""
-        if count:
-            self.report = replace(self.report, unended=count, ended=f"the time was over while {count} of them ran")
-            self.pool.stop()
 
     def _report_so_far(self) -> Report:
         runs = self._runs.values()
@@ -197,10 +185,8 @@ class Run:
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
             rate = (time.monotonic() - self._start) / max(self._num_new, 1)
-            left = (
-                min(rate * (total - done), max(self.end - time.monotonic(), 0)) if self._num_new >= LEAST_DONE else None
-            )
-            self.progress(Progress(verdict, done, total, left, is_new))
+            left = min(rate * (total - done), max(self.end - time.monotonic(), 0))
+            self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def note(self, verdict: CaseVerdict) -> None:
         """Note if a verdict ends the run."""
@@ -390,12 +376,13 @@ class CheckRun:
 
     def _keep_planned(self, verdict: CaseVerdict, is_new: bool) -> None:
         self.judged += 1
-        self._run.show(verdict, is_new)
-        self._keep(verdict)
+        self.keep(verdict, is_new)
 
-    def keep(self, verdict: CaseVerdict) -> None:
-        """Report a verdict on a case that was not planned, such as an audited case, to `progress`, and add it to the run."""
-        self._run.show(verdict, True)
+    def keep(self, verdict: CaseVerdict, is_new: bool = True) -> None:
+        """Report a verdict to `progress`, and add it to the run. A case that was not planned, such as an audited one, is not
+        counted.
+        """
+        self._run.show(verdict, is_new)
         self._keep(verdict)
 
     def _keep(self, verdict: CaseVerdict) -> None:

@@ -95,11 +95,7 @@ class MHAGraphMetadata:
         return self.buffers.leading(batch_size)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in place. A CUDA graph can capture the
-        function: the host reads nothing.
-
-        Args:
-            view: the batch of that size, whose tensors are the runner's input buffers.
+        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`.
 
         Raises:
             NotImplementedError: the builder is the fused one, and Triton does not run here.

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.engine.lengths import query_lens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
-from lab.metadata.mha.quantised import counted_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +131,8 @@ def call_arguments(
         "kv_cache": cache.as_hnd(),
         "block_tables": table[requests],
         "seq_lens": metadata.cache_seqlens_int32[requests],
-        "bmm1_scale": layer.softmax_scale * counted_scale(layer.k_scale, cache.storage.dtype),
-        "bmm2_scale": counted_scale(layer.v_scale, cache.storage.dtype),
+        "bmm1_scale": layer.softmax_scale * _counted_scale(layer.k_scale, cache.storage.dtype),
+        "bmm2_scale": _counted_scale(layer.v_scale, cache.storage.dtype),
         "window_left": layer.window_left,
         "sinks": layer.sinks,
     }
@@ -156,6 +155,18 @@ def call_arguments(
         "cum_seq_lens_q": metadata.cu_seqlens_q[offsets],
         "cum_seq_lens_kv": metadata.cu_seqlens_k[offsets],
     }
+
+
+def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
+    """Return the scale of K or V that a call over this cache applies, from the layer's scale (SGLang 0.5.23,
+    `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
+
+    A checkpoint may have scales although the cache is not quantised. The cache's entries are not divided then, and the result
+    is 1. Over e4m3, a scale of 0 or below is replaced by 1.
+    """
+    if kv_dtype == E4M3:
+        return scale if scale > 0 else 1.0
+    return scale if kv_dtype == NVFP4 else 1.0
 
 
 def _rows_as_requests(

@@ -1,4 +1,4 @@
-"""Quantised caches on the MHA backend: the dtypes of a call, the scales that the call applies, and the write of e4m3 K and V.
+"""Quantised caches on the MHA backend: the dtypes of a call, and the write of e4m3 K and V.
 
 The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
 """
@@ -51,18 +51,6 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
         return CallDtypes(E4M3, E4M3) if trtllm_gen else CallDtypes(dtype, dtype)
     is_cast = kv_dtype == E4M3 and (trtllm_gen or call is AttentionCall.CONTEXT)
     return CallDtypes(E4M3 if is_cast else dtype, dtype)
-
-
-def counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the scale of K or V that a call over this cache applies, from the layer's scale (`_get_bmm_scales`,
-    `_get_nvfp4_bmm_scales`).
-
-    A checkpoint may have scales although the cache is not quantised. The cache's entries are not divided then, and the result
-    is 1. Over e4m3, a scale of 0 or below is replaced by 1.
-    """
-    if kv_dtype == E4M3:
-        return scale if scale > 0 else 1.0
-    return scale if kv_dtype == NVFP4 else 1.0
 
 
 def write_e4m3(

@@ -115,13 +115,9 @@ class MLAGraphMetadata:
         )
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in place. A CUDA graph can capture the
-        function: the host reads nothing.
+        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`.
 
         The offsets and numbers of query rows are preset. The call writes them only if they vary from replay to replay.
-
-        Args:
-            view: the batch of that size, whose tensors are the runner's input buffers.
         """
         metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
         rows = view.extend_seq_lens if pads else None
