@@ -17,6 +17,12 @@ def joined(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
+def first_few(sentences: Sequence[str], most: int) -> list[str]:
+    """Return the first sentences, and how many more there are."""
+    more = len(sentences) - most
+    return [*sentences[:most], *([f"and {more} more"] if more > 0 else [])]
+
+
 def shortened(text: str, most_characters: int) -> str:
     """Return a text that is at most so long. A longer one ends with "…"."""
     return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"

@@ -16,8 +16,7 @@ from lab.commands.dry_run import dry_run
 from lab.commands.invariance import invariance
 from lab.commands.judge import judge, merge
 from lab.commands.lists import checks, implementations
-from lab.commands.record import record
-from lab.commands.recorded import recorded
+from lab.commands.recorded import record, recorded
 from lab.commands.report import html, report
 
 app = typer.Typer(

@@ -1,18 +1,68 @@
-"""`lab recorded`: make files from calls that were recorded in an engine."""
+"""`lab record` and `lab recorded`: record the attention calls of a server, and make files from them."""
 
+import json
+import math
+import os
+import shutil
+import tempfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from lab.commands.options import Device, prepare_machine, refuse, refusing_errors
+from lab.commands.options import Device, list_option, prepare_machine, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 from lab.loading import load
-from lab.wording import counted, printable
+from lab.wording import counted, first_few, printable
 
 MOST_SHOWN = 8  # sentences about calls and requests that are left out
+Recording = Annotated[str, typer.Argument(metavar="FOLDER[#3]", help="a folder of recorded calls, or one call")]
 recorded = typer.Typer(no_args_is_help=True)
+
+
+def record(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="the server's command line")],
+    out: Annotated[Path, Option(file_okay=False, help="the folder of the recorded calls")],
+    functions: Annotated[list[str], list_option(str, "packages with the functions", "NAME,...", default="flashinfer")],
+    every: Annotated[int, Option(min=1, help="record one of each n chosen calls, drawn at random")] = 1,
+    layers: Annotated[list[int] | None, list_option(int, "record calls of these layers; all if left out")] = None,
+    from_s: Annotated[float, Option(min=0, help="begin this number of seconds after FlashInfer's first import")] = 0,
+    until_s: Annotated[
+        float, Option(min=0, help="end this number of seconds after it", show_default="never")
+    ] = math.inf,
+    longest: Annotated[int, Option(min=0, help="record calls with a request of at least this number of keys")] = 0,
+    non_finite: Annotated[bool, Option("--non-finite", help="record calls with NaN or Inf in the output")] = False,
+    shadow: Annotated[int, Option(min=0, help="in place of --every: judge one of each n calls, record wrong ones")] = 0,
+    e4m3_arithmetic: Annotated[bool, Option("--e4m3-arithmetic", help="--shadow: the kernel rounds to e4m3")] = False,
+    switch: Annotated[Path | None, Option("--while", metavar="FILE", help="record while this file exists")] = None,
+    before: Annotated[bool, Option("--before", help="write inputs before each call, in case it crashes")] = False,
+    most_calls: Annotated[int, Option(min=1, help="the most calls of each process")] = 1000,
+    most_gb: Annotated[float, Option(min=0, help="the most gigabytes of each process")] = 20.0,
+) -> None:
+    """Run a command, and record FlashInfer's attention calls in all its Python processes for `lab judge --calls`.
+
+    The exit status is the command's. A file has only the pages of K and V that its call reads; it contains data of the users'
+    requests.
+    """
+    from lab.recorded import start
+    from lab.recorded.recorder import ENVIRONMENT, Triggers
+
+    with refusing_errors():
+        chosen, seen = tuple(layers or ()), "" if switch is None else str(switch.resolve())
+        triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic, seen)
+    limits = {"most_calls": most_calls, "most_bytes": int(most_gb * 1e9), "before": before}
+    settings = {"out": str(out.resolve()), "triggers": asdict(triggers), "functions": functions, **limits}
+    if (program := shutil.which(command[0])) is None:
+        refuse(f"there is no command {command[0]}")
+    with refusing_errors():
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    path = os.pathsep.join(filter(None, (*start.__path__, os.environ.get("PYTHONPATH"))))
+    typer.echo(f"lab: recording into {out}; afterwards judge with lab judge --calls {out}", err=True)
+    os.execve(program, command, {**os.environ, ENVIRONMENT: json.dumps(settings), "PYTHONPATH": path})
 
 
 @recorded.callback()
@@ -22,22 +72,13 @@ def about() -> None:
 
 @recorded.command()
 def shrink(
-    recording: Annotated[
-        str, typer.Argument(metavar="FOLDER#3", help="a folder of recorded calls, and a call's number")
-    ],
-    out: Annotated[Path, typer.Option(file_okay=False, help="the folder of repro.py and ISSUE.md")] = Path("repro"),
-    implementation: Annotated[
-        str | None,
-        typer.Option(help="what is called: package.module or path/to/file.py; FlashInfer's function if left out"),
-    ] = None,
+    recording: Recording,
+    out: Annotated[Path, Option(file_okay=False, help="the folder of repro.py and ISSUE.md")] = Path("repro"),
+    implementation: Annotated[str | None, Option(help="package.module or file.py; FlashInfer's if left out")] = None,
     device: Device = None,
-    from_outputs: Annotated[
-        bool, typer.Option("--from-outputs", help="make no calls: keep as few wrong requests as possible")
-    ] = False,
-    synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="replace all contents by drawn ones, even if the error then goes away")
-    ] = False,
-    most_seconds: Annotated[float, typer.Option(min=0, help="try no smaller call after this time")] = 600.0,
+    from_outputs: Annotated[bool, Option("--from-outputs", help="make no calls: keep few wrong requests")] = False,
+    synthetic: Annotated[bool, Option("--synthetic", help="draw all contents, even if the error goes away")] = False,
+    most_seconds: Annotated[float, Option(min=0, help="try no smaller call after this time")] = 600.0,
 ) -> None:
     """Find the smallest call that is wrong like a recorded call, and write a program that makes it with FlashInfer alone."""
     import torch
@@ -93,8 +134,8 @@ def shrink(
 
 @recorded.command()
 def scenario(
-    recording: Annotated[str, typer.Argument(metavar="FOLDER[#3]", help="a folder of recorded calls, or one call")],
-    out: Annotated[Path, typer.Option(dir_okay=False, help="the trace, in Mooncake's format")] = Path("trace.jsonl"),
+    recording: Recording,
+    out: Annotated[Path, Option(dir_okay=False, help="the trace, in Mooncake's format")] = Path("trace.jsonl"),
 ) -> None:
     """Write the lengths of recorded requests as a trace, from which scenarios like decode/llama-3.1-8b/trace8 take batches."""
     from lab.files import write_text
@@ -108,18 +149,14 @@ def scenario(
         left_out: list[str] = []
         requests = traced_requests(recorded_cases(recording), left_out.append)
         write_text(out, as_mooncake(requests))
-    for sentence in left_out[:MOST_SHOWN]:
+    for sentence in first_few(left_out, MOST_SHOWN):
         typer.echo(printable(f"left out: {sentence}"), err=True)
-    if len(left_out) > MOST_SHOWN:
-        typer.echo(f"left out: {len(left_out) - MOST_SHOWN} more", err=True)
     passes = Counter(each.arrival_ms for each in requests)
     print(f"{out}: {counted(len(passes), 'forward pass')} of up to {max(passes.values())} requests")
 
 
 @recorded.command("list")
-def list_calls(
-    recording: Annotated[str, typer.Argument(metavar="FOLDER[#3]", help="a folder of recorded calls, or one call")],
-) -> None:
+def list_calls(recording: Recording) -> None:
     """List recorded calls with their sizes. The rows of a request tell the verification of a draft from a decode."""
     from lab.recorded.call import RecordingError
     from lab.recorded.case import recorded_cases
@@ -128,16 +165,15 @@ def list_calls(
     lines = []
     with refusing_errors():
         for case in recorded_cases(recording):
+            about = [case.number, case.interface.name.lower(), "" if case.layer is None else case.layer]
             try:
                 _, problem = case.posed()
             except RecordingError as error:
-                sizes, last = ["", "", ""], str(error)
-            else:
-                rows = sorted({*problem.q_lens()})
-                widths = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else str(rows[0])
-                sizes = [str(problem.batch_size), widths, str(int(problem.seq_lens.max()))]
-                last = Path(case.path).stem.rpartition(case.interface.value)[2].strip("_")
-            about = [str(case.number), case.interface.name.lower(), "" if case.layer is None else str(case.layer)]
-            lines.append([*about, *sizes, printable(last)])
+                lines.append([*about, "", "", "", str(error)])
+                continue
+            rows = " to ".join(map(str, sorted({min(problem.q_lens()), max(problem.q_lens())})))
+            file = Path(case.path).stem.rpartition(case.interface.value)[2].strip("_")
+            lines.append([*about, problem.batch_size, rows, int(problem.seq_lens.max()), file])
+    texts = [[printable(str(each)) for each in line] for line in lines]
     headings = ("call", "function", "layer", "requests", "rows of each", "most keys", "file")
-    terminal().print(terminal_of(table_of_lines(headings, lines, caption=recording)))
+    terminal().print(terminal_of(table_of_lines(headings, texts, caption=recording)))

@@ -1,5 +1,6 @@
 """A recorded attention call: the arguments of an engine's call, and the results of its kernel."""
 
+import math
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +18,13 @@ from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
 from lab.references.assertion import lse_in_base_2
 from lab.references.errors import Truth
+from lab.workloads.inputs.encoding import fill
 
 # DSV4's call is left out, because a recording would hold its pools whole.
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
 RESULTS = ("out", "lse")  # arguments that a call fills
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
-NAN_BYTE = 0xFF  # a number of these bytes is NaN in each dtype of a result
-# The errors that torch, pickle, zlib and safetensors raise for a damaged file.
+# The errors that torch, pickle and zlib raise for a damaged file.
 DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingError, zlib.error)
 
 
@@ -154,10 +155,9 @@ class RecordedCall:
         except (ArithmeticError, NotImplementedError) as error:
             raise RecordingError(str(error)) from error
         except (TypeError, ValueError) as error:
-            kept = "" if self.pages is None else f"the pool of {len(self.pages)} pages"  # the engine's pool has more
-            raise InvalidArgumentsError(
-                str(error).replace(kept, "the engine's pool") if kept else str(error)
-            ) from error
+            kept_pool = f"the pool of {len(self.pages or ())} pages"  # the engine's pool has more
+            text = str(error) if self.pages is None else str(error).replace(kept_pool, "the engine's pool")
+            raise InvalidArgumentsError(text) from error
         if problem.has_no_rows or not problem.row_offsets()[-1]:
             raise RecordingError("no request has a query row")
         return problem
@@ -165,9 +165,8 @@ class RecordedCall:
     def refuse_block_sparse(self, done: str) -> None:
         """Raise RecordingError if each K/V head has keys of its own. `done` is what then cannot be done, such as "timed"."""
         if self.given.get("enable_block_sparse_attention"):
-            raise RecordingError(
-                f"a call whose K/V heads select pages (enable_block_sparse_attention) cannot be {done} yet"
-            )
+            what = "a call whose K/V heads select pages (enable_block_sparse_attention)"
+            raise RecordingError(f"{what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
         """Return the expected results, and an output and LSE of this call, in the form in which they are compared: one row per
@@ -185,11 +184,13 @@ class RecordedCall:
 
     def _copied(self, tensor: Tensor, device: torch.device | None, has_contents: bool) -> Tensor:
         """Copy a tensor to a device; without its contents, the copy holds NaN."""
-        address = 0 if self.lost else tensor.data_ptr()  # a lost alignment is that of an allocation
-        byte = 0 if has_contents else NAN_BYTE
-        copy = placed(tensor, address, device, byte)
+        copy = placed(
+            tensor, 0 if self.lost else tensor.data_ptr(), device
+        )  # a lost alignment is that of an allocation
         if has_contents:
             unrepeated(copy).copy_(unrepeated(tensor))
+        else:
+            fill(unrepeated(copy), math.nan)
         return copy
 
 
@@ -202,21 +203,17 @@ def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
 
 def size_bytes(layout: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last one, those of gaps included."""
-    return (
-        torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta").untyped_storage().nbytes()
-    )
+    meta = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta")
+    return meta.untyped_storage().nbytes()
 
 
-def placed(layout: Tensor, address: int, device: torch.device | None = None, byte: int = 0) -> Tensor:
-    """Return a new tensor with a tensor's shape, strides and dtype, on the CPU if `device` is None. Its address is `address`
-    modulo ALIGNMENT_BYTES, and all its bytes are `byte`.
+def placed(layout: Tensor, address: int, device: torch.device | None = None) -> Tensor:
+    """Return a tensor of zeros with a tensor's shape, strides and dtype, whose address is `address` modulo ALIGNMENT_BYTES. It
+    is on the CPU if `device` is None.
     """
     # The system fills only the part that is used.
     memory = torch.zeros(size_bytes(layout) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-    if byte:
-        memory.fill_(byte)
-    start = (address - memory.data_ptr()) % ALIGNMENT_BYTES
-    own = memory[start : start + size_bytes(layout)]
+    own = memory[(address - memory.data_ptr()) % ALIGNMENT_BYTES :][: size_bytes(layout)]
     return own.view(layout.dtype).as_strided(layout.shape, layout.stride())
 
 

@@ -17,6 +17,7 @@ from lab.calls.entries import places_of, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.assertion import History
 from lab.references.softmax_attention import visible_to
+from lab.wording import first_few
 
 MOST_SHOWN = 6
 
@@ -60,7 +61,7 @@ class RecordedInputs:
         for request in range(problem.batch_size):
             if places := self._non_finite(request):
                 found.append(f"{self._words(places[0])}, one of {len(places)} non-finite keys of the request")
-        return _shortened(found)
+        return first_few(found, MOST_SHOWN)
 
     def origins_of_non_finite(self, out: torch.Tensor) -> list[str]:
         """Return sentences about the inputs that made outputs non-finite, one for the first non-finite row of each request.
@@ -77,7 +78,7 @@ class RecordedInputs:
                 is_given = not bool(problem.query[start + row, head].to(torch.float32).isfinite().all())
                 why = "so is its query" if is_given else self._origin(request, seen, head // problem.group)
                 found.append(f"{place} is not finite: {why}")
-        return _shortened(found)
+        return first_few(found, MOST_SHOWN)
 
     def _origin(self, request: int, seen: torch.Tensor, kv_head: int) -> str:
         """Return words for the first non-finite K or V of a request that made a row non-finite: of a key that it sees, of a key
@@ -150,8 +151,3 @@ def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) 
     shown = None if mask is None else shown_draft_tokens(mask[request : request + 1].to(torch.int32))
     (visible,) = visible_to(range(q_len), q_len, kv_len, problem, shown, problem.query.device)
     return visible
-
-
-def _shortened(found: Sequence[str]) -> list[str]:
-    left_out = len(found) - MOST_SHOWN
-    return [*found[:MOST_SHOWN], *([f"and {left_out} more"] if left_out > 0 else [])]

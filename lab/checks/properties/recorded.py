@@ -34,17 +34,10 @@ def _judge(run: CaseRun) -> None:
         raise Unjudgeable(str(error)) from error
     run.remarks += call.lost
     parts: Sequence[Problem] = problem.of_kv_heads() if isinstance(problem, PagedAttention) else [problem]
-    of_parts = [histories_of(part) for part in parts]
-    inputs = [
-        RecordedInputs(part, own, call.pages, head)
-        for head, (part, own) in enumerate(zip(parts, of_parts, strict=True))
-    ]
+    inputs = [RecordedInputs(part, histories_of(part), call.pages, head) for head, part in enumerate(parts)]
     run.suspicions += [f"call {case.number}: {each}" for of_part in inputs for each in of_part.suspicions()]
-    rounds_weights = run.ranges.e4m3_arithmetic and problem.kv_dtype == E4M3
-    arithmetic = E4M3 if rounds_weights else None
-    truth = Truth.of_heads(
-        [truth_of_problem(part, arithmetic, histories=own) for part, own in zip(parts, of_parts, strict=True)]
-    )
+    arithmetic = E4M3 if run.ranges.e4m3_arithmetic and problem.kv_dtype == E4M3 else None
+    truth = Truth.of_heads([truth_of_problem(each.problem, arithmetic, histories=each.histories) for each in inputs])
     result = _result(run, call)
     if result.out[: len(truth.expected)].shape == truth.expected.shape:
         for of_part, out in zip(inputs, result.out.chunk(len(parts), dim=1), strict=True):
@@ -61,11 +54,11 @@ def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
     """Return a sentence for each documented failure of FlashInfer's XQA on an H100 or H200 that a wrong output looks like."""
     if call.function is not AttentionCall.DECODE or not call.versions.get("flashinfer"):
         return []
-    offsets, kv_lens, found = problem.row_offsets(), problem.seq_lens.tolist(), list[str]()
+    lens, found = list(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True)), list[str]()
     if run.wrongs and float(problem.bmm2_scale) != 1 and problem.kv_dtype in HALF_DTYPES:
         found.append("1-xqa-with-bf16-kv-leaves-bmm2_scale-out-and-divides-qkt-by-it")
     wrong = [at for each in run.results for at, (_, is_wrong) in enumerate(each.requests) if is_wrong]
-    if wrong and all(kv_lens[at] < offsets[at + 1] - offsets[at] for at in wrong):
+    if wrong and all(lens[at][1] < lens[at][0] for at in wrong):
         found.append("3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens")
     return [f"wrong as FlashInfer's XQA is on an H100 or H200, a known failure: {FINDINGS}#{each}" for each in found]
 
@@ -79,10 +72,9 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
         arguments = call.arguments(run.device)
         result = run.call(GivenCall(interface, arguments | {"workspace_buffer": new_workspace(run.device)}))
         return result._replace(out=result.out.cpu(), lse=None if result.lse is None else result.lse.cpu())
-    if call.out is None:
-        run.note_call(interface, call.arguments())
-        raise KernelError(f"it raised {call.raised}" if call.raised else "it did not return")
     noted = run.note_call(interface, call.arguments())
+    if call.out is None:
+        raise KernelError(f"it raised {call.raised}" if call.raised else "it did not return")
     return as_result((call.out, call.lse) if call.lse is not None else call.out, interface)._replace(call=noted)
 
 
