@@ -113,7 +113,9 @@ class PortableKernel:
         return out.reshape(-1, *out.shape[-2:]), lse.reshape(-1, lse.shape[-1])
 
 
-def sizes_on_a_gpu(batch_size: int, q_len: int, kv_len: int, *, num_kv_heads: int = 8, head_dim: int = 128) -> Any:
+def sizes_on_a_gpu(
+    batch_size: int, q_len: int, kv_len: int, *, num_kv_heads: int = 8, head_dim: int = 128, window_left: int = -1
+) -> Any:
     """What the host knows of a decode on a GPU with 32 query heads."""
     return SimpleNamespace(
         query=SimpleNamespace(device=torch.device("cuda")),
@@ -125,6 +127,7 @@ def sizes_on_a_gpu(batch_size: int, q_len: int, kv_len: int, *, num_kv_heads: in
         is_block_sparse=False,
         max_q_len=q_len,
         max_kv_len=kv_len,
+        window_left=window_left,
     )
 
 

@@ -41,7 +41,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, split: Split) -> Callable[..., list[Par
         return partials
 
     def shared(count: int, least_tiles: int = 1, merges_at_once: bool = True) -> list[PartialResults]:
-        split(shares=key_shares.Shares(count, least_tiles, True, merges_at_once))
+        split(shares=key_shares.Shares(count, least_tiles, key_shares.SMALL_BATCH.value, merges_at_once))
         return allocated
 
     monkeypatch.setattr(paged, "new_partials", new_partials)
@@ -222,25 +222,37 @@ def test_a_defect_is_found(
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "q_len", "head_dim", "is_small", "at_once"),
+    ("batch_size", "q_len", "head_dim", "lanes", "at_once"),
     [
-        (1, 1, 128, True, True),  # 16 pieces of 8 rows
-        (1, 4, 128, True, False),  # and of 32
-        (8, 4, 128, True, True),  # 8 pieces
-        (key_shares.SMALL_BATCH.value, 4, 128, True, True),
-        (key_shares.SMALL_BATCH.value + 1, 1, 128, False, False),
-        (1, 8, 128, False, False),  # 64 rows
-        (16, 1, 256, True, True),
-        (16, 4, 256, True, False),  # pieces of 32 rows of 256
+        (1, 1, 128, 32, True),  # 16 pieces of 8 rows
+        (1, 4, 128, 32, False),  # and of 32
+        (8, 4, 128, 32, True),  # 8 pieces
+        (32, 4, 128, 32, True),
+        (33, 1, 128, 128, True),
+        (128, 1, 128, 128, True),
+        (129, 1, 128, 0, True),
+        (1, 8, 128, 0, False),  # 64 rows
+        (16, 1, 256, 32, True),
+        (16, 4, 256, 32, False),  # pieces of 32 rows of 256
     ],
 )
 def test_what_is_small(
-    monkeypatch: pytest.MonkeyPatch, batch_size: int, q_len: int, head_dim: int, is_small: bool, at_once: bool
+    monkeypatch: pytest.MonkeyPatch, batch_size: int, q_len: int, head_dim: int, lanes: int, at_once: bool
 ) -> None:
-    """Few requests of few rows, merged at once where they are few altogether; 8 query heads share a K/V head."""
+    """Lengths that a program reads at once, and whether the last program merges; 8 query heads share a K/V head."""
     monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(8 * q_len, head_dim, 2, (9, 0))
     problem = sizes_on_a_gpu(batch_size, q_len, 4096, num_kv_heads=4, head_dim=head_dim)
-    least_tiles = paged.SMALL_SHARE_KEYS // tile.keys if is_small else 1
-    assert paged.shares_of(problem, tile, 1) == key_shares.Shares(264, least_tiles, is_small, at_once)
+    least_tiles = paged.SMALL_SHARE_KEYS // tile.keys if lanes else 1
+    assert paged.shares_of(problem, tile, 1) == key_shares.Shares(264, least_tiles, lanes, at_once)
     assert paged.shares_of(problem, tile, 1, of_kind=True) == key_shares.Shares(264)
+
+
+def test_a_short_window_is_not_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program reads a window of 256 keys, the rows of a verify counted; several divide a longer one."""
+    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
+    tile = choose_tile(32, 128, 2, (9, 0))
+    problems = {window: sizes_on_a_gpu(64, 4, 4096, num_kv_heads=4, window_left=window) for window in (0, 252, 253, -1)}
+    shared = {window: paged.shares_of(problem, tile, 1) is not None for window, problem in problems.items()}
+    assert shared == {0: False, 252: False, 253: True, -1: True}
+    assert paged.shares_of(problems[0], tile, 1, of_kind=True) is not None

@@ -109,7 +109,6 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
         )
     kv_len = gl.load(seq_lens + request).to(gl.int32)
     first_in_reach, num_tiles = tiles_in_reach(kv_len, reach_of(window_left, kind[2]), TILE.keys)
-    num_tiles = num_tiles.to(gl.int32)  # int32 holds them, as it holds places: registers are few
     q_start, q_len = request_rows(kind[0], request.to(gl.int64), kind[2])
     if SHARED:
         START_PLACES: gl.constexpr = TILE.start_keys // TILE.keys
@@ -138,7 +137,7 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
         in_turn = gl.where(goes_back, programs - 1 - gl.program_id(0), gl.program_id(0))
         walk = ((turn + 1) * programs + in_turn, end, request, request_begin, last)
     keys = keys_of_block(
-        first_in_reach.to(gl.int32), first_tile, end_tile, kv_len, q_len, q_block, window_left, 0, CAUSAL, GROUP, TILE
+        first_in_reach, first_tile, end_tile, kv_len, q_len, q_block, window_left, 0, CAUSAL, GROUP, TILE
     )
     return Piece(request, kv_head, q_block, kv_len, q_start, q_len, first_tile, end_tile, num_tiles, keys), walk
 

@@ -49,6 +49,8 @@ FEW_PARTS: tl.constexpr = tl.constexpr(4)
 CUT_KEYS: tl.constexpr = tl.constexpr(256)
 # The same for each row of a tile: to write and read its float32 results takes the bytes of two keys and values of 16 bits.
 CUT_KEYS_OF_ROW: tl.constexpr = tl.constexpr(2)
+# Most places of a request that count in a small batch: their sum is an int32, which a warp adds up in one instruction.
+MOST_PLACES: tl.constexpr = tl.constexpr(2**31 // BLOCK_REQUESTS.value - 1)
 # More than the reach of any row: keys of a request are counted in int32.
 NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
@@ -62,14 +64,14 @@ class Shares:
     Attributes:
         count: number of shares. Each block of query rows has one program per share.
         least_tiles: fewest key tiles for which a program and its partial result are worth their cost.
-        is_small: the batch is small, and each unit's keys are cut into equal parts.
+        lanes: lengths that a program of a small batch reads at once; each unit's keys are cut into equal parts. 0: not small.
         merges_at_once: the last program that stores a partial result of a unit merges them (`lab.kernels.portable.merge`);
             False: a second launch does.
     """
 
     count: int
     least_tiles: int = 1
-    is_small: bool = False
+    lanes: int = 0
     merges_at_once: bool = False
 
 
@@ -96,21 +98,23 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return how many of a request's last keys its rows may see, int64.
+    """Return how many of a request's last keys its rows may see, int32.
 
     It is `window_left + max_q_len`, or NO_REACH without a window.
     """
-    return tl.where(window_left >= 0, tl.cast(window_left, tl.int64) + max_q_len, NO_REACH)
+    reach = tl.minimum(tl.cast(window_left, tl.int64) + max_q_len, NO_REACH).to(tl.int32)
+    return tl.where(window_left >= 0, reach, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return (index of the first key tile that any row may see, number of tiles from it to the request's last key).
+    """Return (index of the first key tile that any row may see, number of tiles from it to the request's last key), int32.
 
     There is at least one tile, because rows without keys must be written too. `reach` is from `reach_of`.
     """
-    first = tl.maximum(kv_len.to(tl.int64) - reach, 0) // BLOCK_KEYS
-    return first, tl.maximum(tl.cdiv(kv_len.to(tl.int64), BLOCK_KEYS) - first, 1)
+    kv_len = kv_len.to(tl.int32)
+    first = tl.maximum(kv_len - reach, 0) // BLOCK_KEYS
+    return first, tl.maximum(kv_len - 1, 0) // BLOCK_KEYS + 1 - first
 
 
 # Below, `batch` is (seq_lens, batch_size, reach, num_kv_heads, kind, lanes). `lab.kernels.portable.rows` explains `kind`.
@@ -120,7 +124,7 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the number of places of one K/V head of each request `start + lanes`, int64: its key tiles and its empty places.
+    """Return the number of places of one K/V head of each request `start + lanes`, int32: its key tiles and its empty places.
 
     Empty places stand for the time to begin a request. The number is 0 for a request that the launch does not serve (`kind`),
     so that no program reads its keys.
@@ -173,7 +177,7 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
     begin = request
     end = request
     for start in range(0, batch_size, lanes.shape[0]):
-        places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES) * num_kv_heads
+        places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES).to(tl.int64) * num_kv_heads
         is_before = (end + tl.cumsum(places, 0) <= place) & (start + lanes < batch_size)
         request += tl.sum(is_before.to(tl.int64), 0)
         begin += tl.sum(tl.where(is_before, places, 0), 0)
@@ -194,11 +198,12 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
     parts = most_parts * 0
     if most_parts > 1:
         places = places_of_units(0, batch, BLOCK_KEYS, START_PLACES)
-        most = (tl.max(places, 0) - START_PLACES).to(tl.int32)
+        most = tl.max(places, 0) - START_PLACES
         least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_tiles), 2 * least_tiles)
         part = tl.maximum(tl.cdiv(most, most_parts), least)
         excess = part - 1 - CUT_KEYS // BLOCK_KEYS
-        if excess * tl.cast(num_shares, tl.int64) < tl.sum(places, 0) * num_kv_heads:
+        total = tl.sum(tl.minimum(places, MOST_PLACES), 0).to(tl.int64) * num_kv_heads
+        if excess * tl.cast(num_shares, tl.int64) < total:
             parts = tl.cdiv(most, part)
     return part, parts
 

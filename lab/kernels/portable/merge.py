@@ -3,8 +3,8 @@
 A piece is one partial result: the attention of a unit over the keys that one program has read (`partial_results`). A share is
 the consecutive key tiles of one program; its number is also the number of a piece.
 
-A second launch merges the pieces. In a small batch whose units have few pieces of few rows, the last program that stores a
-piece of a unit merges them instead:
+A second launch merges the pieces. If units have few rows, the last program that stores a piece of a unit merges them instead
+(`paged.merges_at_once`):
 
     pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
                          |___|_______|     |________|     |__|
@@ -147,8 +147,9 @@ def merge_if_last(
     """
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
-    first = first_place // share_places
-    last = (first_place + tiles - 1) // share_places
+    to_share = (share * share_places - first_place).to(tl.int32)  # so that the divisions are of 32 bits
+    first = share - tl.cdiv(tl.maximum(to_share, 0), share_places.to(tl.int32))
+    last = share + (tiles - 1 - to_share).to(tl.int32) // share_places.to(tl.int32)
     group = (share - first) // GROUPED_PIECES
     begin = first + group * GROUPED_PIECES
     end = tl.minimum(begin + GROUPED_PIECES, last + 1)

@@ -297,7 +297,7 @@ def _mla_kernel(
 
     while place < end:
         kv_len = tl.load(seq_lens + request).to(tl.int32)
-        _, num_tiles = tiles_in_reach(kv_len, NO_REACH, BLOCK_KEYS)
+        num_tiles = tiles_in_reach(kv_len, NO_REACH, BLOCK_KEYS)[1]
         first_tile = place - request_begin - START_PLACES
         end_tile = tl.minimum(num_tiles, first_tile + end - place)
         q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)

@@ -14,10 +14,10 @@ Glossary:
   are of one kind.
 
 One kernel serves decode, verify, draft extend and extend. K/V of a block is read once for all its packed rows. The keys of the
-batch are divided into equal shares, one for each program. A second launch merges the partial results; in a small batch the last
-program does. One program reads all keys of a block only in a prefill, where query rows alone fill the GPU. Lengths stay on the
-device: the host reads none, and no length is compiled in. On SM90, a Gluon kernel takes the calls that are bound by matrix
-products (`lab.kernels.portable.hopper_attention`).
+batch are divided into equal shares, one for each program. A second launch merges the partial results; of few rows the
+last program does. One program reads all keys of a block only in a prefill, where query rows alone fill the GPU, and of a short
+window. Lengths stay on the device: the host reads none, and no length is compiled in. On SM90, a Gluon kernel takes the calls
+that are bound by matrix products (`lab.kernels.portable.hopper_attention`).
 
 If each K/V head has its own page table and lengths, the work is divided as if every head of a request were a request of one
 head. Only the query rows, and the unit that is merged, are still those of the real request.
@@ -44,13 +44,13 @@ from lab.calls.problem import PagedAttention
 from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_launches, hopper_tiles
 from lab.kernels.portable.kept_calls import kept_at_once
-from lab.kernels.portable.key_shares import FEW_PARTS, SMALL_BATCH, Shares, choose_shares
+from lab.kernels.portable.key_shares import BLOCK_REQUESTS, CUT_KEYS, FEW_PARTS, SMALL_BATCH, Shares, choose_shares
 from lab.kernels.portable.merge import merged_at_once, with_merge
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
 from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches
 from lab.kernels.portable.rows import most_blocks
 from lab.kernels.portable.softmax import dot_dtype
-from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_small_tile, choose_tile
+from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_tile
 from lab.kernels.portable.tiles import (
     HopperTile,
     PoolStrides,
@@ -64,8 +64,8 @@ from lab.kernels.support.portable import PORTABLE
 
 # A prefix is long if a request has LONG_PREFIX keys or more per query row: its blocks of rows then see about equally many keys.
 LONG_PREFIX = 4
-# A small batch is cut into equal parts if its tile has at most SMALL_ROWS rows. A part has at least SMALL_SHARE_KEYS keys: 64
-# keys more take a program about as long as one piece more takes the merge.
+# The last program may merge, and a small batch is cut into equal parts, if the tile has at most SMALL_ROWS rows. A part has at
+# least SMALL_SHARE_KEYS keys: 64 keys more take a program about as long as one piece more takes the merge.
 SMALL_ROWS = 32
 SMALL_SHARE_KEYS = 128
 # Most rows of all pieces of a unit, and elements of a piece, that the last program merges. One multiprocessor then reads them.
@@ -127,10 +127,14 @@ def shares_of(
         q_blocks: blocks of query rows per request.
         of_kind: True if the launch serves only requests with few query tokens, or only the other requests.
     """
-    is_small = not of_kind and num_lengths(problem) <= SMALL_BATCH.value and tile.rows <= SMALL_ROWS
-    shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if is_small else 0)
-    if is_small:
-        shares = replace(shares, is_small=True, merges_at_once=merges_at_once(problem, tile, shares.count))
+    has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
+    if has_few_rows:
+        if 0 <= problem.window_left <= CUT_KEYS.value - problem.max_q_len:
+            return None  # a program reads so few keys sooner than it finds its share
+        lanes = next((most for most in (SMALL_BATCH.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
+    shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
+    if has_few_rows:
+        shares = replace(shares, lanes=lanes, merges_at_once=merges_at_once(problem, tile, shares.count))
     longest = min(problem.batch_size, triton.cdiv(problem.num_rows, problem.max_q_len))
     blocks = q_blocks * problem.num_kv_heads * longest
     if problem.max_kv_len < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.count:
@@ -144,7 +148,7 @@ def num_lengths(problem: PagedAttention) -> int:
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if, in a small batch, merging partial results in the last program is faster than in a second launch.
+    """Return True if merging partial results of few rows in the last program is faster than in a second launch.
 
     The last program of a request and K/V head is the one that stores their last partial result.
     """
@@ -212,14 +216,11 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
         return hopper.blocks if shares is None else shared, shares
     tile = _tile(problem, problem.max_q_len)
     shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)
-    if shares is not None and not shares.is_small:
+    if shares is not None:
         return tile, shares
     described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
-    capability = capability_of(problem.query.device)
-    if shares is None:
-        kv_bytes = problem.k_cache.element_size()
-        return choose_prefill_tile(tile, problem.head_dim, kv_bytes, described, capability), None
-    return choose_small_tile(tile, described, capability), shares
+    kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
+    return choose_prefill_tile(tile, problem.head_dim, kv_bytes, described, capability), None
 
 
 def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
@@ -311,7 +312,7 @@ def _launches_of(
         CAUSAL=problem.causal,
         BY_HEAD=problem.is_block_sparse,
         SHARED=shares is not None,
-        SMALL=shares is not None and shares.is_small,
+        LANES=0 if shares is None else shares.lanes,
         MERGED=at_once,
         TILE=tile,
         DOT_DTYPE=dot_dtype(problem.k_cache),

@@ -11,7 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
-    SMALL_BATCH,
     begin_share,
     first_tile_from,
     next_unit,
@@ -89,7 +88,7 @@ def _attention_kernel(
     CAUSAL: tl.constexpr,
     BY_HEAD: tl.constexpr,  # a table and lengths for each K/V head: the program divides requests of one head, head after head
     SHARED: tl.constexpr,  # the keys are one share: consecutive key tiles of the batch. Else: all of a request and K/V head
-    SMALL: tl.constexpr,  # as `Shares.is_small`
+    LANES: tl.constexpr,  # as `Shares.lanes`; 0: not a small batch
     MERGED: tl.constexpr,  # (rows of a unit, pieces at a time) if its last program merges it; None: a launch does
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -105,18 +104,16 @@ def _attention_kernel(
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS if SHARED else 0
     kind = (cu_seqlens_q, least_q_len, max_q_len)
-    LANES: tl.constexpr = SMALL_BATCH if SMALL else BLOCK_REQUESTS
     num_requests = batch_size * num_kv_heads if BY_HEAD else batch_size
-    batch = (seq_lens, num_requests, reach, 1 if BY_HEAD else num_kv_heads, kind, tl.arange(0, LANES))
+    lanes = tl.arange(0, LANES if LANES > 0 else BLOCK_REQUESTS)
+    batch = (seq_lens, num_requests, reach, 1 if BY_HEAD else num_kv_heads, kind, lanes)
     if SHARED:
         # The blocks of one share read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
         place, end, share_places, unit_places, request, request_begin = begin_share(
-            share, batch, num_shares, least_tiles, TILE, SMALL
+            share, batch, num_shares, least_tiles, TILE, LANES > 0
         )
-        # Not named as in the loop, whose variables keep one dtype: lengths may be uint32.
-        begun_len = tl.load(seq_lens + tl.minimum(request, num_requests - 1))
-        begun_tiles = tiles_in_reach(begun_len, reach, BLOCK_KEYS)[1]
+        begun_tiles = tiles_in_reach(tl.load(seq_lens + tl.minimum(request, num_requests - 1)), reach, BLOCK_KEYS)[1]
         place = first_tile_from(place, request_begin, begun_tiles, unit_places, START_PLACES)
     else:
         q_block, place, end, share_places, request, request_begin = _begin_block(batch, share, GROUP, TILE)
@@ -172,35 +169,37 @@ def _attention_kernel(
             begin = tile_begin(keys, 0, MASKED, BLOCK_KEYS)
             k_page = page_ids(k_table, begin, keys.end, PAGE_SIZE, BLOCK_KEYS)
             v_page = page_ids(v_table, begin, keys.end, PAGE_SIZE, BLOCK_KEYS)
-            for tile in range(keys.num_tiles - keys.num_common if MASKED else keys.num_common):
-                begin = tile_begin(keys, tile, MASKED, BLOCK_KEYS)
-                key = begin + key_offsets
-                key_exists = (key >= keys.first_key) & (key < keys.end)
-                pages = (k_page, v_page)
-                k, v = _load_keys(
-                    tiles, heads, pages, kv_head, begin, key_exists, strides, ELEMENTS, PAGE_SIZE, BLOCK_KEYS, MASKED
-                )
-                following = tile_begin(keys, tile + 1, MASKED, BLOCK_KEYS)
-                k_page = page_ids(k_table, following, keys.end, PAGE_SIZE, BLOCK_KEYS)
-                v_page = page_ids(v_table, following, keys.end, PAGE_SIZE, BLOCK_KEYS)
-                scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-                if PAIRED:
-                    k, odd_k = halves_of_pairs(k)
-                    v, odd_v = halves_of_pairs(v)
-                    scores = dot(odd_q, odd_k, scores)
-                scores = logits_log2(dot(q, k.to(DOT_DTYPE), scores), scale_of_rows)
-                if MASKED:
-                    mask_row = of_rows * max_q_len + token
-                    visible = visible_keys(
-                        key, key_exists, position, row_exists, keys, mask, mask_row, window_left, MASK_WORDS, CAUSAL
+            turns = keys.num_tiles - keys.num_common if MASKED else keys.num_common
+            if turns > 0:  # else all that prepares the loop would run for nothing
+                for tile in range(turns):
+                    begin = tile_begin(keys, tile, MASKED, BLOCK_KEYS)
+                    key = begin + key_offsets
+                    key_exists = (key >= keys.first_key) & (key < keys.end)
+                    ids = (k_page, v_page)
+                    k, v = _load_keys(
+                        tiles, heads, ids, kv_head, begin, key_exists, strides, ELEMENTS, PAGE_SIZE, BLOCK_KEYS, MASKED
                     )
-                    scores = tl.where(visible, scores, float("-inf"))
-                weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
-                denominator = with_weights(denominator, rescale, weights)
-                weights = rounded(weights, DOT_DTYPE)
-                sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None])
-                if PAIRED:
-                    odd_sums = dot(weights, odd_v, odd_sums * rescale[:, None])
+                    following = tile_begin(keys, tile + 1, MASKED, BLOCK_KEYS)
+                    k_page = page_ids(k_table, following, keys.end, PAGE_SIZE, BLOCK_KEYS)
+                    v_page = page_ids(v_table, following, keys.end, PAGE_SIZE, BLOCK_KEYS)
+                    scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+                    if PAIRED:
+                        k, odd_k = halves_of_pairs(k)
+                        v, odd_v = halves_of_pairs(v)
+                        scores = dot(odd_q, odd_k, scores)
+                    scores = logits_log2(dot(q, k.to(DOT_DTYPE), scores), scale_of_rows)
+                    if MASKED:
+                        mask_row = of_rows * max_q_len + token
+                        visible = visible_keys(
+                            key, key_exists, position, row_exists, keys, mask, mask_row, window_left, MASK_WORDS, CAUSAL
+                        )
+                        scores = tl.where(visible, scores, float("-inf"))
+                    weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
+                    denominator = with_weights(denominator, rescale, weights)
+                    weights = rounded(weights, DOT_DTYPE)
+                    sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None])
+                    if PAIRED:
+                        odd_sums = dot(weights, odd_v, odd_sums * rescale[:, None])
 
         if PAIRED:
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])

@@ -47,7 +47,7 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
     allow, with two programs on a multiprocessor that hide each other's waits. With more rows, SM90 is bound by the time from a
     tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and TMA loads them, which saves the
-    registers for addresses.
+    registers for addresses. It loads those of up to 32 rows too, which takes fewer instructions before the first keys.
 
     Args:
         num_packed_rows: largest number of rows in a request.
@@ -61,7 +61,9 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
         return _small_paged(rows, head_dim)
     rows = min(rows, 128)
     tile = _sm90_paged(rows, head_dim, kv_bytes)
-    return SM100_PAGED.get((rows, head_dim, kv_bytes), tile) if family.has_tensor_memory else tile
+    if not family.has_tensor_memory:
+        return tile
+    return SM100_PAGED.get((rows, head_dim, kv_bytes), tile._replace(by_descriptor=tile.rows == 128))
 
 
 def _small_paged(rows: int, head_dim: int) -> ProgramTile:
@@ -87,6 +89,7 @@ def _sm90_paged(rows: int, head_dim: int, kv_bytes: int) -> ProgramTile:
         num_warps=4,
         num_stages=3 if kv_bytes > 1 else 4,
         per_multiprocessor=2,
+        by_descriptor=True,
         denominator_per_key=(rows, head_dim, kv_bytes) != (32, 128, 2),
     )
 
@@ -99,7 +102,8 @@ def choose_prefill_tile(
     The blocks of a request then run at the same time, and find each other's keys in L2. So blocks of 64 rows read no more from
     memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if TMA loads the tiles: it
     cannot for pages of 16 tokens, which were slower with 64 rows. On SM100 one product takes 128 rows, so tiles have 128 rows
-    if they do not spill.
+    if they do not spill. Blocks of few rows see a window of few keys: two warps leave a multiprocessor room for four programs,
+    which hide each other's waits for their first keys.
 
     Args:
         tile: the tile for launches that divide keys among programs, from `choose_tile`.
@@ -108,19 +112,10 @@ def choose_prefill_tile(
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
+    if tile.rows <= 32 and head_dim <= 128 and family_that_runs(capability) is SM90:
+        return tile._replace(keys=32, num_warps=2)
     narrow = tile._replace(rows=64, num_warps=4, per_multiprocessor=2)
     return narrow if tile.rows == 128 and described else tile
-
-
-def choose_small_tile(tile: ProgramTile, described: bool, capability: Capability | None) -> ProgramTile:
-    """Return the tile for a small batch, in which a program ends soon after it has found its first keys.
-
-    On SM90 TMA loads the tile, which takes fewer instructions before the first keys.
-
-    Args:
-        tile, described, capability: as for `choose_prefill_tile`.
-    """
-    return tile._replace(by_descriptor=True) if described and family_that_runs(capability) is SM90 else tile
 
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
