@@ -1,20 +1,26 @@
 """What a run holds against a truth: shapes, vectors, LSEs and bits."""
 
+import functools
 import gc
 import math
 import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lab import references
 from lab.calls.problem import AttentionCall
-from lab.checks import AttentionCase
+from lab.checks import AttentionCase, Level, Outcome
 from lab.checks.case_run import CallForm, CaseRun, Result, as_result
+from lab.checks.properties import k09_replay, k10_metamorphic, k11_sensitivity
+from lab.checks.properties.check import Check
+from lab.checks.run.judging import run_case
 from lab.checks.run.support_protocol import KernelError, Unsupported
+from lab.ranges import Ranges
 from lab.references.errors import LSE_LOG2_BOUND, Truth
 from tests.checks.small import decoding
 
@@ -196,6 +202,31 @@ def refused(*_: object, **__: object) -> None:
 
 def broken(*_: object, **__: object) -> None:
     raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("interface", [AttentionCall.DECODE, AttentionCall.MLA_DECODE])
+@pytest.mark.parametrize(
+    "check", [k09_replay.CHECK, k10_metamorphic.CHECK, k11_sensitivity.CHECK], ids=lambda check: check.key
+)
+def test_no_call_is_made_that_flashinfer_excludes(check: Check, interface: AttentionCall) -> None:
+    """A kernel need not refuse such a call: it may end in an IndexError."""
+    right = getattr(references, interface.value)
+
+    @functools.wraps(right)
+    def without_checks(*args: object, **arguments: object) -> object:
+        try:
+            return right(*args, **arguments)
+        except (ValueError, NotImplementedError) as error:
+            raise IndexError(str(error)) from None
+
+    kernel = SimpleNamespace(**{interface.value: without_checks})
+    special = [
+        case for case in check.cases(interface, Ranges(), Level.SMOKE) if case.head_pages or case.rank or case.top_k
+    ]
+    assert special
+    for case in special:
+        verdict = run_case(kernel, check, case, torch.device("cpu"), Ranges())
+        assert verdict.outcome is Outcome.RIGHT, verdict
 
 
 def test_what_follows_from_a_refusal() -> None:

@@ -496,4 +496,8 @@ def test_real_graphs(name: str, mode: str, place: MetadataPlace, sliding_window:
     for sequence in ReplaySequence:
         case = GraphCase(MODES[mode], sequence, place, 64, geometry="gpt-oss-120b", sliding_window=sliding_window)
         verdict = judge_case(name, "S1", case, "cuda")
-        assert verdict.outcome is Outcome.RIGHT, verdict
+        if name == "lab.kernels.trtllm" and mode == "ragged_verify" and torch.cuda.get_device_capability() == (9, 0):
+            assert verdict.outcome is Outcome.DECLINED, verdict
+            assert "XQA" in verdict.reason
+        else:
+            assert verdict.outcome is Outcome.RIGHT, verdict

@@ -14,10 +14,11 @@ import torch
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.values import Mask, Sinks
+from lab.checks.parameters.values import KeyOffsets, Mask, Sinks
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.gpus import Capability
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.mha.vllm import Engine
 from lab.provenance import version_of
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, HeadPages
@@ -224,6 +225,14 @@ def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) ->
     return some and all_wrong_requests(_has_fewer_keys_than_rows, some_if_unnamed=True)(case, sentence)
 
 
+def offsets_count_pages(case: Any, sentence: str) -> bool:
+    """Return True if the wrong call is a context call whose `cum_seq_lens_kv` counts pages, as in vLLM's passes."""
+    if isinstance(case, Configuration):
+        return case.get("key_offsets") == KeyOffsets.PAGES
+    has_long_rows = all_wrong_requests(lambda case, request: case.q_lens[request] > case.decode_threshold)
+    return getattr(case, "engine", None) is Engine.VLLM and has_long_rows(case, sentence)
+
+
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
     """Return True if the cache is e4m3 and the inputs reveal rounding to e4m3 without a scale.
 
@@ -283,6 +292,9 @@ KNOWN_FAILURES: Findings = {
     ),
     f"{FINDINGS}#9-xqa-with-e4m3-kv-multiplies-the-tail-of-the-last-v-page-by-zero": (
         KnownFailure(TRTLLM, ("K4",), "^dead cells of NAN", (is_decode, is_one_row_over_e4m3)),
+    ),
+    f"{FINDINGS}#15-fmha_v2-takes-lengths-from-cum_seq_lens_kv-which-vllm-counts-in-pages": (
+        KnownFailure(TRTLLM, ("K18", "M1"), WRONG_VECTORS, (offsets_count_pages,)),
     ),
     f"{FINDINGS}#12-xqa-before-0616-hides-only-whole-tiles-before-the-window-from-several-query-tokens": (
         KnownFailure(

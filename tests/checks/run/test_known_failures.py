@@ -23,6 +23,7 @@ from lab.checks.run.known_failures import (
     is_one_row_over_e4m3,
     known,
     mask_over_e4m3,
+    offsets_count_pages,
     only_fewer_keys_than_rows,
     only_rows_before_the_first_tile,
     only_where_a_mask_hides_every_key,
@@ -34,6 +35,7 @@ from lab.checks.run.known_failures import (
 )
 from lab.checks.run.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.mha.vllm import Engine
 from lab.provenance import PACKAGES
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
@@ -93,6 +95,7 @@ def decode(**values: Any) -> Configuration:
 E4M3_VERIFY, E4M3_CASE = replace(VERIFY, kv_dtype=E4M3), replace(CASE, kv_dtype=E4M3)
 ONE_ROW, PROMPTS = (1, 1), AttentionCase(AttentionCall.CONTEXT, (64, 1, 129), (65, 2, 17))
 SINKS, LSES = "sinks of minus infinity", "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)"
+MIXED_PASS = ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (2, 9), engine=Engine.VLLM, decode_threshold=2)
 FEWER = {"lengths": "fewer than rows", "q_len": 4}
 TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
     window_over_several_rows: [
@@ -123,6 +126,13 @@ TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
         (decode(dtypes="bf16/e4m3", mask="tree", q_len=4), WRONG, True),
         (decode(dtypes="bf16/e4m3", mask="causal", q_len=4), WRONG, False),
         (decode(dtypes="bf16/bf16", mask="tree", q_len=4), WRONG, False),
+    ],
+    offsets_count_pages: [
+        (Configuration(AttentionCall.CONTEXT, {"key_offsets": "pages"}), WRONG, True),
+        (Configuration(AttentionCall.CONTEXT, {}), WRONG, False),
+        (MIXED_PASS, of_requests("1"), True),
+        (MIXED_PASS, of_requests("0, 1"), False),  # request 0 is decoded
+        (ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (1, 9)), of_requests("1"), False),
     ],
     only_where_a_mask_hides_every_key: [
         (decode(q_len=4, mask="own bit clear"), of_requests("0"), True),
