@@ -85,14 +85,8 @@ def budget(
     from lab.recorded.case import recorded_cases
     from lab.reports.budget import answer_report, budget_report
 
-    common: dict[str, Any] = {
-        "query": query or "",
-        "out": out or "",
-        "head_dim": head_dim,
-        "group": group,
-        "v_std": v_std,
-    }
-    common["arithmetic"] = "e4m3" if e4m3_arithmetic else ""
+    common: dict[str, Any] = {"head_dim": head_dim, "group": group, "v_std": v_std}
+    common |= {"query": query or "", "out": out or "", "arithmetic": "e4m3" if e4m3_arithmetic else ""}
     with refusing_errors():
         place = device_of(device)
         found = [computed.Setting(*each, **common) for each in product(kv, keys, scale, values)]

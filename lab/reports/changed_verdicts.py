@@ -169,11 +169,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     summary += f"; {missing:,} only before, {added:,} only after" if missing or added else ""
     facts = facts_of_sides([before.environment], [after.environment])
     unlike = different_settings(before, after)
-    regions = {
-        change: _where(pairs, change)
-        for change in (VerdictChange.NEWLY_WRONG, VerdictChange.REPAIRED)
-        if counts[change]
-    }
+    located = (VerdictChange.NEWLY_WRONG, VerdictChange.REPAIRED)
+    regions = {change: _where(pairs, change) for change in located if counts[change]}
     partial = [file for file in (before, after) if file.content.get("left_out")]
     has_most = 2 * len(pairs) > max(len(was), len(now))
     status = ExitStatus.DONE if has_most and not unlike and not partial else ExitStatus.NOT_JUDGED
