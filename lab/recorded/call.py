@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
@@ -24,8 +23,8 @@ from lab.workloads.inputs.encoding import fill
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
 RESULTS = ("out", "lse")  # arguments that a call fills
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
-# The errors that torch, pickle and zlib raise for a damaged file.
-DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingError, zlib.error)
+# The errors that torch and pickle raise for a damaged file.
+DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingError)
 
 
 class RecordingError(ValueError):

@@ -9,8 +9,7 @@ tensor in a tuple a key such as `kwarg_kv_cache__0`. The other arguments are JSO
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def read(path: Path) -> RecordedCall:
     lse = outputs.get("result_1")
     if outputs and lse is None and path.parent.name == REPLAYS:
         lse = given.get("lse")  # arguments are copied after a replay, but before an eager call
-    versions = {str(name): str(version) for name, version in _mapping(record.get("versions")).items()}
+    versions = {str(name): str(version) for name, version in record["versions"].items()}
     lost = (LOST["safetensors" if record.get("tensor_format") == "safetensors" else "torch"],)
     return RecordedCall(function, given, outputs.get("result", outputs.get("result_0")), lse, versions, lost)
 
@@ -95,19 +94,16 @@ def _dumped(path: Path) -> ListedCall:
     return ListedCall(str(record.get("timestamp", "")), number, replay, path, record["function_name"])
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _last_record(folder: Path) -> dict[str, Any]:
-    """Return the last record in a call's `metadata.jsonl`: a JSON object with the function's name."""
+    """Return the last record in a call's `metadata.jsonl`: a JSON object with the function's name, versions and arguments."""
     path = folder / METADATA
     with reading(path) as regular:
         lines = [line for line in regular.read_text(encoding="utf-8").splitlines() if line.strip()]
         record = json.loads(lines[-1]) if lines else None
     if not isinstance(record, dict) or not isinstance(record.get("function_name"), str):
         raise RecordingError(f"{path} is no record of a FlashInfer call: its last line has no function_name")
-    return record
+    parts = {name: record.get(name) for name in ("versions", "input_metadata")}
+    return record | {name: part if isinstance(part, dict) else {} for name, part in parts.items()}
 
 
 def _tensor_file(folder: Path, kind: str) -> Path | None:
@@ -122,11 +118,9 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
         raise RecordingError(
             f"{folder} has no {kind}: the call was captured and never replayed, or the recording ended"
         )
-    load: Callable[[Path], Any] = partial(torch.load, map_location="cpu", weights_only=True)
-    if path.suffix == ".safetensors":
-        load = _load_safetensors
     with reading(path) as regular:
-        tensors = load(regular)
+        is_torch = path.suffix == ".pt"
+        tensors = torch.load(regular, "cpu", weights_only=True) if is_torch else _load_safetensors(regular)
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise RecordingError(f"{path} does not hold tensors by name")
     return tensors
@@ -153,14 +147,13 @@ def _arguments(
     """Return a call's arguments by name. `input_metadata` takes precedence over tensors, because it names nested tensors."""
     names = _parameters(record, function)
     given: dict[str, Any] = {}
-    for key, value in (*inputs.items(), *_mapping(record.get("input_metadata")).items()):
-        match = _ARGUMENT.fullmatch(key)
-        if match is None:
+    for key, value in (*inputs.items(), *record["input_metadata"].items()):
+        if (match := _ARGUMENT.fullmatch(key)) is None:
             continue
         if match["index"] and int(match["index"]) >= len(names):
             raise RecordingError(f"{folder} has {key}, but {function.value} has {len(names)} parameters")
         name = names[int(match["index"])] if match["index"] else match["name"]
-        given[name] = value_of(folder, name, value, lambda each: inputs.get(str(each.get("tensor_key"))))
+        given[name] = _value(folder, name, value, inputs)
     return given
 
 
@@ -176,15 +169,13 @@ def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[
     return [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
 
 
-def value_of(path: Path, name: str, value: Any, tensor_of: Callable[[Mapping[str, Any]], torch.Tensor | None]) -> Any:
-    """Convert a value of a record into the argument, such as a tensor, a dtype or a tuple; raise RecordingError if it is lost.
-    `tensor_of` returns the tensor that a JSON object describes; None if it is lost.
+def _value(folder: Path, name: str, value: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Convert a value of a record into the argument: a tensor, a dtype, a tuple, a list or a plain value. Raise RecordingError
+    if it is lost.
     """
-    if not isinstance(value, dict):
-        return value
     match value:
-        case {"type": "torch.Tensor"} if (tensor := tensor_of(value)) is not None:
-            return tensor
+        case {"type": "torch.Tensor", "tensor_key": str(key)} if key in inputs:
+            return inputs[key]
         case {"type": "torch.dtype", "value": str(text)} if isinstance(
             dtype := getattr(torch, text.removeprefix("torch."), None), torch.dtype
         ):
@@ -192,6 +183,9 @@ def value_of(path: Path, name: str, value: Any, tensor_of: Callable[[Mapping[str
         case {"type": "enum", "value": constant}:
             return constant
         case {"type": "tuple" | "list" as kind, "truncated": False, "items": list(items)}:
-            values = [value_of(path, name, each, tensor_of) for each in items]
+            values = [_value(folder, name, each, inputs) for each in items]
             return tuple(values) if kind == "tuple" else values
-    raise RecordingError(f"{path} does not hold the value of {name}, only that it is {value.get('type', 'an object')}")
+        case {}:
+            what = value.get("type", "an object")
+            raise RecordingError(f"{folder} does not hold the value of {name}, only that it is {what}")
+    return value

@@ -318,7 +318,7 @@ class Recorder:
             yield
         except OSError as error:
             self._end(f"a call cannot be written: {error}")
-        except (*DAMAGED, AssertionError, MemoryError) as error:
+        except (*DAMAGED, AssertionError) as error:
             self._say_once(f"a call is not recorded: {type(error).__name__}: {error}")
 
 

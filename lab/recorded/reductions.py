@@ -32,7 +32,6 @@ HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks":
 LAYOUT = ("workspace_buffer", "kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len")
 KEPT = (*LAYOUT, "sparse_mla_top_k", "mask", "bmm1_scale")
 NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # in calls in which they have no default
-LEAST_HEAD_DIM = 16
 
 
 class Part(NamedTuple):
@@ -65,7 +64,7 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
         chosen = slice(parts[0].rows.start, parts[0].rows.stop)
         return packed_mask(shown_draft_tokens(mask[requests].to(torch.int32))[:, chosen, chosen])
 
-    changes: dict[str, Change] = dict.fromkeys(("query", "out", "lse", "sparse_mla_top_k_lens"), by_row)
+    changes: dict[str, Any] = dict.fromkeys(("query", "out", "lse", "sparse_mla_top_k_lens"), by_row)
     changes |= {"mask": of_draft, "causal_seqlens_kv_global": lambda each: each[requests]}
     selects = isinstance(problem, PagedAttention) and problem.selected is not None
     changes["block_tables"] = by_row if selects else lambda each: each[requests]
@@ -79,8 +78,7 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
     changes |= {"cum_seq_lens_q": _numbers(row_offsets), "cum_seq_lens_kv": _numbers(key_offsets)}
     changes |= dict.fromkeys(("seq_lens", "kv_seq_lens_cpu"), _numbers(lengths)) | {"q_seq_lens_cpu": _numbers(widths)}
     counts = {"batch_size": len(parts), "q_len_per_req": widths[0]}
-    given = {name: count for name, count in counts.items() if call.given.get(name) is not None}
-    return _changed(_with(call, **given), changes)
+    return _changed(call, changes | {name: count for name, count in counts.items() if call.given.get(name) is not None})
 
 
 def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -114,9 +112,8 @@ def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
 def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
     """Leave out the last columns of the entries that rows select."""
     for columns in _less(call.given.get("sparse_mla_top_k") or 1):
-        changes: dict[str, Change] = {"block_tables": itemgetter((..., slice(columns)))}
-        changes["sparse_mla_top_k_lens"] = partial(torch.clamp, max=columns)
-        yield _changed(_with(call, sparse_mla_top_k=columns), changes)
+        changes = {"sparse_mla_top_k": columns, "sparse_mla_top_k_lens": partial(torch.clamp, max=columns)}
+        yield _changed(call, changes | {"block_tables": itemgetter((..., slice(columns)))})
 
 
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -131,13 +128,6 @@ def smaller_groups(call: RecordedCall) -> Iterator[RecordedCall]:
     problem = call.problem()
     for kept in _without_chunks(range(problem.group)):
         yield _with_heads(call, range(problem.num_kv_heads), kept)
-
-
-def smaller_head_dim(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Halve head_dim, if it is the same for K and V."""
-    problem, half = call.problem(), call.problem().head_dim // 2
-    if problem.head_dim == problem.v_head_dim and half >= LEAST_HEAD_DIM:
-        yield _changed(call, dict.fromkeys(("query", "out", "kv_cache", "key", "value"), lambda each: each[..., :half]))
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -155,8 +145,7 @@ def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
             new[kept] = torch.arange(len(kept), dtype=tables.dtype)
             renamed = torch.where(is_live, new[of_cells] * in_page + tables % in_page, dead)
             if len(kept) < len(new) or not torch.equal(renamed, tables):
-                pool = {"kv_cache": lambda cache, kept=kept: cache[kept]}
-                yield _changed(_with(call, block_tables=renamed), pool)
+                yield _changed(call, {"block_tables": renamed, "kv_cache": itemgetter(kept)})
 
 
 def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> Iterator[RecordedCall]:
@@ -191,18 +180,18 @@ def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
     for name, value in given.items():
         default = NEUTRAL.get(name, fields[name].default)
         if name not in KEPT and default is not MISSING and (isinstance(value, Tensor) or value != default):
-            yield _with(call, **{name: default})
+            yield _changed(call, {name: default})
         if isinstance(value, Tensor) and name.endswith("_scale"):
-            yield _with(call, **{name: float(value)})
+            yield _changed(call, {name: float(value)})
     for name, bound in {"max_seq_len": longest, "max_kv_len": longest, "max_q_len": width}.items():
         if given.get(name) not in (None, bound):
-            yield _with(call, **{name: bound})
+            yield _changed(call, {name: bound})
     if given.get("cum_seq_lens_q") is not None and "q_len_per_req" in fields:
-        yield _with(call, q_len_per_req=width, cum_seq_lens_q=None, max_q_len=None)
+        yield _changed(call, {"q_len_per_req": width, "cum_seq_lens_q": None, "max_q_len": None})
     problem = call.problem()
     columns = max(-(-longest // problem.page_size), 1) if isinstance(problem, PagedAttention) else 0
     if isinstance(problem, PagedAttention) and columns < problem.k_block_tables.shape[1]:
-        yield _changed(call, {"block_tables": lambda tables: tables[..., :columns]})
+        yield _changed(call, {"block_tables": itemgetter((..., slice(columns)))})
 
 
 def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -214,11 +203,11 @@ def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
         yield drawn(call, [name])
 
 
-# What changes the size most is first; what makes FlashInfer compile another kernel (rows, groups, head_dim) is late. Dead slots
+# What changes the size most is first; what makes FlashInfer compile another kernel (rows, groups) is late. Dead slots
 # are before contents, because drawn contents keep what is not finite.
 REDUCTIONS: tuple[Reduction, ...] = (
     *(fewer_requests, fewer_pages, fewer_keys, fewer_entries, fewer_heads, without_dead_slots, drawn_contents),
-    *(default_arguments, fewer_rows, smaller_groups, smaller_head_dim),
+    *(default_arguments, fewer_rows, smaller_groups),
 )
 # By these, the output of the rows that are kept does not change.
 OF_OUTPUTS: tuple[Reduction, ...] = (fewer_requests, fewer_pages, partial(without_dead_slots, keeps_non_finite=True))
@@ -256,9 +245,7 @@ def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[
     """Return a call with only these K/V heads, and only these query heads of each group."""
     group = call.problem().group
     heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
-    changes: dict[str, Change] = {
-        name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()
-    }
+    changes = {name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()}
     if call.function is not AttentionCall.MLA_DECODE:
         axis = -2 if "key" in call.given or call.given.get("kv_layout") == "NHD" else -3
         taken = partial(torch.index_select, dim=axis, index=torch.tensor(kv_heads))
@@ -266,17 +253,15 @@ def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[
     return _changed(call, changes)
 
 
-def _with(call: RecordedCall, **values: Any) -> RecordedCall:
-    return replace(call, given={**call.given, **values})
-
-
-def _changed(call: RecordedCall, changes: Mapping[str, Change]) -> RecordedCall:
-    """Apply changes to the tensors of arguments, by the arguments' names, and to the results of these names."""
+def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
+    """Give arguments new values, or apply a function to their tensors and to the results of these names."""
 
     def changed(name: str, value: Any) -> Any:
-        return each_tensor(value, lambda _, tensor: changes[name](tensor).contiguous()) if name in changes else value
+        change = changes.get(name)
+        return each_tensor(value, lambda _, tensor: change(tensor).contiguous()) if callable(change) else value
 
     given = {name: changed(name, value) for name, value in call.given.items()}
+    given |= {name: value for name, value in changes.items() if not callable(value)}
     smaller = replace(call, given=given, out=changed("out", call.out), lse=changed("lse", call.lse), pages=None)
     return drawn(smaller, [name for name in contents_of(smaller) if name in call.drawn])
 

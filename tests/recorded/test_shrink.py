@@ -380,7 +380,7 @@ def test_a_length_is_found_to_the_key(then: Callable[[Any], Any], reason: Reason
     assert fault is not None
     assert (fault.reason, _facts(smaller)) == (reason, MINIMAL | {"keys": [21]})
     assert smaller.given["block_tables"].tolist() == [[0, 1]]
-    assert smaller.given["kv_cache"][0].shape == (2, 1, PAGE_SIZE, 16)
+    assert smaller.given["kv_cache"][0].shape == (2, 1, PAGE_SIZE, 64)
 
 
 def test_a_wrong_lse_keeps_return_lse() -> None:
@@ -639,7 +639,7 @@ def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, caps
     )
     assert "The call was made here, of `kernel.py`. `repro.py` calls FlashInfer, which may be right." in text
     assert "    bmm2_scale=2.0,\n" in text
-    assert "    query=bfloat16 [1, 1, 16],\n" in text
+    assert "    query=bfloat16 [1, 1, 64],\n" in text
     assert "\nResult of this call: the output is wrong: 1 of 1 vectors" in text
     assert "First elements of the worst vector: request 0, row 0, head 0: expected in float64 " in text
     assert f"* torch: {torch.__version__.split('+')[0]}" in text
