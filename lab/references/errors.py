@@ -60,8 +60,13 @@ def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
     """
     if out.shape != expected.shape:
         raise ValueError(f"out has shape {list(out.shape)}, but expected has {list(expected.shape)}")
-    difference = (out.to(torch.float64) - expected.to(torch.float64)).norm(dim=-1)
-    size = expected.to(torch.float64).norm(dim=-1)
+    expected = expected.to(torch.float64)
+    return _relative(out, expected, expected.norm(dim=-1))
+
+
+def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
+    """Compute `relative_l2` of an output and expected vectors of these norms, both float64."""
+    difference = (out.to(torch.float64) - expected).norm(dim=-1)
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
     return torch.where(difference.isfinite(), ratio, math.inf)
 
@@ -183,11 +188,15 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
     Raises:
         ValueError: the shapes differ, or `expected` or `control` is not finite.
     """
+    dtype, expected, control = control.dtype, expected.to(torch.float64), control.to(torch.float64)
     for name, values in (("expected", expected), ("control", control)):
-        if not bool(values.to(torch.float64).isfinite().all()):
+        if not bool(values.isfinite().all()):
             raise ValueError(f"{name} must be finite to judge an output by; it holds NaN or infinity")
-    error = relative_l2(out, expected)
-    control_error = relative_l2(control, expected)
+    for name, values in (("out", out), ("control", control)):
+        if values.shape != expected.shape:
+            raise ValueError(f"{name} has shape {list(values.shape)}, but expected has {list(expected.shape)}")
+    size = expected.norm(dim=-1)
+    error, control_error = _relative(out, expected, size), _relative(control, expected, size)
     allowed = torch.where(control_error.isfinite(), control_error, 0.0).amax(dim=1) * CONTROL_FACTOR
     allowed = allowed.clamp(max=LARGEST_BOUND)
     if groups is None:
@@ -198,17 +207,20 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
     largest = torch.zeros(count, dtype=torch.float64, device=out.device)
     largest = largest.scatter_reduce(0, groups, allowed, reduce="amax")
     bound = largest[groups].unsqueeze(1).expand_as(error)
-    return Comparison(error, torch.maximum(bound, _rounding_of_tiny_elements(expected, control.dtype)))
+    return Comparison(error, torch.maximum(bound, _rounding_of_tiny_elements(size, expected.shape[-1], dtype)))
 
 
-def _rounding_of_tiny_elements(expected: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
     """Return, for each vector, the largest relative L2 error of rounding its elements to multiples of the dtype's smallest
     number: float64 [num_rows, num_heads]; 0 for a vector of zeros.
+
+    Args:
+        size: the vectors' norms, float64 [num_rows, num_heads].
+        num_elements, dtype: of a vector.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps
-    size = expected.to(torch.float64).norm(dim=-1)
-    return torch.where(size > 0, smallest / 2 * math.sqrt(expected.shape[-1]) / size, 0.0)
+    return torch.where(size > 0, smallest / 2 * math.sqrt(num_elements) / size, 0.0)
 
 
 def regress(

@@ -15,7 +15,7 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded, widened
 from lab.references.softmax_attention import PIECE_ELEMENTS, Tile, TiledKV, attention_by_tiles, tiles, visible_keys
 
 
@@ -351,7 +351,7 @@ def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: tor
 
     entries = by_head(cache[pages])
     if scale_factors is None:
-        entries = entries.to(torch.float64, memory_format=torch.contiguous_format)
+        entries = widened(entries, torch.float64)
     else:
         entries = dequantize_nvfp4(entries, by_head(scale_factors[pages]))
     return entries.reshape(-1, num_keys, entries.shape[-1])

@@ -20,6 +20,16 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return saturated(values, dtype).to(dtype)
 
 
+def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values` converted to float32 or float64, contiguous; no conversion rounds. e4m3 is looked up in a table on a CPU,
+    where torch converts it one element at a time.
+    """
+    if values.dtype != E4M3 or values.device.type != "cpu":
+        return values.to(dtype, memory_format=torch.contiguous_format)
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
+    return every.index_select(0, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)
+
+
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
     """Return `values / scale` in e4m3, same shape, saturated at ±448 as an engine does when it writes a cache."""
     return rounded(values / scale, E4M3)
@@ -35,11 +45,12 @@ def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch
     Returns:
         float64 [..., head_dim].
     """
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64).to(packed.device, non_blocking=True)
-    values = magnitudes[(codes & 0x7).long()]
-    values = torch.where(codes >= 8, -values, values)
-    return values * scale_factors.to(torch.float64).repeat_interleave(NVFP4_BLOCK, dim=-1)
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
+    of_codes = torch.cat((magnitudes, -magnitudes))
+    pairs = torch.stack((of_codes.repeat(16), of_codes.repeat_interleave(16)), dim=1)  # of every byte
+    values = pairs.to(packed.device, non_blocking=True).index_select(0, packed.flatten().to(torch.int32))
+    by_block = values.view(*scale_factors.shape, NVFP4_BLOCK) * widened(scale_factors, torch.float64).unsqueeze(-1)
+    return by_block.flatten(-2)
 
 
 def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lab.calls import Problem
-from lab.calls.problem import Softmax
+from lab.calls.problem import E4M3, Softmax
 from lab.references.eager_attention import skippable, unchecked_eager_attention
 from lab.references.errors import Truth
-from lab.references.quantization import rounded, saturated
+from lab.references.quantization import rounded, saturated, widened
 
 # Most elements of K and V, or of scores, in one piece, by the device. Scores are float64: 0.5 GiB of them, little on any
 # device. K and V are never there at once, but few of them keep a short request from being padded to a long one. Launches, not
@@ -341,5 +341,6 @@ def visible_to(
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:
-    """Stack K or V of several requests. One request's K or V is not copied."""
-    return sides[0].unsqueeze(0) if len(sides) == 1 else torch.stack(sides)
+    """Stack K or V of several requests. One request's K or V is not copied, except e4m3, which becomes float32 once for all."""
+    stacked = sides[0].unsqueeze(0) if len(sides) == 1 else torch.stack(sides)
+    return widened(stacked, torch.float32) if stacked.dtype == E4M3 else stacked
