@@ -34,6 +34,10 @@ class AttentionCall(NamedEnum):
     DSV4_DECODE = "trtllm_batch_decode_sparse_mla_dsv4"  # over selected entries of two pools
 
 
+# Over latent entries, which are key and value in one. Their query has an axis of requests, or none.
+LATENT_CALLS = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
     """The softmax's inputs besides queries, keys and values. All calls have them.

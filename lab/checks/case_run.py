@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall
+from lab.calls.problem import LATENT_CALLS
 from lab.checks.explain.batch_features import CallFeatures, of_any_request
 from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.explain.features import features_of_case
@@ -28,7 +29,6 @@ from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 # Calls whose query has an axis of requests or none
-OF_ANY_SHAPE = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 MOST_SAVED_ELEMENTS = 2**20
 SHOWN_CHARACTERS = 1000
 
@@ -149,7 +149,7 @@ class CaseRun:
         function = functools.partial(self.kernel.once, self._offered(interface.value))
         returned = self.kernel.invoke(interface, function, arguments)
         self._wait()
-        if interface in OF_ANY_SHAPE:
+        if interface in LATENT_CALLS:
             self._expect_shape_of(interface, returned, arguments)
         result = as_result(returned, interface)._replace(call=call)
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
@@ -253,7 +253,7 @@ class CaseRun:
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
-        for interface in PAGED_CALLS:
+        for interface in {*PAGED_CALLS, *LATENT_CALLS}:
             found[interface.value] = functools.partial(self._of_engine, "", interface, workspace)
             if form.value and hasattr(self.implementation, form.value + interface.value):
                 prepare = functools.partial(self._of_engine, form.value, interface, workspace)
@@ -388,7 +388,7 @@ def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> di
 def as_result(returned: Any, interface: AttentionCall) -> Result:
     """Return the output and LSE that a function returned, one row per query row. Raise KernelError if one is no tensor."""
     out, lse = output_and_lse(interface.value, returned)
-    if interface in OF_ANY_SHAPE:
+    if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
     return Result(out.detach(), None if lse is None else lse.detach())

@@ -255,9 +255,11 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
         if case.index_topk is not None:
             chosen = torch.full((rows, case.index_topk), -1, dtype=torch.int32)
             own = case.backend().build_metadata(batch, pool)
-            return SparseMLAPass(case, pool, batch, own, new_mla_layer(case), latent, query, (), chosen)
+            return SparseMLAPass(
+                case, pool, batch, own, new_mla_layer(case, torch.Generator()), latent, query, (), chosen
+            )
         mla = build_mla_decode_metadata(batch, pool, case.attention)
-        return MLAPass(case, pool, batch, mla, new_mla_layer(case), latent, query, ())
+        return MLAPass(case, pool, batch, mla, new_mla_layer(case, torch.Generator()), latent, query, ())
     query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
     metadata, layer = case.backend().build_metadata(batch, pool), new_layer(case, CPU, torch.Generator())
     return ForwardPass(case, pool, batch, metadata, layer, _unwritten_cache(case, pool), query, ())

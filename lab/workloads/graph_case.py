@@ -10,7 +10,6 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.settings import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.dsa import DSABackend, Indexer
 from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr
 from lab.workloads.forward_case import GroupedLayer
@@ -94,32 +93,34 @@ class GraphCase(GroupedLayer, ReplayCase):
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
-    """A replay sequence of the MLA backend or, with `index_topk`, of the DSA backend. Pages have 32 or 64 tokens.
+    """A replay sequence of the MLA backend or, if rows select entries, of the DSA or DSV4 backend. Pages have 32 or 64 tokens,
+    or with DSV4 128.
 
     Attributes:
         attention: decides whether the lengths in a draft step count the drafted tokens.
-        index_topk: as in `lab.workloads.mla_case.MLACase`.
-        num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of the layer.
+        num_qo_heads, kv_lora_rank, qk_rope_head_dim, index_topk, compress_ratio: as in `LatentLayer`.
     """
 
     page_size: int = 32
     num_pages: int = 5
     attention: DraftAttention = DraftAttention.MLA
     index_topk: int | None = None
+    compress_ratio: int | None = None
     num_qo_heads: int = 4
     kv_lora_rank: int = 64
     qk_rope_head_dim: int = 16
 
-    sliding_window = virtual_slots = False  # only `GraphCase` can have these
+    virtual_slots = False  # only `GraphCase` can have them
 
     @property
-    def interface(self) -> AttentionCall:
-        return AttentionCall.MLA_DECODE
+    def sliding_window(self) -> bool:
+        """Return True if the pool has sliding-window pages."""
+        return self.compress_ratio is not None
 
-    def backend(self, implementation: Any = None) -> TRTLLMMLABackend | DSABackend:
+    def backend(self, implementation: Any = None) -> Any:
         """Return an engine's backend with the settings of the case. It calls `implementation`."""
-        if self.index_topk is not None:
-            return DSABackend(implementation, Indexer(self.index_topk))
+        if self.index_topk is not None or self.compress_ratio is not None:
+            return self.sparse_backend(implementation)
         return TRTLLMMLABackend(implementation, self.attention)
 
 

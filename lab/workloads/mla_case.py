@@ -6,11 +6,13 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3, AttentionCall
+from lab.calls.selection import WINDOW_COLUMNS
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.dsa import DSABackend, Indexer
+from lab.metadata.mla.dsv4 import RATIOS, TOKENS_ALONE, WITHOUT_INDEXER, DSV4Backend
 from lab.workloads.attention_case import Contents
 from lab.workloads.pass_case import PassCase
 
@@ -18,11 +20,45 @@ from lab.workloads.pass_case import PassCase
 class LatentLayer:
     """The sizes of a layer of latent attention (MLA) on the decode kernel: a base class of cases. A subclass is a frozen
     dataclass that has these fields.
+
+    Attributes:
+        num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64,
+            DeepSeek-V4 512 and 0.
+        index_topk: largest number of entries that an indexer selects for each row (DeepSeek sparse attention); None: no
+            indexer.
+        compress_ratio: the layer is DeepSeek-V4's, whose compressed entries stand for so many tokens each; 0: it has none.
+            None: the layer is another.
     """
 
     num_qo_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
+    index_topk: int | None
+    compress_ratio: int | None
+
+    @property
+    def interface(self) -> AttentionCall:
+        """Return the attention function that the backend calls."""
+        return AttentionCall.MLA_DECODE if self.compress_ratio is None else AttentionCall.DSV4_DECODE
+
+    def sparse_backend(self, implementation: Any, query_dtype: torch.dtype | None = None) -> Any:
+        """Return the backend of a layer whose rows select entries."""
+        if self.compress_ratio is None:
+            assert self.index_topk is not None
+            return DSABackend(implementation, Indexer(self.index_topk), query_dtype=query_dtype)
+        return DSV4Backend(implementation, self.index_topk or 0, query_dtype=query_dtype)
+
+    def check_two_pools(self) -> None:
+        """Raise ValueError for a layer that DeepSeek-V4 does not have."""
+        if self.compress_ratio not in RATIOS or self.qk_rope_head_dim:
+            raise ValueError(
+                f"compress_ratio={self.compress_ratio} must be one of {RATIOS}, and qk_rope_head_dim 0: kv_lora_rank is the "
+                "whole entry"
+            )
+        if bool(self.index_topk) != (self.compress_ratio not in (TOKENS_ALONE, WITHOUT_INDEXER)):
+            raise ValueError(
+                f"index_topk={self.index_topk} with compress_ratio={self.compress_ratio}: those with 1, 2 and 4 have an indexer"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -47,8 +83,10 @@ class LatentLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of a token's latent entry, which is both key and value."""
-        return ((self.head_dim,),)
+        """Return the shape of a token's latent entry, which is both key and value. With `compress_ratio` a token also has the
+        compressed entry of its group, which only the group's last token needs.
+        """
+        return ((self.head_dim,),) * (1 if self.compress_ratio is None else 2)
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,19 +94,18 @@ class MLACase(LatentLayer, PassCase):
     """One forward pass over paged latent entries on the MLA decode kernel, as data.
 
     Attributes:
-        mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2. With
-            `index_topk` a prefill does too.
+        mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2. If
+            rows select entries, a prefill does too.
         prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`.
         attention: decides whether the lengths in a draft step count the drafted tokens. With MLA (SGLang's backend) they do
             not, with MLA_WITH_OFFSET they do.
-        page_size: tokens per page of one GPU, 32 or 64.
+        page_size: tokens per page of one GPU, 32 or 64; with `compress_ratio` a multiple of 128.
         num_padding_requests: number of padding requests for data parallelism. They are added after the metadata was built.
         num_padding_rows: query rows after the requests' rows of a ragged verification, which belong to no request.
-        index_topk: largest number of positions that an indexer selects for each row (DeepSeek sparse attention); None: rows see
-            all keys.
+        index_topk, compress_ratio: as in `LatentLayer`. A draft model has no compressed entries.
         dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
         query_dtype: e4m3 if the engine casts the query to e4m3 over an e4m3 cache, as SGLang does; else None.
-        num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
+        num_qo_heads, kv_lora_rank, qk_rope_head_dim: as in `LatentLayer`.
 
     Raises:
         TypeError: the judge has no error bound for a dtype.
@@ -83,6 +120,7 @@ class MLACase(LatentLayer, PassCase):
     attention: DraftAttention = DraftAttention.MLA
     page_size: int = 64
     index_topk: int | None = None
+    compress_ratio: int | None = None
     dcp_size: int = 1
     num_padding_requests: int = 0
     num_padding_rows: int = 0
@@ -98,12 +136,12 @@ class MLACase(LatentLayer, PassCase):
 
     def __post_init__(self) -> None:
         self.check_requests()
-        if self.mode.mla_call is not AttentionCall.MLA_DECODE and not (self.index_topk and self.mode.is_prefill):
+        if self.mode.mla_call is not AttentionCall.MLA_DECODE and not (self.is_sparse and self.mode.is_prefill):
             raise ValueError(f"{self.mode!r} computes no attention on the MLA decode kernel")
         if self.draft_step == FROZEN_KV_STEP:
             raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
         rows = self.mode.query_rows
-        if self.index_topk is not None:
+        if self.is_sparse:
             self._check_sparse()
         self.refuse_ignored(
             dcp_size=(rows is QueryRows.ONE, "only ForwardMode.DECODE is sharded"),
@@ -119,22 +157,36 @@ class MLACase(LatentLayer, PassCase):
             )
         self.check_tensors()
 
+    @property
+    def is_sparse(self) -> bool:
+        """Return True if rows select entries."""
+        return self.index_topk is not None or self.compress_ratio is not None
+
     def _check_sparse(self) -> None:
-        """Raise ValueError for a pass that DSA does not have."""
-        assert self.index_topk is not None
-        if self.index_topk < 1 or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
+        """Raise ValueError for a pass that DSA, or DSV4, does not have."""
+        index_topk, rows, name = self.index_topk, self.mode.query_rows, "DSA"
+        if (index_topk is not None and index_topk < 1) or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
             raise ValueError(
-                f"index_topk={self.index_topk} must be at least 1, and such a pass has no dcp_size and no other attention than "
+                f"index_topk={index_topk} must be at least 1, and such a pass has no dcp_size and no other attention than "
                 f"{DraftAttention.MLA!r}"
             )
-        if self.mode.query_rows.are_unequal_drafts:
-            raise ValueError(f"{self.mode!r} is no mode of DSA: leave index_topk None")
+        is_refused = rows.are_unequal_drafts
+        if self.compress_ratio is not None:
+            self.check_two_pools()
+            name, is_refused = "DSV4", self.mode.extends_draft and not rows.are_uniform
+            if (self.compress_ratio and (self.mode.extends_draft or self.draft_step is not None)) or self.virtual_slots:
+                raise ValueError(
+                    f"compress_ratio={self.compress_ratio}: a draft model has 0, and slots are not virtual with DSV4"
+                )
+        if is_refused:
+            raise ValueError(f"{self.mode!r} is no mode of {name}: leave index_topk and compress_ratio None")
 
-    def backend(self, implementation: Any = None) -> TRTLLMMLABackend | DSABackend:
+    def backend(self, implementation: Any = None) -> Any:
         """Return an engine's backend with the settings of the case. It calls `implementation`."""
-        if self.index_topk is not None:
-            return DSABackend(implementation, Indexer(self.index_topk), query_dtype=self.query_dtype or self.dtype)
-        return TRTLLMMLABackend(implementation, self.attention, query_dtype=self.query_dtype or self.dtype)
+        query_dtype = self.query_dtype or self.dtype
+        if self.is_sparse:
+            return self.sparse_backend(implementation, query_dtype)
+        return TRTLLMMLABackend(implementation, self.attention, query_dtype=query_dtype)
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
@@ -149,18 +201,28 @@ class MLACase(LatentLayer, PassCase):
         return tuple(position + 1 for seen, q_len in ends for position in range(seen - q_len, seen))
 
     @property
+    def window_left(self) -> int:
+        return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
+
+    def _num_selected(self, seen: int, rows: int = 1) -> int:
+        """Return how many entries the last `rows` rows of a request see that sees `seen` tokens, if they select the same."""
+        if self.compress_ratio is None:
+            return min(seen, self.index_topk or seen)
+        entries = seen // self.compress_ratio if self.compress_ratio else 0
+        return min(seen, WINDOW_COLUMNS + rows - 1) + min(entries, self.index_topk or entries)
+
+    @property
     def visible_pairs(self) -> int:
-        most = self.index_topk or max(self.kv_lens)
-        return sum(min(seen, most) for seen in self.row_lens)
+        return sum(map(self._num_selected, self.row_lens))
 
     @property
     def visible_keys(self) -> int:
         """Return the least number of entries that must be read. Rows of one request may select the same entries, so that only
-        the last row's count.
+        the last row's count, and all rows' window.
         """
-        if self.index_topk is None:
-            return super().visible_keys
-        return sum(min(seen, self.index_topk) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows)
+        return sum(
+            self._num_selected(seen, rows) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows
+        )
 
     @property
     def operations(self) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache, ShardedLatentCache
+from lab.metadata.mla.dsv4 import DSV4Cache
 
 # A request's tokens as a cache stores them, by position: (K, V), each [kv_len, num_kv_heads, head_dim], or (entries,) for MLA,
 # [kv_len, entry_dim].
@@ -132,7 +133,7 @@ class Requests(PassLens):
 
     def write(
         self,
-        cache: PagedKVCache | PagedLatentCache | ShardedLatentCache,
+        cache: PagedKVCache | PagedLatentCache | ShardedLatentCache | DSV4Cache,
         histories: Sequence[History],
         first: Sequence[int] | None = None,
         *,

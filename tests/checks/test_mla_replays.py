@@ -42,6 +42,29 @@ def test_sparse_attention_passes_with_the_references(mode: str) -> None:
     assert wrong(cases) == {}
 
 
+TWO_POOLS: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, "num_qo_heads": 1}
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(
+    ("mode", "ratio"),
+    [("decode", 4), ("draft_decode", 0), ("target_verify", 128), ("ragged_verify", 2), ("draft_extend_v2", 0)],
+)
+def test_two_pools_pass_with_the_references(mode: str, ratio: int) -> None:
+    places, topk = list(MetadataPlace), 48 if ratio in (2, 4) else None
+    cases = (
+        MLAGraphCase(MODES[mode], sequence, places[n % 2], index_topk=topk, compress_ratio=ratio, **TWO_POOLS)
+        for n, sequence in enumerate(ReplaySequence)
+    )
+    assert wrong(cases) == {}
+
+
+@IN_INTERPRETER
+def test_the_portable_kernel_passes_with_two_pools() -> None:
+    case = MLAGraphCase(MODES["target_verify"], ReplaySequence.POISONED, compress_ratio=128, **TWO_POOLS)
+    assert reason(case, portable) == ""
+
+
 @IN_INTERPRETER
 def test_the_portable_kernel_passes_with_sparse_attention() -> None:
     case = MLAGraphCase(MODES["target_verify"], ReplaySequence.POISONED, num_pages=4, index_topk=48)
@@ -220,6 +243,36 @@ def test_a_defect_of_sparse_metadata_is_found(defect: type[RebuiltMetadata[Any]]
         return GraphRunner(backend, case.mode, pool, sizes, body, case.place, metadata=spoilt)
 
     assert reason(MLAGraphCase(MODES[mode], ReplaySequence.TWO_CAPTURED_SIZES, index_topk=48), make=make)
+
+
+class DSV4Kept(RebuiltMetadata[Any]):
+    """A tensor of the capture is kept."""
+
+    name = ""
+
+    def prepare(self, view: ForwardBatch) -> Prepared:
+        rebuild, kept = super().prepare(view), getattr(self.slices(view.batch_size), self.name)
+
+        def run() -> None:
+            before = kept.clone()
+            rebuild()
+            kept.copy_(before)
+
+        return run
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(("name", "ratio"), [("window", 0), ("page_table", 128), ("page_table", 4), ("seq_lens", 0)])
+def test_a_stale_tensor_of_two_pools_is_found(name: str, ratio: int) -> None:
+    def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
+        spoilt = type("Stale", (DSV4Kept,), {"name": name})(case.mode, pool, backend.build_metadata)
+        return GraphRunner(backend, case.mode, pool, sizes, body, case.place, metadata=spoilt)
+
+    topk = 48 if ratio == 4 else None
+    case = MLAGraphCase(
+        MODES["decode"], ReplaySequence.TWO_CAPTURED_SIZES, index_topk=topk, compress_ratio=ratio, **TWO_POOLS
+    )
+    assert reason(case, make=make)
 
 
 @IN_INTERPRETER

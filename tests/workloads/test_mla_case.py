@@ -12,11 +12,13 @@ from lab.workloads.mla_case import MLACase
 ROW_BYTES = 3 * (32 + 16) * 2  # the query and the output of one row: 3 heads, 32 + 16 elements of 2 bytes
 PAIR_OPERATIONS = 2 * 3 * (32 + 16)
 DECODE = ForwardMode.DECODE
+WHOLE: dict[str, Any] = {"qk_rope_head_dim": 0}  # of DeepSeek-V4
 
 
 def case(mode: ForwardMode, prefix_lens: tuple[int, ...], q_lens: tuple[int, ...], **changes: Any) -> MLACase:
     """Entries of 16 + 16 elements, 3 heads."""
-    return MLACase(mode, prefix_lens, q_lens, num_qo_heads=3, kv_lora_rank=16, qk_rope_head_dim=16, **changes)
+    sizes: dict[str, Any] = {"num_qo_heads": 3, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
+    return MLACase(mode, prefix_lens, q_lens, **sizes | changes)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,24 @@ def test_each_entry_moves_once_and_each_visible_pair_is_computed(
     assert example.visible_pairs == pairs
     assert example.operations == pairs * PAIR_OPERATIONS
     assert example.bytes_moved == entries * 32 * 2 + rows * ROW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("example", "entries", "pairs"),
+    [
+        # 128 tokens of each row and, of two per entry, at most 3 entries; the window of both rows.
+        (
+            case(ForwardMode.TARGET_VERIFY, (198, 2), (2, 2), compress_ratio=2, index_topk=3, **WHOLE),
+            (129 + 3) + (4 + 2),
+            131 + 131 + (3 + 1) + (4 + 2),
+        ),
+        (case(DECODE, (299,), (1,), compress_ratio=128, **WHOLE), 128 + 2, 128 + 2),
+        (case(DECODE, (299,), (1,), compress_ratio=0, **WHOLE), 128, 128),
+    ],
+    ids=repr,
+)
+def test_a_row_sees_its_window_and_compressed_entries(example: MLACase, entries: int, pairs: int) -> None:
+    assert (example.visible_keys, example.visible_pairs) == (entries, pairs)
 
 
 def test_an_e4m3_entry_is_half_as_large_and_the_rows_are_not() -> None:
@@ -67,6 +87,13 @@ def test_an_e4m3_entry_is_half_as_large_and_the_rows_are_not() -> None:
         (DECODE, {"index_topk": 8, "dcp_size": 2}, "such a pass has no dcp_size"),
         (DECODE, {"index_topk": 8, "draft_step": 0, "attention": DraftAttention.MLA_WITH_OFFSET}, "no other attention"),
         (ForwardMode.DRAFT_EXTEND, {"index_topk": 8}, "is no mode of DSA"),
+        (ForwardMode.DRAFT_EXTEND, {"compress_ratio": 0} | WHOLE, "is no mode of DSV4"),
+        (DECODE, {"compress_ratio": 3} | WHOLE, "compress_ratio=3 must be one of"),
+        (DECODE, {"compress_ratio": 0}, "qk_rope_head_dim 0"),
+        (DECODE, {"compress_ratio": 4} | WHOLE, "index_topk=None with compress_ratio=4"),
+        (DECODE, {"compress_ratio": 128, "index_topk": 8} | WHOLE, "index_topk=8 with compress_ratio=128"),
+        (DECODE, {"compress_ratio": 128, "draft_step": 0} | WHOLE, "compress_ratio=128: a draft model has 0"),
+        (DECODE, {"compress_ratio": 0, "virtual_slots": True} | WHOLE, "slots are not virtual with DSV4"),
         (ForwardMode.EXTEND, {}, "computes no attention on the MLA decode kernel"),
         (ForwardMode.IDLE, {}, "ForwardMode.IDLE computes no attention"),
         (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
-from lab.calls.problem import AttentionCall, shown_draft_tokens
+from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.batch_features import EMPTY_COLUMNS, POWER_OF_2, TILE, CallFeatures, Read, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
@@ -146,8 +146,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "return_lse": problem.return_lse,
         "lse_base_e": interface is AttentionCall.MLA_DECODE and lse_is_base_e(arguments),
         "out_dtype": problem.out_dtype,
-        "other_out_dtype": problem.out_dtype
-        != (torch.bfloat16 if interface in (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE) else query.dtype),
+        "other_out_dtype": problem.out_dtype != (torch.bfloat16 if interface in LATENT_CALLS else query.dtype),
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "separate_tables": Feature.SEPARATE_TABLES in options,

@@ -16,7 +16,17 @@ from lab.calls.selection import WINDOW_COLUMNS
 from lab.checks.parameters.call_cases import Chosen, kv_lens_of, q_lens_of
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import MOST_OUT_ELEMENTS, QUERY, REQUESTS, RULES, VACUOUS, softmax_axes
-from lab.checks.parameters.values import Bound, Cache, DtypePair, Lengths, Offsets, Output, Tables, Without
+from lab.checks.parameters.values import (
+    Bound,
+    Cache,
+    DtypePair,
+    Lengths,
+    LongestRequest,
+    Offsets,
+    Output,
+    Tables,
+    Without,
+)
 from lab.ranges import Ranges, text_of
 from lab.workloads.attention_case import AttentionCase, Entries, Storage, TableTail
 from lab.workloads.inputs.call import BuiltCall
@@ -44,6 +54,7 @@ def dsv4_model(ranges: Ranges) -> Model:
         "kv_layout": ranges.kv_layouts,
         "requests": (REQUESTS, 1, *ranges.large_batches),
         "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *ranges.long_requests[:1]),
+        "longest_request": tuple(LongestRequest),
         "q_len": ranges.widened("q_lens"),
         "offsets": (Offsets.NONE, Offsets.EQUAL, Offsets.UNEQUAL, *Without),
         "max_q_len": (Bound.EXACT, Bound.LARGER),

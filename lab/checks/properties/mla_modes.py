@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.calls.problem import E4M3, AttentionCall
+from lab.calls.problem import E4M3, LATENT_CALLS, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
@@ -90,8 +90,34 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     yield MLACase(ForwardMode.EXTEND, (0, *prefixes[1:]), (5, 2, 70, 4, 1), **shared)
 
 
+def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
+    """Yield passes of DeepSeek-V4, in each forward mode that has it, with each number of tokens per compressed entry. Some rows
+    see less than the window and no compressed entry, some see more entries than the indexer may select.
+    """
+    prefixes, ones = (0, 126, 127, 300, 700), (1,) * 5
+    shared: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, **dims}
+    verify, draft = {"q_lens": (q_len,) * 5, **shared}, {"compress_ratio": 0, **shared}
+    yield MLACase(ForwardMode.DECODE, prefixes, ones, compress_ratio=4, index_topk=130, **shared)
+    yield MLACase(
+        ForwardMode.DECODE, prefixes, ones, compress_ratio=2, index_topk=130, num_padding_requests=2, **shared
+    )
+    yield MLACase(ForwardMode.DECODE, (1, *prefixes[1:]), ones, draft_step=1, **draft)
+    yield MLACase(ForwardMode.TARGET_VERIFY, prefixes, compress_ratio=128, **verify)
+    yield MLACase(ForwardMode.TARGET_VERIFY, prefixes, compress_ratio=1, index_topk=130, **verify)
+    yield MLACase(ForwardMode.DRAFT_EXTEND_V2, prefixes, compress_ratio=0, num_padding_requests=2, **verify)
+    ragged = MLACase(
+        ForwardMode.RAGGED_VERIFY, prefixes, (5, 1, 2, 4, 3), compress_ratio=128, num_draft_tokens=8, **shared
+    )
+    yield replace(ragged, num_padding_rows=5)
+    extend = MLACase(ForwardMode.EXTEND, prefixes, (5, 9, 2, 3, 1), compress_ratio=4, index_topk=130, **shared)
+    yield from (extend, replace(extend, compress_ratio=128, index_topk=None, page_size=256))
+
+
 def _cases(scope: Scope) -> Iterator[MLACase]:
     ranges = scope.ranges
+    if scope.interface is not AttentionCall.MLA_DECODE:
+        yield from _of_two_pools(scope)
+        return
     q_lens = tuple(ranges.q_lens) if scope.is_full else smoke_q_lens(ranges)
     dtype, kv_dtype = ranges.dtypes[0]
     head_dims = ranges.mla_head_dims if scope.is_full else ranges.mla_head_dims[:1]
@@ -115,8 +141,27 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
         yield replace(sparse, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
 
 
+def _of_two_pools(scope: Scope) -> Iterator[MLACase]:
+    ranges = scope.ranges
+    dtype, heads = ranges.dtypes[0][0], ranges.mla_heads[len(ranges.mla_heads) // 2]
+    for _, rank in ranges.mla_head_dims if scope.is_full else ranges.mla_head_dims[:1]:
+        for q_len in ranges.q_lens if scope.is_full else smoke_q_lens(ranges):
+            for case in two_pool_cases(q_len, num_qo_heads=heads, kv_lora_rank=rank):
+                yield replace(case, dtype=dtype, kv_dtype=dtype)
+                if (dtype, E4M3) in ranges.dtypes and case.compress_ratio == 4:
+                    yield replace(case, dtype=dtype, kv_dtype=E4M3, query_dtype=E4M3)  # as SGLang passes it
+
+
 def _judge(run: CaseRun) -> None:
     judge_pass(run, build_mla_pass(run.case, run.device))
 
 
-CHECK = Check("M2", "mla_modes", __doc__, _cases, _judge, interfaces=(AttentionCall.MLA_DECODE,), quick=5)
+CHECK = Check(
+    "M2",
+    "mla_modes",
+    __doc__,
+    _cases,
+    _judge,
+    interfaces=LATENT_CALLS,
+    quick=5,
+)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import LATENT_CALLS, AttentionCall
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.graph_replays import judge_sequence, replayed_modes
 from lab.metadata.engine.graph_inputs import MetadataPlace
@@ -23,6 +23,9 @@ def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
     ranges, is_full = scope.ranges, scope.is_full
     page_sizes = ranges.mla_page_sizes if is_full else ranges.mla_page_sizes[:1]
     head_dims = ranges.mla_head_dims if is_full else ranges.mla_head_dims[:1]
+    if scope.interface is not AttentionCall.MLA_DECODE:
+        yield from _of_two_pools(scope)
+        return
     heads = min(ranges.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
     for number, (page_size, (head_dim, rank)) in enumerate(product(page_sizes, head_dims)):
         dims: dict[str, Any] = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
@@ -36,4 +39,18 @@ def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
                 yield MLAGraphCase(mode, sequence, list(MetadataPlace)[turn % 2], page_size, index_topk=48, **dims)
 
 
-CHECK = Check("S2", "mla_stories", __doc__, _cases, judge_sequence, interfaces=(AttentionCall.MLA_DECODE,))
+def _of_two_pools(scope: Scope) -> Iterator[MLAGraphCase]:
+    """Yield replay sequences of DeepSeek-V4, with the ratios of a layer in turn, or without compressed entries for a draft."""
+    heads, (_, rank) = min(scope.ranges.mla_heads), scope.ranges.mla_head_dims[0]
+    dims: dict[str, Any] = {"page_size": 128, "num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": 0}
+    ratios = ((4, 48), (128, None), (1, 48), (0, None), (2, 48))
+    for number, (mode, sequence, turn) in enumerate(replayed_modes(scope)):
+        ratio, topk = ratios[number % len(ratios)]
+        if mode.draft_step is not None or mode.forward_mode.extends_draft:
+            ratio, topk = 0, None
+        if mode.forward_mode.query_rows.are_uniform or mode.forward_mode.query_rows.are_bounded:
+            place = list(MetadataPlace)[turn % 2]
+            yield MLAGraphCase(mode, sequence, place, index_topk=topk, compress_ratio=ratio, **dims)
+
+
+CHECK = Check("S2", "mla_stories", __doc__, _cases, judge_sequence, LATENT_CALLS)

@@ -23,7 +23,6 @@ from lab.calls.selection import WINDOW_COLUMNS
 from lab.kernels import prepare
 from lab.metadata.engine.backend import RebuiltMetadata, buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
@@ -191,7 +190,7 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     check_dsv4(pool)
     check_attends(batch, pool)
     mode = batch.forward_mode
-    if mode.query_rows is QueryRows.ACCEPTED:
+    if mode.extends_draft and not mode.query_rows.are_uniform:
         raise ValueError(f"{mode!r} is no mode of DSV4 (SGLang 0.5.23): use DRAFT_EXTEND_V2, of equally many rows")
     request, seen, is_padding = seen_by_rows(batch, DraftAttention.MLA)
     columns, of_prefill = pool.block_table_width, dict[str, Any]()

@@ -285,7 +285,9 @@ def admit_and_write(
     ]
     requests.write(cache, before, first_kept, sliding_window=has_window)
     batch = requests.batch(case.mode, case.num_padding_rows)
-    if case.num_padding_requests:
+    if (
+        case.num_padding_requests and case.mode.is_prefill
+    ):  # vLLM's; SGLang pads other modes, after it built the metadata
         batch = with_padding_requests(batch, case.num_padding_requests, seq_len=0, width=0)
     metadata = build_metadata(batch, pool)
     new = [

@@ -12,13 +12,26 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.dsv4 import DSV4Cache, DSV4Layer
 from lab.metadata.mla.metadata import QueryLayout
 from lab.references.errors import Truth
-from lab.references.forward_metadata import dsa_forward_metadata
+from lab.references.forward_metadata import dsa_forward_metadata, dsv4_forward_metadata
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplayCase
-from lab.workloads.inputs.expected_metadata import wrong_dsa_metadata, wrong_metadata, wrong_mla_metadata
+from lab.workloads.inputs.expected_metadata import (
+    wrong_dsa_metadata,
+    wrong_dsv4_metadata,
+    wrong_metadata,
+    wrong_mla_metadata,
+)
 from lab.workloads.inputs.forward_pass import mha_truth
-from lab.workloads.inputs.mla_pass import draw_positions, mla_truth, new_mla_layer, sparse_mla_truth
+from lab.workloads.inputs.mla_pass import (
+    draw_groups,
+    draw_positions,
+    mla_truth,
+    new_mla_layer,
+    sparse_mla_truth,
+    two_pool_truth,
+)
 from lab.workloads.inputs.replay_fixture import (
     DTYPE,
     HUGE,
@@ -29,7 +42,7 @@ from lab.workloads.inputs.replay_fixture import (
     ReplayFixture,
     RunnerFactory,
 )
-from lab.workloads.requests import History
+from lab.workloads.requests import History, Requests
 
 
 class MHAReplayFixture(ReplayFixture):
@@ -98,7 +111,7 @@ class MLAReplayFixture(ReplayFixture):
     padded_query: Tensor | None = None  # the query of padded rows, which all captured sizes share
 
     def _layer(self) -> MLALayer:
-        return new_mla_layer(self.case)
+        return new_mla_layer(self.case, self.generator)
 
     def _new_cache(self) -> PagedLatentCache:
         return self.pool.new_latent_cache(self.case.head_dim, DTYPE)
@@ -211,9 +224,72 @@ class DSAReplayFixture(MLAReplayFixture):
         return sparse_mla_truth(query, query.dtype, of_rows, self.selected, self.layer)
 
 
+class DSV4ReplayFixture(DSAReplayFixture):
+    """A fixture for DeepSeek-V4: each pass draws the groups whose compressed entries its rows see."""
+
+    layer: DSV4Layer
+    cache: Any
+
+    @functools.cached_property
+    def topk_indices(self) -> Tensor:
+        rows, columns = (
+            max(SIZES) * self.width,
+            draw_groups((self.case.max_context_len,), self.case, self.generator).shape[1],
+        )
+        return torch.full((rows, columns), -1, dtype=torch.int32, device=self.device)
+
+    def _new_cache(self) -> Any:
+        return DSV4Cache.over(self.pool, self.case.head_dim, DTYPE, self.case.compress_ratio or 0)
+
+    def _write(self, admitted: Requests) -> None:
+        admitted.write(self.cache, self.histories)
+
+    def poison(self, value: float) -> None:
+        for cache in (self.cache.window, self.cache.compressed):
+            cache.storage[0].fill_(value)
+        for metadata in self._metadata_owners():
+            metadata.window.zero_()
+            metadata.page_table.zero_()
+            metadata.seq_lens.fill_(POISONED_LENGTH)
+
+    def _select(self, batch: ForwardBatch) -> None:
+        seen = dsv4_forward_metadata(batch, self.pool, compress_ratio=0).seq_lens
+        drawn, columns = draw_groups(seen, self.case, self.generator), self.topk_indices.shape[1]
+        self.selected = torch.nn.functional.pad(drawn, (0, columns - drawn.shape[1]), value=-1)
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        chosen = self.selected if self.case.index_topk else None
+        return wrong_dsv4_metadata(batch, self.pool, result.metadata, self.layer.compress_ratio, chosen)
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        if batch.forward_mode.query_rows.are_bounded:
+            return {}  # rows of padding follow the requests' own, whatever request they are of
+        rows, width = batch.num_tokens, self.width
+        lens: Cells = {
+            f"seq_lens of row {j}": (metadata.seq_lens[rows + j :: width], max(length - width + 1 + j, 1))
+            for j in range(width)
+        }
+        return lens | {
+            "window": (metadata.window[rows:, :1], 0),
+            "page_table": (metadata.page_table[rows:, :pages], 0),
+        }
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        of_rows = [history for history, q_len in zip(seen, q_lens, strict=True) for _ in range(q_len)]
+        lens = [
+            len(history[0]) - q_len + 1 + row
+            for history, q_len in zip(seen, q_lens, strict=True)
+            for row in range(q_len)
+        ]
+        return two_pool_truth(query, query.dtype, of_rows, lens, self.selected, self.layer)
+
+
 def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, make: RunnerFactory) -> ReplayFixture:
     """Return a new fixture of the case's backend."""
     if isinstance(case, GraphCase):
         return MHAReplayFixture(case, implementation, device, make)
-    is_sparse = isinstance(case, MLAGraphCase) and case.index_topk is not None
-    return (DSAReplayFixture if is_sparse else MLAReplayFixture)(case, implementation, device, make)
+    assert isinstance(case, MLAGraphCase)
+    fixture = MLAReplayFixture if case.index_topk is None else DSAReplayFixture
+    if case.compress_ratio is not None:
+        fixture = DSV4ReplayFixture
+    return fixture(case, implementation, device, make)

@@ -21,7 +21,7 @@ from lab.metadata.engine.lengths import uncounted_tokens
 from lab.references.errors import Truth
 from lab.workloads.graph_case import ReplayCase
 from lab.workloads.inputs.expected import made
-from lab.workloads.requests import History, admit, forward_batch, new_pool
+from lab.workloads.requests import History, Requests, admit, forward_batch, new_pool
 
 SIZES = (2, 4)  # captured batch sizes
 NUM_REQUESTS = max(SIZES) + 1  # one more than the largest captured size: only an eager pass can have all requests
@@ -98,7 +98,7 @@ class ReplayFixture:
         self.histories: list[History] = [
             tuple(self._randn(case.max_context_len, *shape) for shape in case.token_shapes) for _ in self.rows
         ]
-        admitted.write(self.cache, self.histories, sliding_window=case.sliding_window)
+        self._write(admitted)
         self.query = self._randn(max(SIZES) * self.width, *case.query_shape)
         self.out = torch.zeros(len(self.query), *case.out_shape, dtype=DTYPE, device=device)
         self.runner = make(self.backend, case, self.pool, SIZES, self._body)
@@ -188,6 +188,10 @@ class ReplayFixture:
 
     def _new_cache(self) -> Any:
         raise NotImplementedError
+
+    def _write(self, admitted: Requests) -> None:
+        """Write the histories of the requests into the cache."""
+        admitted.write(self.cache, self.histories, sliding_window=self.case.sliding_window)
 
     def _uncounted(self) -> int:
         """Return how many tokens of a request `seq_lens` leaves out, such as drafted tokens."""

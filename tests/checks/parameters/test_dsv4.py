@@ -7,11 +7,15 @@ import torch
 
 from corpus.kernels import MUTANTS
 from corpus.models.dsv4 import DSV4Decode
+from lab import references
 from lab.calls import AttentionCall, DSV4DecodeCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import built_call, judge_call
 from lab.checks.parameters.configuration import Configuration
+from lab.checks.properties import mla_modes
+from lab.checks.properties.mla_modes import two_pool_cases
 from lab.ranges import Ranges
+from lab.workloads.mla_case import MLACase
 
 DSV4, CPU, WINDOW = AttentionCall.DSV4_DECODE, torch.device("cpu"), 128
 SMALL: dict[str, Any] = {"head_dim": 64}
@@ -83,3 +87,11 @@ def test_the_truth_is_of_the_histories_that_places_name() -> None:
             assert torch.equal(in_use, positions >= 0)
             row += 1
     assert row == problem.num_rows
+
+
+@pytest.mark.parametrize("case", [*two_pool_cases(4, num_qo_heads=2, kv_lora_rank=32)], ids=str)
+def test_a_pass_is_right_with_the_references_and_wrong_without_sinks(case: MLACase) -> None:
+    for implementation in (references, MUTANTS["dsv4_sinks_ignored"].implementation()):
+        run = CaseRun(implementation, case, CPU, Ranges())
+        mla_modes.CHECK.judge(run)
+        assert bool(run.wrongs) == (implementation is not references)
