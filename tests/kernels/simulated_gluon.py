@@ -28,12 +28,6 @@ BARRIERS = {
     ),
     "hopper_mla_kernel": ("left_full", "left_empty", "right_full", "right_empty", "message_full", "message_empty"),
 }
-# By their number; those beside more than one consumer and a producer convert tiles.
-PARTITIONS = {
-    3: ("consumer 0", "consumer 1", "producer"),
-    4: ("consumer 0", "producer", "converter of K", "converter of V"),
-    5: ("consumer 0", "consumer 1", "producer", "converter of K", "converter of V"),
-}
 PROGRAM: ContextVar[tuple[tuple[int, ...], tuple[int, ...]]] = ContextVar("PROGRAM")  # (this one, the grid)
 
 
@@ -222,10 +216,7 @@ class Simulator:
         return found
 
     def warp_specialize(self, functions: list[Any], _warps: list[int], _registers: list[int]) -> None:
-        names = PARTITIONS[len(functions)]
-        self.scheduler.run(
-            {name: lambda f=f, args=args: f(*args) for name, (f, args) in zip(names, functions, strict=True)}
-        )
+        self.scheduler.run({f"partition {n}": lambda f=f, args=args: f(*args) for n, (f, args) in enumerate(functions)})
 
 
 class Names(dict):

@@ -91,8 +91,11 @@ def test_masks_causal(head_dim: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("window_left", [0, 50, 129, 1000])
-def test_masks_window(window_left: int) -> None:
-    check(CONTEXT, [300, 77], [700, 500], window_left=window_left)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shares", [None, Shares(1)], ids=["blocks", "shares"])
+def test_masks_window(window_left: int, head_dim: int, shares: Shares | None) -> None:
+    with mock.patch.object(paged, "shares_of", return_value=shares):
+        check(CONTEXT, [300, 77], [700, 500], window_left=window_left, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
@@ -147,10 +150,17 @@ def test_shares_that_cut_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "tile", [HopperTile(128, 128, stages=2), HopperTile(128, 64, stages=3), HopperTile(128, 64, stages=6)], ids=str
+    "tile",
+    [
+        HopperTile(128, 128, stages=2),
+        HopperTile(128, 64, stages=3),
+        HopperTile(128, 64, stages=6),
+        HopperTile(64, 64, stages=3, per_multiprocessor=2),
+    ],
+    ids=str,
 )
 def test_variants(tile: HopperTile) -> None:
-    with mock.patch.dict(hopper.TILES, {128: hopper.HopperTiles(tile, tile)}):
+    with mock.patch.dict(hopper.TILES, {128: hopper.HopperTiles(*[tile] * 3)}):
         check(CONTEXT, [300, 77], [700, 500])
         check(DECODE, [16] * 5, [4000] * 5, heads=(16, 2))  # 128 rows; 64 are the plain kernel's
 

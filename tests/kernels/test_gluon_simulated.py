@@ -177,6 +177,12 @@ def test_tiles_and_many_orders(function: str, tile: HopperTile) -> None:
         run(function, arguments, shares=shares, tile=tile, seed=seed)
 
 
+@pytest.mark.parametrize("case", ["window", "blocks of a prefill", "ragged, without keys, without rows"])
+def test_one_consumer(case: str) -> None:
+    function, q_lens, kv_lens, heads, page_size, asked = CASES[case]
+    run(function, pose(function, q_lens, kv_lens, page_size, heads=heads, **asked), tile=ONE_CONSUMER)
+
+
 @pytest.mark.parametrize("tile", [ONE_CONSUMER, SMALL], ids=["one consumer", "two consumers"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])

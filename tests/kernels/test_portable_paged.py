@@ -14,7 +14,7 @@ from lab.calls import ContextCall
 from lab.kernels.portable import key_shares, merge, paged, partial_results
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.tile_choices import choose_tile
-from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
+from lab.kernels.portable.tiles import HopperTile, ProgramTile, tile_descriptor
 from tests.cases import CONTEXT, DECODE, Arguments, Batch, pack_mask
 from tests.kernels.conftest import Split
 from tests.kernels.held import BF16, E4M3, FP32, ROUNDOFF
@@ -227,20 +227,31 @@ def test_decodes_leave_room_for_a_prompt() -> None:
     problem.num_rows = 191  # 12 blocks for each of 8 heads
     assert paged.shares_beside(problem, Shares(264), small).count == 264 - 96
     assert paged.shares_beside(problem, Shares(264), small._replace(per_multiprocessor=1)).count == 264
+    assert paged.shares_beside(problem, Shares(264), HopperTile(64, 64, 3, per_multiprocessor=3)).count == 264
     assert paged.shares_beside(problem, Shares(1), small).count == 1
 
 
 @pytest.mark.parametrize(
-    ("q_len", "kv_len", "shared"),
-    [(1, 4096, True), (8, 4096, True), (512, 32_768, True), (4096, 4096, False), (64, 64, True)],
+    ("q_len", "kv_len", "window_left", "shared"),
+    [
+        *[
+            (1, 4096, -1, True),
+            (8, 4096, -1, True),
+            (512, 32_768, -1, True),
+            (4096, 4096, -1, False),
+            (64, 64, -1, True),
+        ],
+        *[(1, 4096, 1023, True), (2048, 32_768, 127, False), (2048, 32_768, 8191, True), (64, 64, 127, True)],
+    ],
 )
 def test_keys_are_shared_out_unless_rows_fill_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, q_len: int, kv_len: int, shared: bool
+    monkeypatch: pytest.MonkeyPatch, q_len: int, kv_len: int, window_left: int, shared: bool
 ) -> None:
-    """Of one request with 32/8 heads; a short prompt has too few blocks."""
+    """Of one request with 32/8 heads; a short prompt has too few blocks, and keys before a window are not counted."""
     monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(4 * q_len, 128, 2, (9, 0))
-    shares = paged.shares_of(sizes_on_a_gpu(1, q_len, kv_len), tile, -(-4 * q_len // tile.rows))
+    problem = sizes_on_a_gpu(1, q_len, kv_len, window_left=window_left)
+    shares = paged.shares_of(problem, tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
 
 

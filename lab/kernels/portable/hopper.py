@@ -21,37 +21,46 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The two tiles of the Gluon kernel for one head_dim.
+    """The tiles of the Gluon kernel for one head_dim.
 
     Tile `shares` is for launches in which one block holds all rows of a request and several programs divide its keys, tile
-    `blocks` is for all other launches.
+    `blocks` is for all other launches, and tile `windows` replaces `blocks` if one program computes all keys of a block of rows
+    and a row sees at most FEW_KEYS keys.
     """
 
     blocks: HopperTile
+    windows: HopperTile
     shares: HopperTile
 
 
-# By head_dim. Of 227 KiB of shared memory the queries take 256 * head_dim bytes, each stage of K and V 4 * keys * head_dim.
+# By head_dim. Of 227 KiB of shared memory, queries take 2 * rows * head_dim bytes, each stage of K and V 4 * keys * head_dim.
 # `blocks` are bound by products: large tiles, as many stages as fit. `shares` are bound by reads, and waste the keys of a tile
-# after a request's last one: small tiles. The tiles of head_dim 128 were timed on an H200; the others follow them.
+# after a request's last one: small tiles. Programs of one consumer, several on a multiprocessor, are for work whose products
+# are short beside its softmax (heads of 64) or its start and end (windows). The tiles of head_dim 256 were not timed.
 TILES = {
-    64: HopperTiles(HopperTile(128, 128, stages=6), HopperTile(128, 64, stages=8)),
-    128: HopperTiles(HopperTile(128, 128, stages=3), HopperTile(128, 64, stages=4)),
-    256: HopperTiles(HopperTile(128, 64, stages=2), HopperTile(128, 64, stages=2)),
-}
-# By (kv_lora_rank, qk_rope_head_dim). Of 227 KiB, the queries take 72, each of two tiles 72, and the weights 8.
-MLA_TILES = {(512, 64): HopperTile(64, 64, stages=2, start_keys=256, consumer_registers=232, producer_registers=40)}
-# Over e4m3, by head_dim. Beside each stage in float16 is one as it is loaded, of half as many bytes. One block's rows have one
-# consumer, which waits for its own products: a multiprocessor runs two programs.
-E4M3_TILES = {
     64: HopperTiles(
-        HopperTile(128, 64, stages=6, consumer_registers=208, producer_registers=88),
-        HopperTile(64, 64, stages=4, per_multiprocessor=2, producer_registers=88),
+        blocks=HopperTile(64, 128, stages=3, per_multiprocessor=2),
+        windows=HopperTile(64, 64, stages=3, per_multiprocessor=3),
+        shares=HopperTile(128, 64, stages=8),
     ),
     128: HopperTiles(
-        HopperTile(128, 64, stages=3, consumer_registers=208, producer_registers=88),
-        HopperTile(64, 64, stages=2, per_multiprocessor=2, producer_registers=88),
+        blocks=HopperTile(128, 128, stages=3),
+        windows=HopperTile(64, 64, stages=3, per_multiprocessor=2),
+        shares=HopperTile(128, 64, stages=4),
     ),
+    256: HopperTiles(*[HopperTile(128, 64, stages=2)] * 3),
+}
+FEW_KEYS = 512
+# By (kv_lora_rank, qk_rope_head_dim). Of 227 KiB, the queries take 72, each of two tiles 72, and the weights 8.
+MLA_TILES = {(512, 64): HopperTile(64, 64, stages=2, start_keys=256, consumer_registers=232, producer_registers=40)}
+# Over e4m3, by head_dim: (tile `blocks`, tiles `windows` and `shares`). Beside each stage in float16 is one as it is loaded, of
+# half as many bytes. A tile of 64 rows has one consumer, which waits for its own products: a multiprocessor runs two programs.
+E4M3_TILES = {
+    head_dim: HopperTiles(
+        HopperTile(128, 64, stages=stages, consumer_registers=208, producer_registers=88),
+        *[HopperTile(64, 64, stages=one_stages, per_multiprocessor=2, producer_registers=88)] * 2,
+    )
+    for head_dim, stages, one_stages in ((64, 6, 4), (128, 3, 2))
 }
 LEAST_ROWS = 65  # the plain kernel's tiles of 64 rows are bound by reading K/V
 LEAST_E4M3_ROWS = 17  # the plain kernel's tiles of 32 rows and more do not load the next keys while they convert these

@@ -26,8 +26,11 @@ P.V runs, and while the products of the other consumer run. The two consumers do
     consumer     QK n, PV n-1 | softmax n | QK n+1, PV n | softmax n+1
     its products QK n           PV n-1      QK n+1         PV n
 
+A block of 64 rows has only one consumer. Programs then share a multiprocessor, and overlap as two consumers do, and also when
+one begins or ends a block.
+
 Products take operands of 16 bits. So over an e4m3 cache the producer loads the bytes into separate rings, `loaded`, and two
-more partitions convert them to float16: one converts K, the other V. A block of 64 rows or less then has only one consumer.
+more partitions convert them to float16: one converts K, the other V.
 
     producer                       converter of K, or of V (1 warp each)     consumers
 
@@ -162,7 +165,7 @@ def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZ
 @gluon.jit
 def _consume(
     queries,  # (query, its strides)
-    q_slot,
+    q_slots,
     terms,  # (sinks, scales, results, partials)
     walk,
     batch,
@@ -176,9 +179,10 @@ def _consume(
 ):
     """Compute attention of CONSUMER_ROWS query rows over all tiles of the program, and write the results.
 
-    One warp group runs this. `rings` hold the K and V tiles. `q_slot` is shared memory for the queries.
+    One warp group runs this. `rings` hold the K and V tiles. `q_slots` is shared memory for the queries.
     """
     KEYS: gl.constexpr = TILE.keys
+    q_slot = q_slots.index(WHICH)
     DIMS: gl.constexpr = q_slot.shape[1]
     DTYPE: gl.constexpr = q_slot.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -347,8 +351,6 @@ def hopper_attention_kernel(
     DTYPE: gl.constexpr = gl.float16 if CONVERTS else STORED
     CONSUMERS: gl.constexpr = TILE.rows // CONSUMER_ROWS
     q_slots = gl.allocate_shared_memory(DTYPE, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], gl.NVMMASharedLayout(128, 16))
-    q_slot_0 = q_slots.index(0)
-    q_slot_1 = q_slots.index(CONSUMERS - 1)
     rings = _rings(DTYPE, CONSUMERS, HEAD_DIM, TILE)
     loaded = _rings(STORED, 1, HEAD_DIM, TILE) if CONVERTS else rings
     batch = (seq_lens, (cu_seqlens_q, least_q_len, max_q_len), window_left, batch_size, num_kv_heads)
@@ -356,38 +358,20 @@ def hopper_attention_kernel(
     queries = (query, query_strides)
     pools = (k_tiles, v_tiles, block_tables, table_strides)
     terms = (sinks, scales, results, partials)
-    if CONVERTS and CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (_consume, (queries, q_slot_1, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (_produce, (pools, walk, batch, loaded, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
-                (convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
-            ],
-            [4, 1, 1, 1],
-            [TILE.consumer_registers, TILE.producer_registers, TILE.producer_registers, TILE.producer_registers],
-        )
-    elif CONVERTS:
-        gl.warp_specialize(
-            [
-                (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (_produce, (pools, walk, batch, loaded, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
-                (convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
-            ],
-            [1, 1, 1],
-            [TILE.producer_registers, TILE.producer_registers, TILE.producer_registers],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (_consume, (queries, q_slot_1, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (_produce, (pools, walk, batch, rings, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-            ],
-            [4, 1],
-            [TILE.consumer_registers, TILE.producer_registers],
-        )
+    FIRST: gl.constexpr = 2 - CONSUMERS  # partitions from here on
+    END: gl.constexpr = 5 if CONVERTS else 3
+    gl.warp_specialize(
+        [
+            (_consume, (queries, q_slots, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+            (_consume, (queries, q_slots, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+            (_produce, (pools, walk, batch, loaded, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+            (convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
+            (convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
+        ][FIRST:END],
+        [4, 1, 1, 1][FIRST : END - 1],
+        [TILE.consumer_registers, TILE.producer_registers, TILE.producer_registers, TILE.producer_registers][
+            FIRST : END - 1
+        ],
+    )
     if OVERLAPPED:
         await_launch_before()

@@ -267,7 +267,9 @@ def load_query(
     rows = query + (piece.q_start + token) * strides[0] + head * strides[1]
     dims = gl.arange(0, DIMS, gl.SliceLayout(0, LOADED))
     q = gl.load(rows[:, None] + dims[None, :], mask=(token < piece.q_len)[:, None], other=0.0)
-    return gl.where(is_negative, -q, q)
+    if is_negative:
+        q = -q
+    return q
 
 
 @gluon.jit

@@ -203,14 +203,15 @@ def store_rows(
     row_exists,
 ):
     """Write output rows and their LSE from the state of a softmax over all keys, after adding the sink's weight."""
+    rescale = 1.0
     if sink_log2 is not None:  # one more logit, without a value
         new_largest = tl.maximum(largest, sink_log2)
         origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         rescale = tl.exp2(largest - origin)
         largest, denominator = new_largest, denominator * rescale + tl.exp2(sink_log2 - origin)
-        sums = sums * rescale[:, None]
-    divisor = tl.where(denominator == 0, 1.0, denominator)
-    result = rounded(sums * scalar(bmm2_scale) / divisor[:, None], out.dtype.element_ty)
+    # One division and one factor for each row, none for its elements: a block of few keys ends as often as it reads a tile.
+    factor = rescale * scalar(bmm2_scale) / tl.where(denominator == 0, 1.0, denominator)
+    result = rounded(sums * factor[:, None], out.dtype.element_ty)
     tl.store(out[:, None] + dims[None, :], result, mask=row_exists[:, None])
     if lse_log2 is not None:
         tl.store(lse_log2, log2_sum(largest, denominator), mask=row_exists)
