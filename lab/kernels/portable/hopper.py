@@ -24,8 +24,7 @@ class HopperTiles(NamedTuple):
     """The tiles of the Gluon kernel for one head_dim.
 
     Tile `shares` is for launches in which one block holds all rows of a request and several programs divide its keys, tile
-    `blocks` is for all other launches, and tile `windows` replaces `blocks` if one program computes all keys of a block of rows
-    and a row sees at most FEW_KEYS keys.
+    `blocks` is for all other launches. In launches without shares whose rows see at most FEW_KEYS keys, `windows` replaces it.
     """
 
     blocks: HopperTile
@@ -36,7 +35,8 @@ class HopperTiles(NamedTuple):
 # By head_dim. Of 227 KiB of shared memory, queries take 2 * rows * head_dim bytes, each stage of K and V 4 * keys * head_dim.
 # `blocks` are bound by products: large tiles, as many stages as fit. `shares` are bound by reads, and waste the keys of a tile
 # after a request's last one: small tiles. Programs of one consumer, several on a multiprocessor, are for work whose products
-# are short beside its softmax (heads of 64) or its start and end (windows). The tiles of head_dim 256 were not timed.
+# are short beside its softmax (heads of 64) or its start and end (windows; FEW_KEYS is between the windows in which they are
+# faster and slower with heads of 128). The record is results/nvidia-h200/kernels.md, "Programs of 64 rows".
 TILES = {
     64: HopperTiles(
         blocks=HopperTile(64, 128, stages=3, per_multiprocessor=2),
