@@ -40,6 +40,7 @@ from lab.wording import counted
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
 MOST_FRAMES = 12  # callers that are searched for the layer
 MOST_SAID = 20  # different sentences about calls that are not recorded or not judged
+FOLLOWED = ("capture_begin", "capture_end", "replay", "reset")  # methods of a CUDA graph
 _LOG = logging.getLogger("lab.recorded")
 
 
@@ -128,14 +129,13 @@ class Recorder:
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, list[RecordedCall]] = WeakKeyDictionary()
         self._wrapping = Wrapping(self._wrapper, [each.value for each in RECORDED_CALLS], functions)
-        self._of_graphs: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> "Recorder":
         """Wrap the functions, and the methods of CUDA graphs."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for name in ("capture_begin", "capture_end", "replay", "reset"):
-            self._of_graphs[name] = method = getattr(torch.cuda.CUDAGraph, name)
-            setattr(torch.cuda.CUDAGraph, name, _followed(method, getattr(self, f"_after_{name}")))
+        for name in FOLLOWED:
+            hook = getattr(self, f"_after_{name}")
+            setattr(torch.cuda.CUDAGraph, name, _followed(getattr(torch.cuda.CUDAGraph, name), hook))
         self._wrapping.install()
         return self
 
@@ -143,8 +143,8 @@ class Recorder:
         """Put back all that `__enter__` replaced."""
         self.has_ended = True
         self._wrapping.remove()
-        for name, method in self._of_graphs.items():
-            setattr(torch.cuda.CUDAGraph, name, method)
+        for name in FOLLOWED:
+            setattr(torch.cuda.CUDAGraph, name, getattr(torch.cuda.CUDAGraph, name).__wrapped__)
         self._graphs.clear()
 
     @property
@@ -261,11 +261,9 @@ class Recorder:
             path.unlink()
 
     def _is_long(self, call: RecordedCall) -> bool:
-        longest = self.triggers.longest
-        bound = call.given.get("max_seq_len", call.given.get("max_kv_len", longest))
-        return not longest or (
-            bound >= longest and max(call.given["seq_lens"].flatten().tolist(), default=0) >= longest
-        )
+        longest, given = self.triggers.longest, call.given
+        bound = given.get("max_seq_len", given.get("max_kv_len", longest))  # known without waiting for the GPU
+        return not longest or (bound >= longest and max(given["seq_lens"].flatten().tolist(), default=0) >= longest)
 
     def _is_wrong(self, call: RecordedCall) -> bool:
         """Judge a call on its device. If it is wrong or its arguments are invalid, log why and return True."""

@@ -137,9 +137,8 @@ def shrunk(
         if fault.reason is Reason.RAISED and call.out is not None:
             raise RecordingError(f"the recorded call returned, but here it raises {fault.sentence}")
         if fault.reason is Reason.BIAS:
-            raise RecordingError(
-                f"the call cannot be shrunk, since a smaller one has too few vectors: {fault.sentence}"
-            )
+            few = "the call cannot be shrunk, since a smaller one has too few vectors"
+            raise RecordingError(f"{few}: {fault.sentence}")
         kind = fault.reason, fault.error
 
         def stays_wrong(smaller: RecordedCall) -> bool:
