@@ -9,7 +9,7 @@ import triton.language as tl
 
 from lab.gpus import Capability
 from lab.kernels.portable.mla_decode import choose_dot_dtype
-from lab.kernels.portable.tile_choices import choose_mla_tile, choose_ragged_tile, choose_tile
+from lab.kernels.portable.tile_choices import choose_mla_tile, choose_prefill_tile, choose_ragged_tile, choose_tile
 from lab.kernels.portable.tiles import ProgramTile, halves_of_pairs, paired
 from lab.kernels.support import triton_interprets
 from tests.kernels.held import BF16, E4M3
@@ -77,6 +77,27 @@ def test_choose_tile(rows: int, head_dim: int, kv_bytes: int, capability: Capabi
         most = 32
     assert tile.rows == least_size(rows, most)
     assert tile.keys in (16, 32, 64, 128)
+
+
+def test_only_sm90_has_tiles_of_its_own_for_blocks_of_few_rows() -> None:
+    for capability, rows, head_dim in (
+        (None, 16, 64),
+        ((9, 0), 32, 128),
+        ((9, 0), 64, 128),
+        ((9, 0), 16, 256),
+        ((8, 0), 16, 64),
+    ):
+        tile = choose_tile(rows, head_dim, 2, capability)
+        block = choose_prefill_tile(tile, head_dim, 2, True, capability)
+        own = capability != (8, 0) and rows <= 32 and head_dim <= 128
+        assert block == (tile._replace(keys=32, num_warps=2) if own else tile)
+
+
+@pytest.mark.parametrize("capability", [None, (9, 0), (10, 0)])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_tma_loads_tiles_of_few_and_of_many_rows(capability: Capability | None, rows: int) -> None:
+    tile = choose_tile(rows, 16, 2, capability)
+    assert tile.by_descriptor == (rows == 128 or (rows <= 32 and capability != (10, 0)))
 
 
 @ROWS

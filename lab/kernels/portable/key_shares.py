@@ -49,8 +49,6 @@ FEW_PARTS: tl.constexpr = tl.constexpr(4)
 CUT_KEYS: tl.constexpr = tl.constexpr(256)
 # The same for each row of a tile: to write and read its float32 results takes the bytes of two keys and values of 16 bits.
 CUT_KEYS_OF_ROW: tl.constexpr = tl.constexpr(2)
-# Most places of a request that count in a small batch: their sum is an int32, which a warp adds up in one instruction.
-MOST_PLACES: tl.constexpr = tl.constexpr(2**31 // BLOCK_REQUESTS.value - 1)
 # More than the reach of any row: keys of a request are counted in int32.
 NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
@@ -202,8 +200,8 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
         least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_tiles), 2 * least_tiles)
         part = tl.maximum(tl.cdiv(most, most_parts), least)
         excess = part - 1 - CUT_KEYS // BLOCK_KEYS
-        total = tl.sum(tl.minimum(places, MOST_PLACES), 0).to(tl.int64) * num_kv_heads
-        if excess * tl.cast(num_shares, tl.int64) < total:
+        # An int32 sum takes a warp one instruction. It holds 2 ** 35 keys; of more, the parts may be unequal.
+        if excess * tl.cast(num_shares, tl.int64) < tl.sum(places, 0).to(tl.int64) * num_kv_heads:
             parts = tl.cdiv(most, part)
     return part, parts
 

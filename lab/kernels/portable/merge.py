@@ -148,7 +148,7 @@ def merge_if_last(
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
     to_share = (share * share_places - first_place).to(tl.int32)  # so that the divisions are of 32 bits
-    first = share - tl.cdiv(tl.maximum(to_share, 0), share_places.to(tl.int32))
+    first = share - tl.cdiv(to_share, share_places.to(tl.int32))
     last = share + (tiles - 1 - to_share).to(tl.int32) // share_places.to(tl.int32)
     group = (share - first) // GROUPED_PIECES
     begin = first + group * GROUPED_PIECES
