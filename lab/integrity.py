@@ -93,36 +93,36 @@ class Bindings:
     settings: Mapping[str, Any]  # settings of the process by name
     # Names and values of all mappings in `held` as views, the numbers of entries of the views, and all entries.
     _together: tuple[list[Collection[Any]], list[int], list[Any]] = field(init=False)
-    _plain: list[list[Any]] = field(init=False)  # functions with no other parts than code and defaults, and these parts
+    # Functions with no other parts than code and defaults, and these parts and the None in place of keyword defaults.
+    _plain: tuple[list[types.FunctionType], list[Any]] = field(init=False)
     _others: list[tuple[types.FunctionType, tuple[Any, ...]]] = field(init=False)  # the other ones, and their parts
 
     def __post_init__(self) -> None:
-        # Every case is followed by a comparison, so that it goes over whole columns first, and over each function once.
+        # Every case is followed by a comparison, so that it goes over all entries together, and over each function once.
         holders = {id(holder): holder for _, holder, _, _ in self.held}.values()
-        views = [view for each in holders for view in (each.keys(), each.values())]
+        views: list[Collection[Any]] = [view for each in holders for view in (each.keys(), each.values())]
+        views.append([object()])  # which moves if an entry before it is gone
         object.__setattr__(self, "_together", (views, [*map(len, views)], [*itertools.chain.from_iterable(views)]))
         functions = {id(each): (each, parts) for _, each, parts in self.functions}.values()
         is_plain = [len(parts) == 2 and each.__kwdefaults__ is None for each, parts in functions]
         plain = [*itertools.compress(functions, is_plain)]
-        of_plain = [[each for each, _ in plain], *([parts[at] for _, parts in plain] for at in range(2))]
-        object.__setattr__(self, "_plain", of_plain)
+        parts_of_plain = [part for _, parts in plain for part in (*parts, None)]
+        object.__setattr__(self, "_plain", ([each for each, _ in plain], parts_of_plain))
         object.__setattr__(self, "_others", [*itertools.compress(functions, map(operator.not_, is_plain))])
 
     def changes(self) -> list[str]:
         """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
         now = dict(_settings())
-        functions, codes, defaults = self._plain
-        are_functions_same = (
-            _are_same(functions, codes, _CODE)
-            and _are_same(functions, defaults, _DEFAULTS)
-            and _are_same(functions, itertools.repeat(None), _KEYWORDS)
-            and not any(_differs(*each) for each in self._others)
+        (views, sizes, entries), (functions, parts_of_plain) = self._together, self._plain
+        are_entries_same = _are_same(entries, itertools.islice, views, sizes)
+        are_functions_same = _are_same(parts_of_plain, _PARTS, functions) and not any(
+            _differs(*each) for each in self._others
         )
         return [
             *(
                 path
                 # Names too: a kernel may put an old object under a new name, and its own object under the old name.
-                for path, holder, name, value in (() if _are_entries_same(*self._together) else self.held)
+                for path, holder, name, value in (() if are_entries_same else self.held)
                 if holder.get(name) is not value
             ),
             *(path for path, each, parts in (() if are_functions_same else self.functions) if _differs(each, parts)),
@@ -195,35 +195,20 @@ def _parts(function: types.FunctionType) -> tuple[Any, ...]:
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
 
 
-_CODE, _DEFAULTS, _KEYWORDS = map(operator.attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
+_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def _are_same(
-    now: Iterable[Any],
-    before: Iterable[Any],
-    part: Callable[[Any], Any] | None = None,
+    before: list[Any],
+    parts: Callable[..., Iterable[Any]],
+    *of_each: Iterable[Any],
     every: Callable[..., bool] = all,  # bound here, before a kernel can replace Python's own
     pairs: Callable[..., Any] = map,
     is_same: Callable[..., bool] = operator.is_,
+    joined: Callable[..., Any] = itertools.chain.from_iterable,
 ) -> bool:
-    """Return True if the objects, or a part of each, are those of before, in the same order. Objects after those are new."""
-    return every(pairs(is_same, pairs(part, now) if part else now, before))
-
-
-def _are_entries_same(
-    views: list[Collection[Any]],
-    sizes: list[int],
-    entries: list[Any],
-    every: Callable[..., bool] = all,  # bound here too
-    pairs: Callable[..., Any] = map,
-    size: Callable[..., int] = len,
-    is_at_least: Callable[..., bool] = operator.ge,
-    first: Callable[..., Any] = itertools.islice,
-    chained: Callable[..., Any] = itertools.chain.from_iterable,
-) -> bool:
-    """Return True if the first entries of all views, as many as `sizes` says, are those of before, in the same order."""
-    is_whole = every(pairs(is_at_least, pairs(size, views), sizes))
-    return is_whole and _are_same(chained(pairs(first, views, sizes)), entries)
+    """Return True if the parts of all objects, one object's after another's, are the objects in `before`, in the same order."""
+    return every(pairs(is_same, joined(pairs(parts, *of_each)), before))
 
 
 def _differs(function: types.FunctionType, parts: tuple[Any, ...]) -> bool:

@@ -17,7 +17,7 @@ import lab.references.errors
 import lab.workloads.inputs.encoding
 from lab.calls.problem import AttentionProblem
 from lab.checks.properties import checks
-from lab.integrity import ChangedBindingsError, bindings, in_words
+from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.references.errors import Comparison
 
 
@@ -174,6 +174,17 @@ def test_what_is_new_and_what_is_only_used_is_no_change() -> None:
         torch.randn(3).norm()
     assert noted.changes() == []
     del lab.references.errors.new  # type: ignore[attr-defined]
+
+
+def test_a_name_that_is_gone_is_a_change_and_a_new_one_is_none() -> None:
+    names = {"alone": callback}
+    noted = Bindings((("module.alone", names, "alone", callback),), (), (), {})
+    names["new"] = set_to
+    assert noted.changes() == []
+    del names["alone"]
+    assert noted.changes() == ["module.alone"]
+    names.clear()
+    assert noted.changes() == ["module.alone"]
 
 
 def test_the_sentence_names_three_and_counts_the_others() -> None:

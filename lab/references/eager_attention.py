@@ -70,14 +70,14 @@ def _weights(
     keys = keys.to(torch.float32).transpose(1, 2)
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
     scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(float(softmax.bmm1_scale))
-    scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
+    scores = scores.masked_fill_(~visible.unsqueeze(1), -math.inf)
     if scores.shape[-1] == 0:  # no key at all
         return scores, scores.new_ones(*scores.shape[:3], 1)
     if softmax.sinks is not None:
         sink_logits = softmax.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink_logits), dim=-1)
     largest = scores.amax(dim=-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
+    weights = scores.sub_(torch.where(largest.isfinite(), largest, 0.0)).exp_()
     denominator = weights.sum(dim=-1, keepdim=True)
     return weights[..., : keys.shape[2]], torch.where(denominator == 0, 1.0, denominator)
 
