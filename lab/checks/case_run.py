@@ -18,7 +18,7 @@ from lab.checks.explain.features import features_of_case
 from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
 from lab.checks.run.equivalent_calls import KernelCalls
 from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, is_capturing, output_and_lse
-from lab.checks.run.verdicts import IT_FAILED, BitDifference, CheckedResult, SavedOutput
+from lab.checks.run.verdicts import IT_FAILED, RETURNED, BitDifference, CheckedResult, SavedOutput
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.errors import Truth
@@ -294,7 +294,7 @@ class CaseRun:
 
     def wrong(self, sentence: str) -> None:
         """Record a sentence about an error of the last call."""
-        self.expect("what it returned", [sentence], kind="other")
+        self.expect(RETURNED, [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
         """Expect that tensors have the same bits as their copies in `before`."""
@@ -358,7 +358,7 @@ class CaseRun:
         if rows is not None and len(rows) == sum(call.q_lens):
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
-        alone = kind in ("output", "return") and not requests
+        alone = kind in ("output", "return", "other") and not requests  # they are compared with results of requests
         features = of_any_request(call.features, call.of_requests) if alone else call.features
         self.results.append(CheckedResult(what, kind, features, wrong, requests, example))
 

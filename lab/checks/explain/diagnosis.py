@@ -13,7 +13,7 @@ from lab.checks.explain.failure_rules import Rule, find_rules
 from lab.checks.explain.feature import Bits, Features, Value
 from lab.checks.explain.features import feature_named, features_of_case
 from lab.checks.explain.region import HELD, CaseResult, Region, within
-from lab.checks.run.verdicts import BROKEN, IT_FAILED, CaseVerdict, CheckedResult, Outcome
+from lab.checks.run.verdicts import BROKEN, IT_FAILED, RETURNED, CaseVerdict, CheckedResult, Outcome
 from lab.recorded.case import RecordedCase
 from lab.wording import counted, joined
 
@@ -108,8 +108,11 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
     """Return one mapping of the features of a verdict's case and of its requests, except a request's position in the batch."""
     found = features_of_case(verdict.case)
-    whole = of_any_request(found.features, found.of_requests)
-    return {name: value for name, value in whole.items() if name not in PLACES}
+    return _without_places(of_any_request(found.features, found.of_requests))
+
+
+def _without_places(features: Features) -> dict[str, Value]:
+    return {name: value for name, value in features.items() if name not in PLACES}
 
 
 class _Units(NamedTuple):
@@ -155,11 +158,12 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
     for number, (verdict, result) in enumerate(chosen):
         counts = result.held == held
         # "It fails wherever the name of the result is it failed" would mean nothing.
-        name = {} if result.name in (IT_FAILED, THE_CASE) else {"result": result.name}
+        name = {} if result.name in (IT_FAILED, RETURNED, THE_CASE) else {"result": result.name}
         shared: dict[str, Value] = {**result.features, **name}
         parts = [(features, is_wrong) for features, is_wrong in result.requests if not features.get("no_rows")]
         if is_alone:
-            shared = _features_of(verdict) if by_case else of_any_request(shared, [features for features, _ in parts])
+            whole = of_any_request(shared, [features for features, _ in parts])
+            shared = _features_of(verdict) if by_case else _without_places(whole)
         no_request_is_wrong = result.wrong and not any(is_wrong for _, is_wrong in parts)
         if is_alone or not counts or no_request_is_wrong:
             parts = []

@@ -29,6 +29,7 @@ from lab.checks.parameters.values import (
     Sinks,
     ValueScale,
 )
+from lab.checks.run.verdicts import RETURNED
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
@@ -67,7 +68,7 @@ def judge_built(run: CaseRun, call: BuiltCall) -> None:
     if rows := call.rows:
         run.expect_close("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
     run.judged += 1
-    run.expect("what it returned", wrong_returns(call, result), kind="other")
+    run.expect(RETURNED, wrong_returns(call, result), kind="other")
     expected = call.rules.get("out_dtype", call.inputs.out_dtype)
     if result.out.dtype != expected:
         run.wrong(f"the output is {result.out.dtype}, not {expected}")

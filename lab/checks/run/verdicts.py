@@ -53,7 +53,8 @@ class BitDifference:
     ulps: float
 
 
-IT_FAILED = "it failed"  # the name of a result that its check has not named yet
+# Names of a result that its check has not named, and of what a call returned.
+IT_FAILED, RETURNED = "it failed", "what it returned"
 
 
 @dataclass(frozen=True)

@@ -325,6 +325,19 @@ def test_the_region_of_a_mutant_names_its_trigger(name: str, only: tuple[str, ..
     assert all(word in found.sentence for word in words), found.sentence
 
 
+def test_what_is_returned_otherwise_in_each_call_is_a_matter_of_no_request() -> None:
+    class InFloat32:
+        @staticmethod
+        def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
+            """Return the output in float32, if the LSE is not asked for."""
+            found = references.trtllm_batch_decode_with_kv_cache(**arguments)
+            return found if arguments.get("return_lse") else found.to(torch.float32)
+
+    found = diagnosis_of(InFloat32(), "K1", "K18")
+    (region,) = (region for region in found.regions if region.held == "other")
+    assert {literal.feature for literal in region.literals} == {"return_lse", "out_dtype"}
+
+
 def test_the_references_are_right() -> None:
     decode = {AttentionCall.DECODE.value: references.trtllm_batch_decode_with_kv_cache}
     found = diagnosis_of(type("Right", (), {name: staticmethod(function) for name, function in decode.items()})(), "K1")
