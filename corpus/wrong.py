@@ -37,6 +37,7 @@ LISTS = MetadataFunction.DRAFT_KV_INDICES.value
 MHA_METADATA = MetadataFunction.MHA_METADATA.value
 MLA_METADATA = MetadataFunction.MLA_METADATA.value
 MLA_PREFILL = MetadataFunction.MLA_PREFILL.value
+DSV4_METADATA = MetadataFunction.DSV4_METADATA.value
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 Problem = TypeVar("Problem", bound="DataclassInstance")  # an attention problem, or the metadata of a pass

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from corpus.wrong import MHA_METADATA, MLA_METADATA, MLA_PREFILL, Model
+from corpus.wrong import DSV4_METADATA, MHA_METADATA, MLA_METADATA, MLA_PREFILL, Model
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.metadata.mla.dsv4 import DSV4Metadata, build_dsv4_metadata
 from lab.metadata.mla.metadata import (
     DraftAttention,
     TRTLLMMLADecodeMetadata,
@@ -53,3 +54,13 @@ class MLAPrefillBuilder(Model, interface=(MLA_PREFILL,)):
         self, metadata: TRTLLMMLAPrefillMetadata, batch: ForwardBatch, settings: dict[str, Any]
     ) -> TRTLLMMLAPrefillMetadata:
         return self.misread(metadata, batch, settings)
+
+
+class DSV4Builder(Model, interface=(DSV4_METADATA,)):
+    """`lab.metadata.build_dsv4_metadata`, followed by a change of its result."""
+
+    def build_dsv4_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
+        return self.changed(build_dsv4_metadata(batch, pool), batch, pool)
+
+    def changed(self, metadata: DSV4Metadata, batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
+        return self.misread(metadata, batch, pool)

@@ -1,1 +1,1 @@
-"""761 wrong kernels that were made to prove that each of the judge's checks can fail."""
+"""763 wrong kernels that were made to prove that each of the judge's checks can fail."""

@@ -1,12 +1,14 @@
-"""Mutants of DeepSeek-V4's call, whose rows select entries of two pools."""
+"""Mutants of DeepSeek-V4's call, whose rows select entries of two pools, and of its metadata builder."""
 
 from dataclasses import replace
 
 import torch
 
 from corpus.models.dsv4 import DSV4Decode
+from corpus.models.metadata import DSV4Builder
 from corpus.wrong import wrong
 from lab.calls.selection import WINDOW_COLUMNS
+from lab.metadata.engine.forward_mode import QueryRows
 
 
 class TwoPoolCalls(DSV4Decode):
@@ -46,3 +48,24 @@ class TwoPoolCalls(DSV4Decode):
         window = problem.window_cache
         in_pool = problem.selected.clamp(max=window.shape[0] * window.shape[2] - 1)
         return replace(problem, k_cache=window, v_cache=window, selected=in_pool)
+
+
+class TwoPoolMetadata(DSV4Builder):
+    """The metadata of DeepSeek-V4."""
+
+    @wrong(stage="changed", trigger="a verification has several rows per request")
+    def dsv4_rows_see_their_last(self, metadata, batch, pool):
+        """Each row of a verification has the length of its request's last row."""
+        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS or not batch.batch_size:
+            return metadata
+        rows = batch.num_tokens // batch.batch_size
+        return replace(metadata, seq_lens=metadata.seq_lens[rows - 1 :: rows].repeat_interleave(rows))
+
+    @wrong(stage="changed", trigger="a page of the sliding-window pool has another number than the token's page")
+    def dsv4_window_in_the_full_pool(self, metadata, batch, pool):
+        """Window columns are slots of the full pool."""
+        position = metadata.seq_lens[:, None] - 1 - torch.arange(WINDOW_COLUMNS, dtype=torch.int32)
+        place, columns = position.clamp(min=0), metadata.page_table.shape[1]
+        pages = metadata.page_table.gather(1, (place // pool.page_size).clamp(max=columns - 1).long())
+        slots = pages * pool.page_size + place % pool.page_size
+        return replace(metadata, window=torch.where(position < 0, -1, slots).to(torch.int32))

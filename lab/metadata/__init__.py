@@ -7,6 +7,7 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, mixed_tail_split
+from lab.metadata.mla.dsv4 import DSV4Metadata, build_dsv4_metadata
 from lab.metadata.mla.metadata import (
     QueryLayout,
     TRTLLMMLADecodeMetadata,
@@ -19,6 +20,7 @@ from lab.metadata.mla.metadata import (
 
 __all__ = [
     "AttentionCall",
+    "DSV4Metadata",
     "DraftAttention",
     "ForwardBatch",
     "ForwardMode",
@@ -34,6 +36,7 @@ __all__ = [
     "TRTLLMMLAPrefillMetadata",
     "UncountedTokens",
     "allocate_multi_ctas_kv_counters",
+    "build_dsv4_metadata",
     "build_mha_metadata",
     "build_mla_decode_metadata",
     "build_mla_metadata",

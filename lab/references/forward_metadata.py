@@ -265,9 +265,9 @@ def dsv4_forward_metadata(
             rows.append((request, max(seen, 1) if mode == "DRAFT_EXTEND_V2" else seen))
     while mode == "RAGGED_VERIFY" and rows and len(rows) < batch.num_tokens:
         rows.append((rows[-1][0], 1))
-    table = []
+    table, slots_of = [], {request: pool.req_to_token[request].tolist() for request, _ in rows}
     for row, (request, seen) in enumerate(rows):
-        slots = pool.req_to_token[request].tolist()
+        slots = slots_of[request]
         cells = [int(pool.full_to_swa[slots[at]]) if at >= 0 else -1 for at in range(seen - 1, seen - 129, -1)]
         groups = list(range(seen // compress_ratio)) if compress_ratio else []
         if topk_indices is not None:

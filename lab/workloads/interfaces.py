@@ -14,6 +14,7 @@ class MetadataFunction(NamedEnum):
     MHA_METADATA = "build_mha_metadata"
     MLA_METADATA = "build_mla_decode_metadata"
     MLA_PREFILL = "build_mla_prefill_metadata"
+    DSV4_METADATA = "build_dsv4_metadata"
 
 
 Interface = AttentionCall | MetadataFunction

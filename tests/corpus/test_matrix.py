@@ -13,11 +13,11 @@ from corpus.kernels import MUTANTS, kernel
 from corpus.matrix import WRONG, markdown, ranges_of, write_matrix
 from corpus.models.dsv4 import DSV4Decode
 from corpus.models.lists import DraftListsModel
-from corpus.models.metadata import MHABuilder, MLABuilder, MLAPrefillBuilder
+from corpus.models.metadata import DSV4Builder, MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.models.ragged import Ragged
 from corpus.models.selected import SelectedSplitKV
 from corpus.models.split_kv import SplitKV
-from corpus.wrong import DSV4, LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED
+from corpus.wrong import DSV4, DSV4_METADATA, LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.record import read_expression
@@ -33,6 +33,7 @@ RIGHT: dict[str, Any] = {
     MHA_METADATA: MHABuilder,
     MLA_METADATA: MLABuilder,
     MLA_PREFILL: MLAPrefillBuilder,
+    DSV4_METADATA: DSV4Builder,
     RAGGED: Ragged,
     DSV4: DSV4Decode,
 }

@@ -21,6 +21,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.inputs.expected_metadata import (
     wrong_dead_cells,
+    wrong_dsv4_metadata,
     wrong_eager_metadata,
     wrong_eager_mla_metadata,
     wrong_mla_prefill_metadata,
@@ -182,6 +183,8 @@ def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:
         return wrong_eager_mla_metadata(*where, **options)
     if of.interface is MetadataFunction.MLA_PREFILL:
         return wrong_mla_prefill_metadata(built.batch, built.metadata, **options)
+    if of.interface is MetadataFunction.DSV4_METADATA:
+        return filter(None, [wrong_dsv4_metadata(*where)])
     wrong = wrong_eager_metadata(*where, **({"expand_encoder_only_verify": False} | options)) or wrong_dead_cells(
         *where
     )

@@ -89,6 +89,16 @@ AXES: dict[Interface, dict[str, tuple[Any, ...]]] = {
         "prefix_cache": ("in chunks", "not in chunks"),
         "prefill_graph": (False, True),
     },
+    MetadataFunction.DSV4_METADATA: {
+        "mode": (*(mode for mode in ON_DECODE if mode != "DRAFT_EXTEND"), *PREFILLS),
+        **SHARED,
+        "prefixes": (*PREFIXES[:-1], 127, 128),  # the edge of the window, and of a compressed entry
+        "slots": SHARED["slots"][:1],
+        "spare_pages": SHARED["spare_pages"][:1],
+        "page_size": (256, 128),
+        "context": tuple(each for each in SHARED["context"] if each != "exact"),  # rows of padding see some tokens too
+        "window": ("kept", "evicted", "evicted as -1"),
+    },
 }
 TRIPLES = (
     ("mode", "padding", "rows"),

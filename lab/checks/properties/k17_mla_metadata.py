@@ -6,18 +6,18 @@ tensors of an earlier pass must not change. Attention must match the requests' h
 further batches, without attention.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k16_metadata import expect_attention, expect_own_lengths
-from lab.checks.properties.mla_modes import mla_mode_cases
+from lab.checks.properties.mla_modes import mla_mode_cases, two_pool_cases
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.workloads.inputs.expected_metadata import wrong_eager_mla_metadata
+from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata, wrong_eager_mla_metadata
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
 from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.mla_case import MLACase
@@ -27,6 +27,10 @@ BLOCK = 4096  # tokens that a table's row is rounded up to
 
 
 def _cases(scope: Scope) -> Iterator[MLACase]:
+    if scope.interface is MetadataFunction.DSV4_METADATA:
+        passes = two_pool_cases(4, num_qo_heads=2, kv_lora_rank=64)
+        yield from (case for case in passes if not case.num_padding_requests)  # which come after the metadata
+        return
     page_sizes = scope.ranges.mla_page_sizes
     for page_size in page_sizes if scope.is_full else page_sizes[:1]:
         yield from mla_mode_cases(page_size, (1, 4, 7) if scope.is_full else (4,), **SMALL)
@@ -37,20 +41,28 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
 
 
 def _judge(run: CaseRun) -> None:
-    build = builder_of(run, MetadataFunction.MLA_METADATA)
+    is_of_two_pools = run.case.compress_ratio is not None
+    build = builder_of(run, MetadataFunction.DSV4_METADATA if is_of_two_pools else MetadataFunction.MLA_METADATA)
     forward = build_mla_pass(run.case, run.device, build)
     _parity(run, "the metadata", forward)
     expect_attention(run, forward)
     others = replace(run.case, prefix_lens=run.case.prefix_lens[::-1], q_lens=run.case.q_lens[::-1], seed=1)
     _parity(run, "the metadata of other requests", build_mla_pass(others, run.device, build))
     _parity(run, "the first pass's metadata, after another of its shape", forward)
-    expect_own_lengths(run, forward.metadata.seq_lens_k, forward.batch)
+    lengths: Any = forward.metadata
+    expect_own_lengths(run, lengths.seq_lens if is_of_two_pools else lengths.seq_lens_k, forward.batch)
 
 
 def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
     run.judged += 1
-    wrongs = wrong_eager_mla_metadata(forward.batch, forward.pool, forward.metadata, forward.case.attention)
+    batch, pool, metadata = forward.batch, forward.pool, cast(Any, forward.metadata)
+    wrongs: Iterable[str]
+    if forward.case.compress_ratio is None:
+        wrongs = wrong_eager_mla_metadata(batch, pool, metadata, forward.case.attention)
+    else:
+        wrongs = filter(None, [wrong_dsv4_metadata(batch, pool, metadata)])
     run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
 
 
-CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, interfaces=(MetadataFunction.MLA_METADATA,), quick=6)
+INTERFACES = (MetadataFunction.MLA_METADATA, MetadataFunction.DSV4_METADATA)
+CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, INTERFACES, quick=6)
