@@ -197,6 +197,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "does not hold the value of kv_cache, only that it is torch.Tensor",
     ),
+    "a tuple that was cut off": (
+        lambda path: _edit(path, lambda record: record["input_metadata"]["kwarg_kv_cache"].update(truncated=True)),
+        "does not hold the value of kv_cache, only that it is tuple",
+    ),
     "too many arguments": (
         lambda path: _edit(path, lambda record: record["input_metadata"].update(arg_99=1)),
         "has arg_99, but trtllm_batch_decode_with_kv_cache has",

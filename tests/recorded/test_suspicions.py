@@ -135,6 +135,24 @@ def test_the_origin_of_a_non_finite_output_is_named(
     assert words in found
 
 
+def test_a_key_that_the_row_sees_comes_before_one_that_it_must_not_see() -> None:
+    arguments = decode_arguments(window_left=4)
+    for column in (0, 2):  # of 33 keys
+        arguments["kv_cache"][0][int(arguments["block_tables"][2, column]), 1, 0, 0] = math.nan
+    out = torch.zeros(3, HEADS, HEAD_DIM)
+    out[2, 3] = math.nan
+    (found,) = _origins(DecodeCall(**arguments).problem(), out)
+    assert "it sees K of request 2, key 32 " in found
+
+
+def test_a_request_without_keys_has_no_page_whose_rest_is_searched() -> None:
+    arguments = decode_arguments(seq_lens=torch.tensor([0, 17, 33], dtype=torch.int32))
+    arguments["kv_cache"][0][int(arguments["block_tables"][0, 2])] = math.nan
+    out = torch.full((3, HEADS, HEAD_DIM), math.nan)
+    found, *_ = _origins(DecodeCall(**arguments).problem(), out)
+    assert found == "row 0 (request 0) head 0 is not finite: all that it sees is finite"
+
+
 def _verified(bits: list[int]) -> PagedAttention:
     """Two draft tokens for each request; token t of the draft is the key at position L - 2 + t. Request 1's second is NaN."""
     arguments = several_rows(mask=torch.tensor(bits, dtype=torch.uint16).view(1, 2, 1).repeat(3, 1, 2))
