@@ -146,10 +146,9 @@ def attention_by_tiles(
     for tile in kv.tiles:
         first = tile.first_request * num_kv_heads
         sums[first:].baddbmm_(weights[first:, :, tile.start : tile.end], kv.values(tile))
-    # [batch, num_kv_heads, q_len, group, v_head_dim]
-    out = sums.view(*by_row, kv.v_head_dim) / denominator.masked_fill(denominator == 0, 1.0)
-    out = (out * bmm2_scale).transpose(1, 2).flatten(2, 3)
-    return out, lse_log2.squeeze(4).transpose(1, 2).flatten(2, 3)
+    # [batch, num_kv_heads, q_len, group, v_head_dim], in place too
+    out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)
+    return out.transpose(1, 2).flatten(2, 3), lse_log2.squeeze(4).transpose(1, 2).flatten(2, 3)
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
