@@ -18,18 +18,21 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from lab.calls.dsv4_decode import TwoPools
 from lab.calls.problem import AttentionCall, PagedAttention
 from lab.checks.parameters.covering import Point
 from lab.dry_run import build, kernel_table
 from lab.dry_run.launcher import GPUS
 from lab.dry_run.launches import Launch, TensorMap
 from lab.dry_run.machine import Machine, machine
+from lab.dry_run.sweep_dsv4 import misread_pools
 from lab.dry_run.sweep_points import SWEPT, points
 from lab.exit_status import ExitStatus
 from lab.files import write_text
@@ -60,7 +63,7 @@ class Why(NamedEnum):
 SAID = {
     Why.BUILT: r"Missing TRTLLM-GEN kernel|kernels not found|Expect \(32 <= headDim|headDimPerCtaV is not supported|"
     r"Unsupported (out_dtype|\w+ data type|head dimensions|MLA dimensions)|Invalid dtype of out|requires block_size|"
-    r"head dimensions",
+    r"head dimensions|Expected (query head dim|[\d, ]+or \d+ query heads)|only supports BF16",
     Why.HEADS: r"numHeadsQ/numHeadsKv is not supported|64 < num_heads_q < 128|must be <= 64, got",
     Why.LAID_OUT: r"0b1111|address|stride|aligned",
     Why.LSE: r"return_lse/lse with cum_seq_lens_q",
@@ -70,7 +73,7 @@ SAID = {
 }
 # By reason: patterns of refusals from `lab.kernels.support.trtllm_gen`.
 REFUSED = {
-    Why.BUILT: r"table of FlashInfer|has kernels for|is built for|query's dtype|"
+    Why.BUILT: r"table of FlashInfer|has kernels|is built for|query's dtype|"
     r"(takes|reads|writes) .*(fp16|bf16|e4m3|bfloat16)",
     Why.HEADS: r"query heads",
     Why.LAID_OUT: r"bytes at a time|strides?\b|contiguous",
@@ -172,7 +175,8 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
     yield from (kernel.says.get(each, each.value) for each in problem.features() - kernel.honours)
-    yield from filter(None, (limit(problem) for limit in LIMITS[problem.call]))
+    limits = LIMITS.get(problem.call, (partial(kernel.limits, None),))
+    yield from filter(None, (limit(problem) for limit in limits))
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
@@ -205,7 +209,7 @@ def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Proble
     failure.
     """
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
-    divides = isinstance(problem, PagedAttention) and division in LIMITS[call] and division(problem)
+    divides = isinstance(problem, PagedAttention) and division in LIMITS.get(call, ()) and division(problem)
     if divides and not _survives(call, arguments):
         return "the process was killed by SIGFPE", None
     gpu.clear()
@@ -272,6 +276,8 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
     sides = {"tmaK_": problem.k_cache, "tmaV_": problem.v_cache}
     if problem.call is AttentionCall.MLA_DECODE:
         sides["tmaV_"] = problem.k_cache
+    if isinstance(problem, TwoPools):
+        return misread_pools(maps, problem)
     if problem.selected is not None:
         cache, (row_bytes,) = problem.k_cache, maps["tmaK_"].strides_bytes
         page, _, token = (stride * cache.element_size() for stride in cache.stride()[:3])

@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model, Point
-from lab.dry_run import sweep_axes, sweep_calls, sweep_ragged
+from lab.dry_run import sweep_axes, sweep_calls, sweep_dsv4, sweep_ragged
 
 PAGED_BASES: tuple[Point, ...] = (
     {},
@@ -58,7 +58,11 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
     AttentionCall.RAGGED_CONTEXT: SweptCall(
         sweep_ragged.RAGGED_CONTEXT, sweep_ragged.BASES, sweep_ragged.ragged_context
     ),
+    AttentionCall.DSV4_DECODE: SweptCall(sweep_dsv4.DSV4_DECODE, sweep_dsv4.BASES, sweep_dsv4.dsv4_decode),
 }
+
+# Calls whose results `lab.dry_run.arithmetic` computes from their launches. It does not read a second pool.
+COMPUTED = tuple(call for call in SWEPT if call is not AttentionCall.DSV4_DECODE)
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
@@ -66,7 +70,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
     combinations of the axes in `Model.triples`; then random points.
 
     Args:
-        call: one of the four calls.
+        call: one of `SWEPT`.
         drawn: number of random points. Each differs from one of the call's bases on 1 to 5 axes.
         seed: seed of the random points.
     """

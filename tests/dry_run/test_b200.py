@@ -8,7 +8,7 @@ import torch
 from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges, Report, judge
 from lab.dry_run import b200
-from lab.dry_run.sweep_points import SWEPT
+from lab.dry_run.sweep_points import COMPUTED
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 
 pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -33,7 +33,7 @@ def judged(implementation: Any, function: str) -> Report:
     )
 
 
-@pytest.mark.parametrize("function", [each.value for each in SWEPT])
+@pytest.mark.parametrize("function", [each.value for each in COMPUTED])
 def test_the_judge_finds_the_calls_right(function: str) -> None:
     report = judged(b200, function)
     assert all(verdict.outcome in (Outcome.RIGHT, Outcome.DECLINED, Outcome.KNOWN) for verdict in report.verdicts)

@@ -16,7 +16,7 @@ from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 
 pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
-MLA, RAGGED = AttentionCall.MLA_DECODE, AttentionCall.RAGGED_CONTEXT
+MLA, RAGGED, DSV4 = AttentionCall.MLA_DECODE, AttentionCall.RAGGED_CONTEXT, AttentionCall.DSV4_DECODE
 
 
 @pytest.mark.parametrize("gpu", sweep.SWEPT_GPUS)
@@ -50,6 +50,7 @@ def verdict(call: AttentionCall, **values: Any) -> sweep.Verdict:
         (CONTEXT, {"head_dim": 80, "page_size": 16}, "fmhaSm100fKernel_QkvBfloat16OBfloat16H80PagedKvCausalP16"),
         (MLA, {"heads": 32, "dims": (256, 64)}, "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk320HV256PagedKvDenseP64"),
         (RAGGED, {}, "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausal"),
+        (DSV4, {"gap": "1 tokens a page"}, "fmhaSm100fKernel_QkvBfloat16OBfloat16H512HVPerCta128PagedKvDense"),
     ],
 )
 def test_a_taken_call_comes_to_a_kernel_of_its_sizes(call: AttentionCall, values: dict[str, Any], kernel: str) -> None:
@@ -72,6 +73,7 @@ def test_a_taken_call_comes_to_a_kernel_of_its_sizes(call: AttentionCall, values
         (DECODE, {"group": 192}, "launched with 128 query heads of several K/V heads in one CTA"),
         (RAGGED, {"query": "heads 16 elements apart"}, "launched with strides of a contiguous query"),
         (MLA, {"max_kv_len": 0}, "the process was killed by SIGFPE"),
+        (DSV4, {"heads": 24}, "ValueError: Expected 8, 16, 32, 64, or 128 query heads, got 24"),
     ],
 )
 def test_what_the_launcher_says_nothing_of_is_seen(call: AttentionCall, values: dict[str, Any], failure: str) -> None:

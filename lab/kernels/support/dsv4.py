@@ -1,6 +1,7 @@
 """What trtllm-gen's kernel of DeepSeek-V4's call supports, on SM100 and SM103. The lab has not run it: no such GPU was at hand.
 
-The source is FlashInfer 0.7.2.post1: the checks of mla/_core.py and trtllm_fmha_kernel_launcher.cu. No kernel table was read.
+The source is FlashInfer 0.7.2.post1: the checks of mla/_core.py and trtllm_fmha_kernel_launcher.cu. The launcher agrees in the
+dry run (`lab.dry_run.sweep_dsv4`), with the kernel table of flashinfer-cubin 0.6.13.
 """
 
 from lab.calls.dsv4_decode import TwoPools
