@@ -47,13 +47,14 @@ def _judge(run: CaseRun) -> None:
         _masks(run, run.case)
         return
     inputs = run.build()
-    run.expect_call("nothing changed", inputs, inputs.truth())
+    truth = inputs.truth()
+    run.expect_call("nothing changed", inputs, truth)
     query = inputs.query.float()
     query[::2] *= FAR  # so that each row needs a maximum of its own
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
     run.expect_call("rows whose logits are far apart", uneven, uneven.truth())
     for name, (changes, rules) in _probes(run, inputs).items():
-        result = run.vary(name, inputs, inputs.truth(**rules), **changes)
+        result = run.vary(name, inputs, inputs.truth(**rules) if rules else truth, **changes)
         if result is not None and name == "lse" and result.lse is None:
             run.wrong("return_lse=True returned no LSE")
         if result is not None and result.out.dtype != changes.get("out_dtype", result.out.dtype):
@@ -66,7 +67,7 @@ def _judge(run: CaseRun) -> None:
         _lse_in_base_e(run, inputs)
         _half_out(run, inputs)
     else:
-        run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), inputs.truth())
+        run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), truth)
     if interface is AttentionCall.DECODE:
         _masks(run, _several_rows(run))
 
