@@ -147,3 +147,9 @@ def test_a_padding_request_of_a_draft_extend_sees_a_token_in_each_row() -> None:
     batch, pool = build(of_dsv4(Case(ForwardMode.DRAFT_EXTEND_V2, (40, 33), (4, 4))))
     batch = pad_requests(replace(batch, spec_info=SpecInfo(num_tokens_per_req=4)), 3)
     assert build_dsv4_metadata(batch, pool).seq_lens.tolist() == [37, 38, 39, 40, 30, 31, 32, 33, 1, 1, 1, 1]
+
+
+def test_a_row_without_a_compressed_entry_has_a_column_more_where_sglang_has_it() -> None:
+    metadata = build_dsv4_metadata(*build(of_dsv4(Case(ForwardMode.DECODE, (1, 130)))))
+    lens = {ratio: metadata.sparse_topk_lens(ratio, 9).tolist() for ratio in RATIOS}
+    assert lens == {0: [128, 128], 1: [129, 137], 2: [128, 137], 4: [129, 137], 128: [129, 129]}
