@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's tes
 # ("wait", barrier, parity), ("arrive", barrier, 0), ("copy", slots, barrier), ("store", slots, 0), ("load", slots, 0),
 # ("launch", slots, 0), ("complete", products left in flight, 0); a slot is an address, a barrier an index
 Step = tuple[str, Any, int]
-NAMES = ("consumer 0", "consumer 1", "producer")
+NAMES = ("partition 0", "partition 1", "partition 2")  # two consumers, then the producer
 
 
 class Recorder(Simulator):
