@@ -256,3 +256,15 @@ def test_a_short_window_is_not_shared_out(monkeypatch: pytest.MonkeyPatch) -> No
     shared = {window: paged.shares_of(problem, tile, 1) is not None for window, problem in problems.items()}
     assert shared == {0: False, 252: False, 253: True, -1: True}
     assert paged.shares_of(problems[0], tile, 1, of_kind=True) is not None
+
+
+@pytest.mark.parametrize("q_len", [1, 32])
+def test_requests_beyond_a_grid_are_shared_out(monkeypatch: pytest.MonkeyPatch, q_len: int) -> None:
+    """A program for each would lie on an axis that CUDA ends at 65,535: a window of few keys, and of few keys per row."""
+    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
+    tile = choose_tile(4 * q_len, 128, 2, (9, 0))
+    for requests, heads, shared in ((65_535, 1, False), (65_536, 1, True), (8191, 8, False), (8192, 8, True)):
+        problem = sizes_on_a_gpu(requests, q_len, 4096, window_left=64 if q_len > 1 else 127)
+        problem.is_block_sparse = heads > 1
+        assert (paged.shares_of(problem, tile, 1) is not None) == shared
+    assert paged.shares_of(sizes_on_a_gpu(65_536, 32, 4096, window_left=64), tile, 1, of_kind=True) is None

@@ -72,6 +72,8 @@ SMALL_SHARE_KEYS = 128
 # On an H200, a launch for the merge, which has all multiprocessors, is slower up to 256 rows and faster from 512 on.
 MOST_ROWS_AT_ONCE = 256
 MOST_ELEMENTS_AT_ONCE = 32 * 128
+# Most lengths (`num_lengths`) of a launch without shares, which has an index for each on the third axis of its grid.
+MOST_LENGTHS = 65_535
 # Most packed rows of a request of the first kind. A call with no more rows is bound by reading K/V (`choose_tile`).
 MOST_FEW_ROWS = 64
 
@@ -127,9 +129,10 @@ def shares_of(
         q_blocks: blocks of query rows per request.
         of_kind: True if the launch serves only requests with few query tokens, or only the other requests.
     """
+    may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
     if has_few_rows:
-        if 0 <= problem.window_left <= CUT_KEYS.value - problem.max_q_len:
+        if may_be_undivided and 0 <= problem.window_left <= CUT_KEYS.value - problem.max_q_len:
             return None  # a program reads so few keys sooner than it finds its share
         lanes = next((most for most in (SMALL_BATCH.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
     shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
@@ -140,7 +143,7 @@ def shares_of(
     seen = problem.max_kv_len
     if problem.window_left >= 0:
         seen = min(seen, problem.window_left + problem.max_q_len)
-    if seen < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.count:
+    if may_be_undivided and seen < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.count:
         return None
     return shares
 
