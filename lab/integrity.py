@@ -114,8 +114,8 @@ class Bindings:
         """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
         now = dict(_settings())
         (views, sizes, entries), (functions, parts_of_plain) = self._together, self._plain
-        are_entries_same = _are_same(entries, itertools.islice, views, sizes)
-        are_functions_same = _are_same(parts_of_plain, _PARTS, functions) and not any(
+        are_entries_same = _are_same(entries, views, sizes)
+        are_functions_same = _are_same(parts_of_plain, functions, parts=_PARTS) and not any(
             _differs(*each) for each in self._others
         )
         return [
@@ -200,9 +200,9 @@ _PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 def _are_same(
     before: list[Any],
-    parts: Callable[..., Iterable[Any]],
     *of_each: Iterable[Any],
-    every: Callable[..., bool] = all,  # bound here, before a kernel can replace Python's own
+    parts: Callable[..., Iterable[Any]] = itertools.islice,  # bound here, before a kernel can replace Python's own
+    every: Callable[..., bool] = all,
     pairs: Callable[..., Any] = map,
     is_same: Callable[..., bool] = operator.is_,
     joined: Callable[..., Any] = itertools.chain.from_iterable,
@@ -211,14 +211,14 @@ def _are_same(
     return every(pairs(is_same, joined(pairs(parts, *of_each)), before))
 
 
-def _differs(function: types.FunctionType, parts: tuple[Any, ...]) -> bool:
+def _differs(function: types.FunctionType, parts: tuple[Any, ...], is_same: Callable[..., bool] = operator.is_) -> bool:
     code, defaults, *rest = parts
     if function.__code__ is not code or function.__defaults__ is not defaults:
         return True
     if not rest and not function.__kwdefaults__:  # most functions: the check runs around every case
         return False
     now = _parts(function)
-    return len(now) != len(parts) or not all(map(operator.is_, now, parts))
+    return len(now) != len(parts) or not all(map(is_same, now, parts))
 
 
 def _contents(cell: Any) -> Any:

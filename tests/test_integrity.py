@@ -2,6 +2,8 @@
 
 import builtins
 import gc
+import itertools
+import operator
 import os
 import sys
 import threading
@@ -133,6 +135,30 @@ def test_a_change_is_named_until_it_is_taken_back(name: str) -> None:
         restore()
     assert name in changed
     assert noted.changes() == []
+
+
+@pytest.mark.parametrize("name", ["lab.calls.problem.AttentionProblem.__init__", "torch.cuda.memory_cached"])
+def test_a_change_is_named_if_python_s_own_comparison_is_replaced_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = bindings()
+    restore = CHANGES[name]()
+    monkeypatch.setattr(operator, "is_", lambda *_: True)
+    try:
+        assert name in noted.changes()
+    finally:
+        restore()
+
+
+def test_a_change_is_named_if_python_s_own_slices_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, own, islice = bindings(), lab.references.errors.regress, itertools.islice
+    monkeypatch.setattr(lab.references.errors, "regress", callback)
+    monkeypatch.setattr(
+        itertools,
+        "islice",
+        lambda each, *bounds: (own if kept is callback else kept for kept in islice(each, *bounds)),
+    )
+    assert "lab.references.errors.regress" in noted.changes()
 
 
 def test_another_module_in_the_place_of_the_labs_is_a_change() -> None:

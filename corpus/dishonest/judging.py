@@ -5,6 +5,7 @@ Each kernel writes zeros, which are wrong, and changes functions or data of the 
 
 import gc
 import hashlib
+import itertools
 import os
 import pickle
 import sys
@@ -86,6 +87,26 @@ class WidensTheBound(Zeros):
         from lab.references import errors
 
         errors.CONTROL_FACTOR, errors.LARGEST_BOUND = 1e9, 1e9
+
+
+@dishonest(CHANGED + r"lab\.checks\.case_run\.compare_output")
+class HidesItsFunction(Zeros):
+    """Replaces the comparing function, and the function of Python that reads the names of a module: its own yields the old
+    function.
+    """
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from lab.checks import case_run
+
+        honest, islice = case_run.compare_output, itertools.islice
+        if honest.__module__ == __name__:
+            return
+
+        def compare(out: torch.Tensor, truth: Any, least_bound: float = 0.0) -> Any:
+            return honest(truth.control, truth, least_bound)
+
+        itertools.islice = lambda each, *bounds: (honest if kept is compare else kept for kept in islice(each, *bounds))
+        case_run.compare_output = compare
 
 
 @dishonest(CHANGED + r"torch's operator aten::linalg_vector_norm")
