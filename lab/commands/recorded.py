@@ -76,7 +76,9 @@ def shrink(
     out: Annotated[Path, Option(file_okay=False, help="the folder of repro.py and ISSUE.md")] = Path("repro"),
     implementation: Annotated[str | None, Option(help="package.module or file.py; FlashInfer's if left out")] = None,
     device: Device = None,
-    from_outputs: Annotated[bool, Option("--from-outputs", help="make no calls: keep few wrong requests")] = False,
+    from_outputs: Annotated[
+        bool, Option("--from-outputs", help="make no calls: keep as few wrong requests as possible")
+    ] = False,
     synthetic: Annotated[bool, Option("--synthetic", help="draw all contents, even if the error goes away")] = False,
     most_seconds: Annotated[float, Option(min=0, help="try no smaller call after this time")] = 600.0,
 ) -> None:
@@ -90,6 +92,13 @@ def shrink(
         if len(cases) > 1:
             raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
         call = cases[0].read()
+    from lab.recorded.repro import import_line, is_foreign, write_repro
+
+    if implementation is None and not from_outputs and is_foreign(call.module):
+        way = "name the function's module with --implementation, or pass --from-outputs, which makes no calls"
+        refuse(
+            f"the file says that the engine called {call.module}; the lab imports no module that only a file names: {way}"
+        )
     if implementation is None and not from_outputs and not torch.cuda.is_available():
         why = "FlashInfer's functions need a GPU, and there is none here"
         refuse(f"{why}: --implementation names one for the CPU, --from-outputs makes no calls", ExitStatus.NOT_JUDGED)
@@ -100,13 +109,12 @@ def shrink(
     from lab.provenance import version_of
     from lab.recorded import own_form
     from lab.recorded.reductions import contents_of
-    from lab.recorded.repro import import_line, is_foreign, write_repro
     from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
 
     with refusing_errors():
         find, called, versions, gpu = None, "", dict(call.versions), call.gpu or "(please fill in)"
         if not from_outputs:
-            name = implementation or (call.module if is_foreign(call.module) else CALL_TYPES[call.function].module)
+            name = implementation or CALL_TYPES[call.function].module
             function = getattr(load(name), call.function.value, None)
             if function is None:
                 raise ValueError(f"{name} has no {call.function.value}")

@@ -23,8 +23,8 @@ from lab.workloads.inputs.encoding import fill
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
 RESULTS = ("out", "lse")  # arguments that a call fills
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
-# The errors that torch and pickle raise for a damaged file.
-DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingError)
+# The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
+DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError)
 
 
 class RecordingError(ValueError):
@@ -182,13 +182,13 @@ class RecordedCall:
         return truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
 
     def _copied(self, tensor: Tensor, device: torch.device | None, has_contents: bool) -> Tensor:
-        """Copy a tensor to a device; without its contents, the copy holds NaN."""
+        """Copy a tensor to a device; without its contents, the copy holds NaN, or 0 if it has integers."""
         copy = placed(
             tensor, 0 if self.lost else tensor.data_ptr(), device
         )  # a lost alignment is that of an allocation
         if has_contents:
             unrepeated(copy).copy_(unrepeated(tensor))
-        else:
+        elif tensor.is_floating_point():  # a result of integers is wrong, and zeros do for it
             fill(unrepeated(copy), math.nan)
         return copy
 

@@ -141,7 +141,9 @@ def _kept(name: str, value: Any, pages: Tensor | None = None) -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Enum):
         return _kept(name, value.value)
-    if isinstance(value, str | bool | torch.dtype | None):
+    if isinstance(value, str):
+        return str.__str__(value)  # of a subclass, too, whose own class no reader knows
+    if isinstance(value, bool | torch.dtype | None):
         return value
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)

@@ -22,6 +22,7 @@ from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.shrink import shrunk
 from tests.cases import BATCHES, DECODE, MLA, arguments_of, latent_batch, mirrors, random_batch, sparse_arguments
+from tests.commands.command import run
 from tests.damage import damaged_values
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import changed_bytes
@@ -29,6 +30,13 @@ from tests.recorded.write_calls import changed_bytes
 ABOUT = {"time": "20261126_101112_131415", "number": 7, "layer": None}
 VERSIONS = {"flashinfer": "0.7.2"}
 CONSTANT_BYTES = 1024  # of a file: names, shapes, strides and versions
+
+
+class _LocalText(str):
+    """A class that the process that reads does not have."""
+
+    def __str__(self) -> str:
+        return f"text {self!r}"
 
 
 def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
@@ -218,6 +226,16 @@ def test_contents_of_the_workspace_and_of_results_are_not_kept(tmp_path: Path) -
     assert call.arguments()["workspace_buffer"] is None
 
 
+@pytest.mark.parametrize("results", [{"out": torch.ones(3, 4, 64).int()}, {"lse": torch.ones(3, 4).int()}])
+def test_results_of_integers_are_wrong(tmp_path: Path, results: dict[str, torch.Tensor]) -> None:
+    right, lse = references.trtllm_batch_decode_with_kv_cache(**decode_arguments(return_lse=True))
+    _write_inputs(tmp_path, decode_arguments(return_lse=True, **results), **{"out": right, "lse": lse} | results)
+    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    assert verdict.outcome is Outcome.WRONG, verdict.reason
+    assert "int32" in verdict.reason
+    assert run(f"recorded list {tmp_path}") == 0
+
+
 @pytest.mark.parametrize(
     ("value", "read"),
     [
@@ -226,6 +244,8 @@ def test_contents_of_the_workspace_and_of_results_are_not_kept(tmp_path: Path) -
         (True, True),
         (torch.float16, torch.float16),
         ("auto", "auto"),
+        (np.str_("auto"), "auto"),
+        (_LocalText("auto"), "auto"),
         (AttentionCall.DECODE, AttentionCall.DECODE.value),
         ([1], [1]),
     ],

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import pickle
 import sys
 import threading
 import time
@@ -387,6 +388,17 @@ def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
     first, second = caplog.messages
     assert f"the recorded call of {DECODE} lacks kv_cache, seq_lens, max_seq_len" in first
     assert "block_tables of shape [3, 1, 4] are no page tables" in second
+
+
+def test_a_value_that_no_file_holds_does_not_stop_the_engine(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = pickle.PicklingError("Can't pickle a local class")
+    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=error))
+    with record_calls(tmp_path, functions=[module]):
+        assert decode(module).shape == (3, 4, 64)
+    (sentence,) = caplog.messages
+    assert sentence.endswith("a call is not recorded: PicklingError: Can't pickle a local class")
 
 
 def test_the_summary_says_what_is_recorded_or_why_nothing(module: ModuleType, tmp_path: Path) -> None:

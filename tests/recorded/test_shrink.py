@@ -20,7 +20,7 @@ from corpus.kernels import kernel
 from lab import references
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
-from lab.recorded import Triggers, record, shrink
+from lab.recorded import Triggers, own_form, record, shrink
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages, fewer_requests, fewer_rows, without_dead_slots
 from lab.recorded.repro import _issue, import_line, repro, write_repro
@@ -661,6 +661,23 @@ def test_a_call_in_the_labs_own_form_is_shrunk(tmp_path: Path, monkeypatch: pyte
     assert (
         f"The engine called `{__name__}`. The reduced call was not made here: run `repro.py`. `repro.py` calls" in text
     )
+
+
+def test_no_module_that_only_a_file_names_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python finds it in the folder in which the command is given, which may be the recording's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("engine.py").write_text("from pathlib import Path\nPath('was_run').touch()\n" + WRONG)
+    arguments = decode_arguments(bmm2_scale=2.0)
+    call = RecordedCall(DECODE, arguments, _without_bmm2_scale(**arguments), module="engine", time="1", number=1)
+    own_form.write(tmp_path, call)
+    assert run("recorded shrink .#1 --device cpu") == 2
+    assert "the engine called engine; the lab imports no module that only a file names" in capsys.readouterr().err
+    assert not Path("was_run").exists()
+    assert run("recorded shrink .#1 --device cpu --implementation engine") == 0
+    assert Path("was_run").exists()
 
 
 def test_the_error_that_an_engines_call_raised_is_in_the_issue_and_no_name_is_code(tmp_path: Path) -> None:
