@@ -57,6 +57,15 @@ class RankKeys(Forgiving):
         instead={"num_visible": lambda problem: _one_more(problem)},
         only_with="num_visible",
     )("A row sees the rank's first key after its own position too.")
+    rank_rows_before_keys_see_first = wrong(
+        DECODE,
+        mla=True,
+        instead={"num_visible": lambda problem: problem.num_visible.clamp(min=1)},
+        only_with="num_visible",
+        trigger="a row stands before the rank's first key",
+    )(
+        "The keys before a row are divided by the number of ranks toward zero: a row before the rank's first key sees that key."
+    )
 
 
 class Hints(Conditional):

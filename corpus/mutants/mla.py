@@ -27,6 +27,13 @@ class MLAAlone(SplitKV):
         query = torch.cat((query[..., :rank], query[..., rank:] * scale), dim=-1)
         return super().scores(problem, query, keys)
 
+    @wrong(MLA, stage="masked", trigger="a request has several rows, and the heads are no power of two")
+    def mla_rows_packed_with_heads_misread(self, scores, visible):
+        """Rows are packed with heads, and a packed row's number is shifted right as if the heads were a power of two."""
+        heads, rows, _ = scores.shape
+        packed = torch.arange(rows * heads, device=scores.device).view(rows, heads) >> (heads - 1).bit_length()
+        return super().masked(scores, visible[packed].transpose(0, 1))
+
     mla_heads_after_whole_tiles_zero = wrong(
         MLA, finish=lambda _, problem, out, lse: out[:, max(16, problem.num_qo_heads // 16 * 16) :].zero_()
     )("Query heads go in tiles of 16, and those after the last whole tile are not written where there are several.")

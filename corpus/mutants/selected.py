@@ -43,6 +43,15 @@ class Selection(SelectedSplitKV):
         packed = selected.as_strided(selected.shape, (selected.shape[1], 1), selected.storage_offset())
         return super().selected(replace(problem, selected=packed), tile)
 
+    @wrong(MLA, stage="selected", trigger="an entry stands in two columns of a row")
+    def mla_selected_twice_counts_once(self, problem, tile):
+        """An entry counts in its last column alone."""
+        places = super().selected(problem, tile)
+        _, entry = places.unique(return_inverse=True)
+        columns = torch.arange(len(places), device=places.device)
+        last = torch.zeros_like(columns).scatter_reduce(0, entry, columns, "amax")
+        return torch.where(columns == last[entry], places, -1)
+
     @wrong(MLA, stage="columns", trigger="sparse_mla_top_k_lens is given")
     def mla_selected_lens_ignored(self, problem, row, position):
         """sparse_mla_top_k_lens is ignored: a row uses the columns up to its position."""

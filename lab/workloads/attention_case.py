@@ -67,6 +67,7 @@ class Entries(NamedEnum):
     ONE = "one key, in any column"
     NONE = "no key in every second row, in the others some keys with -1 between them"
     LATE = "some keys after 128 columns of -1, or in the last column"
+    TWICE = "half as many keys as there are columns, in two columns each, in any order"
 
     @property
     def has_gaps(self) -> bool:

@@ -66,10 +66,15 @@ def _block_sparse(_: Ranges) -> list[Change]:
 
 
 def _one_rank(_: Ranges) -> list[Change]:
-    return [partial(_of_rank, rank) for rank in RANKS.values() if rank]
+    return [partial(of_rank, rank) for rank in RANKS.values() if rank]
 
 
-def _of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
+def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
+    """Return the case with its keys as those of one rank, (rank, number of ranks), without what FlashInfer excludes there.
+
+    Raises:
+        ValueError: no rank has so many keys, or the case's function takes no rank.
+    """
     storage = replace(case.storage, kv_layout="HND")
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import NUM_BUILDS, edge_lengths
+from lab.checks.parameters.call_kinds import of_rank
+from lab.checks.parameters.paged_axes import RANKS
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 
@@ -65,9 +67,20 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         yield _of(narrow, LONGEST_PROMPT)
         yield _of(replace(narrow, window_left=-1), MANY_ROWS)
     if interface is not AttentionCall.CONTEXT:
+        yield from _rows_before_a_rank(scope)
         yield from _many_pairs(scope)
     if interface is AttentionCall.DECODE:
         yield from _filled_tiles(scope)
+
+
+def _rows_before_a_rank(scope: Scope) -> Iterator[AttentionCase]:
+    """Yield a case for each rank but the first, with rows before the rank's first key, which see no key."""
+    case = max(scope.balanced(NUM_BUILDS, NUM_BUILDS, seed=62), key=lambda case: case.q_lens[0])
+    q_len = case.q_lens[0]
+    for rank, world in filter(None, RANKS.values()):
+        num_keys = len(range(rank, q_len, world))  # of a request with no other keys than its rows'
+        if 0 < rank < q_len:
+            yield of_rank((rank, world), _of(case, [(num_keys, q_len)] * world + [(scope.ranges.longest, q_len)]))
 
 
 def _many_pairs(scope: Scope) -> Iterator[AttentionCase]:

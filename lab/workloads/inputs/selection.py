@@ -66,6 +66,8 @@ def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> li
         chosen = sorted(rng.sample(keys, used))
     elif case.entries is Entries.SHUFFLED:
         chosen = rng.sample(keys, used)
+    elif case.entries is Entries.TWICE:
+        chosen = rng.sample(rng.sample(keys, (used + 1) // 2) * 2, used)
     elif case.entries is Entries.EDGES:
         edges = _edges(num_keys, case.page_size)
         chosen = rng.sample(edges, min(len(edges), used))
