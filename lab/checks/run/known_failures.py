@@ -167,6 +167,10 @@ def _begins_before_the_first_tile(case: Any, request: int) -> bool:
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 
+def _has_more_keys_than_pages(case: Any, request: int) -> bool:
+    return bool(case.kv_lens[request] > -(-case.kv_lens[request] // case.page_size))
+
+
 has_no_keys, only_without_keys = some_request(_has_no_keys), all_wrong_requests(_has_no_keys)
 has_fewer_keys_than_rows = some_request(_has_fewer_keys_than_rows)
 only_fewer_keys_than_rows = all_wrong_requests(_has_fewer_keys_than_rows)
@@ -226,11 +230,15 @@ def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) ->
 
 
 def offsets_count_pages(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a context call whose `cum_seq_lens_kv` counts pages, as in vLLM's passes."""
+    """Return True if the wrong call is a context call whose `cum_seq_lens_kv` counts pages, as in vLLM's passes, and each
+    wrong request has more keys than pages.
+    """
     if isinstance(case, Configuration):
-        return case.get("key_offsets") == KeyOffsets.PAGES
-    has_long_rows = all_wrong_requests(lambda case, request: case.q_lens[request] > case.decode_threshold)
-    return getattr(case, "engine", None) is Engine.VLLM and has_long_rows(case, sentence)
+        counts_pages = case.get("key_offsets") == KeyOffsets.PAGES
+    else:
+        has_long_rows = all_wrong_requests(lambda case, request: case.q_lens[request] > case.decode_threshold)
+        counts_pages = getattr(case, "engine", None) is Engine.VLLM and has_long_rows(case, sentence)
+    return counts_pages and all_wrong_requests(_has_more_keys_than_pages)(case, sentence)
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:

@@ -96,6 +96,7 @@ E4M3_VERIFY, E4M3_CASE = replace(VERIFY, kv_dtype=E4M3), replace(CASE, kv_dtype=
 ONE_ROW, PROMPTS = (1, 1), AttentionCase(AttentionCall.CONTEXT, (64, 1, 129), (65, 2, 17))
 SINKS, LSES = "sinks of minus infinity", "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)"
 MIXED_PASS = ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (2, 9), engine=Engine.VLLM, decode_threshold=2)
+PAGE_OFFSETS = Configuration(AttentionCall.CONTEXT, {"key_offsets": "pages"})
 FEWER = {"lengths": "fewer than rows", "q_len": 4}
 TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
     window_over_several_rows: [
@@ -128,10 +129,20 @@ TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
         (decode(dtypes="bf16/bf16", mask="tree", q_len=4), WRONG, False),
     ],
     offsets_count_pages: [
-        (Configuration(AttentionCall.CONTEXT, {"key_offsets": "pages"}), WRONG, True),
+        (PAGE_OFFSETS, WRONG, True),
+        (PAGE_OFFSETS, "3 of 9 vectors are wrong", False),
+        (Configuration(AttentionCall.CONTEXT, {**PAGE_OFFSETS.values, "page_size": 1}), WRONG, False),
+        (Configuration(AttentionCall.CONTEXT, {**PAGE_OFFSETS.values, "lengths": "none first"}), WRONG, False),
+        (
+            Configuration(AttentionCall.CONTEXT, {**PAGE_OFFSETS.values, "lengths": "none first"}),
+            of_requests("1"),
+            True,
+        ),
         (Configuration(AttentionCall.CONTEXT, {}), WRONG, False),
         (MIXED_PASS, of_requests("1"), True),
         (MIXED_PASS, of_requests("0, 1"), False),  # request 0 is decoded
+        (replace(MIXED_PASS, page_size=1), of_requests("1"), False),
+        (replace(MIXED_PASS, prefix_lens=(3, 0), page_size=8), of_requests("1"), True),  # 9 keys in 2 pages
         (ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (1, 9)), of_requests("1"), False),
     ],
     only_where_a_mask_hides_every_key: [
