@@ -28,8 +28,9 @@ from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
-# Calls whose query has an axis of requests or none
-MOST_SAVED_ELEMENTS = 2**20
+# Calls that an engine's pass over a paged cache makes.
+ENGINE_CALLS = tuple(dict.fromkeys((*PAGED_CALLS, *LATENT_CALLS)))
+MOST_SAVED_ELEMENTS = 2**20  # A larger output is neither saved nor audited.
 SHOWN_CHARACTERS = 1000
 
 
@@ -229,7 +230,7 @@ class CaseRun:
     def forms(self) -> tuple[CallForm, ...]:
         """Return WHOLE, and the other forms (prepared, planned) that the implementation has for at least one function."""
         offered = {
-            form for form in CallForm for each in PAGED_CALLS if hasattr(self.implementation, form.value + each.value)
+            form for form in CallForm for each in ENGINE_CALLS if hasattr(self.implementation, form.value + each.value)
         }
         return tuple(form for form in CallForm if form is CallForm.WHOLE or form in offered)
 
@@ -253,7 +254,7 @@ class CaseRun:
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
-        for interface in {*PAGED_CALLS, *LATENT_CALLS}:
+        for interface in ENGINE_CALLS:
             found[interface.value] = functools.partial(self._of_engine, "", interface, workspace)
             if form.value and hasattr(self.implementation, form.value + interface.value):
                 prepare = functools.partial(self._of_engine, form.value, interface, workspace)
