@@ -1,11 +1,14 @@
 """A builder that changes its batch in place is judged by the batch that it was given, and the verdict says what it changed."""
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import lab.metadata
 from corpus.kernels import kernel
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.configuration import Configuration
@@ -75,3 +78,36 @@ def test_lists_are_judged_by_the_lengths_that_were_given() -> None:
     changed, *cells = lists.wrongs(nothing)
     assert changed == "it changed positions"
     assert [each.split(" cells of ")[1].split()[0] for each in cells] == ["kv_indices", "kv_indptr"]
+
+
+# Fields of each function's metadata, and the batch's tensors that they must not be.
+ALIASES: dict[MetadataFunction, dict[str, str]] = {
+    MetadataFunction.MHA_METADATA: {"cache_seqlens_int32": "seq_lens"},
+    MetadataFunction.MLA_METADATA: {"seq_lens_k": "seq_lens", "seq_lens_q": "extend_seq_lens"},
+    MetadataFunction.DSV4_METADATA: {"request_lens": "seq_lens"},
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "field"), [(function, field) for function in ALIASES for field in ALIASES[function]]
+)
+def test_metadata_that_shares_a_tensor_with_its_batch_is_wrong(function: MetadataFunction, field: str) -> None:
+    name = ALIASES[function][field]
+
+    def build(batch: ForwardBatch, pool: KVPool, *arguments: Any, **options: Any) -> Any:
+        metadata = getattr(lab.metadata, function.value)(batch, pool, *arguments, **options)
+        own, of_batch = getattr(metadata, field), getattr(batch, name)
+        is_alike = (
+            own is not None and of_batch is not None and of_batch.dtype == own.dtype and torch.equal(own, of_batch)
+        )
+        return replace(metadata, **{field: of_batch}) if is_alike else metadata
+
+    key = "K16" if function is MetadataFunction.MHA_METADATA else "K17"
+    check = next(check for check in checks() if check.key == key)
+    judged = (
+        run_case(SimpleNamespace(**{function.value: build}), check, case, torch.device("cpu"), Ranges())
+        for case in check.cases(function, Ranges(), Level.SMOKE)
+    )
+    found = next(each.wrongs for each in judged if each.wrongs)
+    sentence = rf"the metadata's \w+\.{field} changed with ForwardBatch\.{name}"
+    assert all(re.fullmatch(sentence, each) for each in found), found

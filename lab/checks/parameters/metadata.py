@@ -92,6 +92,11 @@ class BuiltPass:
     metadata: Any
     before: dict[str, Tensor]
 
+    @classmethod
+    def of(cls, batch: ForwardBatch, pool: KVPool, metadata: Any) -> "BuiltPass":
+        """Return a pass with copies of the tensors that its metadata has now."""
+        return cls(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()})
+
     def changed(self) -> list[str]:
         """Return the names of the metadata's tensors that differ from their copies in `before`."""
         now = _tensors(self.metadata)
@@ -143,10 +148,15 @@ def judge_metadata(run: CaseRun) -> None:
     again = _build(run, "the metadata of a later pass", batch, other, _features(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed()]
     run.expect("the first pass's metadata", wrongs, "metadata", _features(run, first))
-    for name, tensor in _tensors(again.batch, again.pool).items():
+    expect_own_tensors(run, again, _features(run, later))
+
+
+def expect_own_tensors(run: CaseRun, built: BuiltPass, features: CallFeatures | None = None) -> None:
+    """Change the tensors of a batch and its pool in place, one after the other. Expect that the metadata does not change."""
+    for name, tensor in _tensors(built.batch, built.pool).items():
         tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
-        wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed()]
-        run.expect("own tensors", wrongs, "invariants", _features(run, later))
+        wrongs = [f"the metadata's {each} changed with {name}" for each in built.changed()]
+        run.expect("own tensors", wrongs, "invariants", features)
         if wrongs:
             return
 
@@ -159,7 +169,7 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 def _build(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> BuiltPass:
     """Build and judge the metadata of a pass."""
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
-    built = BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()})
+    built = BuiltPass.of(batch, pool, metadata)
     run.judged += 1
     run.expect(what, [f"{what}: {each}" for each in _wrong(run.case, built)], "metadata", features)
     return built

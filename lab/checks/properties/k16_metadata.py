@@ -5,21 +5,22 @@ loops over requests. The builder must not change the tensors of an earlier pass.
 requests' histories. The check K18 (combinations) has further batches, without attention.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.features import features_of_case
-from lab.checks.parameters.metadata import builder_of
+from lab.checks.parameters.metadata import BuiltPass, builder_of, expect_own_tensors
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import KVPool
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.expected_metadata import wrong_eager_metadata, wrong_shard
 from lab.workloads.inputs.forward_pass import EnginePass, ForwardPass, build_forward
@@ -49,19 +50,19 @@ def _judge(run: CaseRun) -> None:
     others = replace(run.case, prefix_lens=run.case.prefix_lens[::-1], q_lens=run.case.q_lens[::-1])
     _parity(run, "the metadata of other requests", build_forward(others, run.device, build))
     _parity(run, "the first pass's metadata, after one of its shape", forward)
-    _own_tensors(run, forward)
+    judge_own_tensors(run, build, forward)
     _parity(run, "the metadata built again", build_forward(run.case, run.device, build))
 
 
-def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
-    """Build metadata from a batch, then change the batch's lengths in place, as an engine does for its next pass. The metadata
-    must not change.
+def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any], forward: EnginePass) -> None:
+    """Build the metadata of a pass from int32 lengths, which a builder need not convert. Then change the batch and the pool in
+    place, as an engine does for its next pass: no tensor of the metadata may change.
     """
     names = ("seq_lens", "req_pool_indices")
-    batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
-    metadata = builder_of(run, MetadataFunction.MHA_METADATA)(batch, forward.pool)
+    of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
+    batch = replace(forward.batch, **of_batch)
     run.judged += 1
-    expect_own_lengths(run, metadata.cache_seqlens_int32, batch)
+    expect_own_tensors(run, BuiltPass.of(batch, forward.pool, build(batch, forward.pool)))
 
 
 def expect_attention(run: CaseRun, forward: EnginePass) -> None:
@@ -69,14 +70,6 @@ def expect_attention(run: CaseRun, forward: EnginePass) -> None:
     out, what = forward.new_out(), "attention by this metadata"
     if run.expect_readable(what, partial(forward.run, references, out)):
         run.expect_close(what, Result(forward.rows_of_requests(out), None), forward.truth())
-
-
-def expect_own_lengths(run: CaseRun, lengths: Tensor, batch: ForwardBatch) -> None:
-    """Change the lengths of a batch in place. Expect that `lengths`, those of its metadata, do not change with them."""
-    before = lengths.clone()
-    batch.seq_lens.add_(1)
-    wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
-    run.expect("own tensors", () if torch.equal(lengths, before) else [wrong], "invariants")
 
 
 def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:

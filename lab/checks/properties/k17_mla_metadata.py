@@ -8,13 +8,14 @@ further batches, without attention.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
-from lab.checks.properties.k16_metadata import expect_attention, expect_own_lengths
+from lab.checks.properties.k16_metadata import expect_attention, judge_own_tensors
 from lab.checks.properties.mla_modes import mla_mode_cases, two_pool_cases
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata, wrong_eager_mla_metadata
@@ -49,8 +50,7 @@ def _judge(run: CaseRun) -> None:
     others = replace(run.case, prefix_lens=run.case.prefix_lens[::-1], q_lens=run.case.q_lens[::-1], seed=1)
     _parity(run, "the metadata of other requests", build_mla_pass(others, run.device, build))
     _parity(run, "the first pass's metadata, after another of its shape", forward)
-    lengths: Any = forward.metadata
-    expect_own_lengths(run, lengths.seq_lens if is_of_two_pools else lengths.seq_lens_k, forward.batch)
+    judge_own_tensors(run, build if is_of_two_pools else partial(build, attention=run.case.attention), forward)
 
 
 def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
