@@ -65,6 +65,7 @@ def context(
     page_size: int = 64,
     causal: bool = True,
     decodes: int = 0,
+    window_left: int = -1,
 ) -> object:
     """Extend: as many keys as rows make a prefill, in which each block of rows has a program; `decodes` have one row each."""
     requests = 8 + decodes
@@ -81,6 +82,7 @@ def context(
         requests,
         tensor(requests + 1),
         tensor(requests + 1),
+        window_left,
         causal=causal,
     )
 
@@ -159,6 +161,9 @@ def _decodes() -> Iterator[tuple[str, Call]]:
             text = f"decode of few requests, heads of {head_dim}, bf16 over {NAMES[kv]}"
             yield f"{text}, 8 rows, merged at once", partial(decode, 1, head_dim, kv=kv, requests=4)
             yield f"{text}, 32 rows, merged by a launch", partial(decode, 4, head_dim, kv=kv, requests=1)
+        for q_len in (1, 4):
+            text = f"decode in a window, {8 * q_len} rows, bf16 over {NAMES[kv]}"
+            yield text, partial(decode, q_len, kv=kv, window_left=127)
     for dtype in (FP16, E4M3):
         for q_len in (1, 8):
             yield f"decode, {8 * q_len} rows, {NAMES[dtype]}", partial(decode, q_len, q=dtype, kv=dtype)
@@ -186,6 +191,8 @@ def _prefills() -> Iterator[tuple[str, Call]]:
                 f"prefill, heads of {head_dim}, bf16 over {NAMES[kv]}",
                 partial(context, 4096, 4096, head_dim, kv=kv),
             )
+    for head_dim in (64, 128):
+        yield f"prefill in a window, heads of {head_dim}", partial(context, 4096, 4096, head_dim, window_left=127)
     yield "prefill, pages of 16", partial(context, 4096, 4096, page_size=16)
     yield "prefill, not causal", partial(context, 4096, 4096, causal=False)
     yield "extend of a long prefix, one share", partial(context, 8192, 65536)

@@ -215,7 +215,8 @@ class Simulator:
                 found[name] = value
         return found
 
-    def warp_specialize(self, functions: list[Any], _warps: list[int], _registers: list[int]) -> None:
+    def warp_specialize(self, functions: list[Any], warps: list[int], registers: list[int]) -> None:
+        assert len(warps) == len(registers) == len(functions) - 1  # the first partition has the launch's own warps
         self.scheduler.run({f"partition {n}": lambda f=f, args=args: f(*args) for n, (f, args) in enumerate(functions)})
 
 

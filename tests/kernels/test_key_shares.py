@@ -11,7 +11,7 @@ from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
     CUT_KEYS,
     CUT_KEYS_OF_ROW,
-    SMALL_BATCH,
+    WARP_REQUESTS,
     Shares,
     begin_share,
     choose_shares,
@@ -40,15 +40,15 @@ def _every_share(
     num_shares,
     least_tiles,
     TILE: tl.constexpr,
-    SMALL: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Write of each share: its end, its places, those of each unit, the request of its first place, the first place of that."""
     number = tl.program_id(0).to(tl.int64)
     reach = reach_of(window_left, max_q_len)
     kind = (cu_seqlens_q, least_q_len, most_q_len)
-    LANES: tl.constexpr = SMALL_BATCH if SMALL else BLOCK_REQUESTS
-    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, LANES))
-    _, end, share, unit, request, begin = begin_share(number, batch, num_shares, least_tiles, TILE, SMALL)
+    lanes = tl.arange(0, LANES if LANES > 0 else BLOCK_REQUESTS)
+    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, lanes)
+    _, end, share, unit, request, begin = begin_share(number, batch, num_shares, least_tiles, TILE, LANES > 0)
     tl.store(found + number * 5, end)
     tl.store(found + number * 5 + 1, share)
     tl.store(found + number * 5 + 2, unit)
@@ -82,7 +82,7 @@ def shares_on(
     least_tiles: int = 1,
     q_lens: list[int] | None = None,
     kind: tuple[int | None, int | None] = (None, None),
-    is_small: bool = False,
+    lanes: int = 0,
     tile: ProgramTile = TILE,
 ) -> list[list[int]]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -99,7 +99,7 @@ def shares_on(
         num_shares,
         least_tiles,
         TILE=tile,
-        SMALL=is_small,
+        LANES=lanes,
     )
     return found.tolist()
 
@@ -222,9 +222,13 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
         ([1024], 264, 4, 8, 32),  # four parts, where more would have to be as large
         ([4096], 264, 4, 8, 128),  # more than four parts are twice as large
         ([4096, 2048], 264, 1, 4, 128),  # every unit has the places of the longest, an eighth of all programs each
-        ([512] * SMALL_BATCH.value, 264, 1, 8, 16),  # two parts
+        ([512] * WARP_REQUESTS.value, 264, 1, 8, 16),  # two parts
         ([512] * 31 + [4096], 264, 1, 14, 0),  # too unequal
-        ([4096] * SMALL_BATCH.value, 132, 1, 136, 0),  # a program for each unit
+        ([4096] * WARP_REQUESTS.value, 132, 1, 136, 0),  # a program for each unit
+        ([512] * 33, 396, 1, 6, 18),  # three parts of the most lanes
+        ([512] * 99 + [480], 800, 1, 8, 16),
+        ([512] * BLOCK_REQUESTS.value, 1024, 1, 8, 16),
+        ([512] * 32 + [4096], 264, 1, 14, 0),  # too unequal
     ],
 )
 def test_units_of_a_small_batch_are_cut_into_equal_parts(
@@ -232,7 +236,13 @@ def test_units_of_a_small_batch_are_cut_into_equal_parts(
 ) -> None:
     """With 4 K/V heads; shares follow each other, and the first place of each is one of the request that is found for it."""
     found = shares_on(
-        device, lengths, window_left=-1, num_kv_heads=4, num_shares=num_shares, least_tiles=least_tiles, is_small=True
+        device,
+        lengths,
+        window_left=-1,
+        num_kv_heads=4,
+        num_shares=num_shares,
+        least_tiles=least_tiles,
+        lanes=next(most for most in (WARP_REQUESTS.value, BLOCK_REQUESTS.value) if len(lengths) <= most),
     )
     places = [unit or places_of(length, -1) for length in lengths]
     total = 4 * sum(places)

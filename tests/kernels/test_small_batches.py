@@ -41,7 +41,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, split: Split) -> Callable[..., list[Par
         return partials
 
     def shared(count: int, least_tiles: int = 1, merges_at_once: bool = True) -> list[PartialResults]:
-        split(shares=key_shares.Shares(count, least_tiles, key_shares.SMALL_BATCH.value, merges_at_once))
+        split(shares=key_shares.Shares(count, least_tiles, key_shares.WARP_REQUESTS.value, merges_at_once))
         return allocated
 
     monkeypatch.setattr(paged, "new_partials", new_partials)

@@ -28,7 +28,10 @@ BATCHES = {
     "3 unequal": [20_000, 5, 700],
     "16 x 512": [512] * 16,
     "8 x 1,000": [1000] * 8,
+    "33 x 512": [512] * 33,
     "32 from 0 to 4,000": [130 * number for number in range(31)] + [4000],
+    "100 unequal": [37 * number * number % 1000 for number in range(99)] + [6000],
+    "200 unequal": [37 * number * number % 1000 for number in range(199)] + [6000],
 }
 
 

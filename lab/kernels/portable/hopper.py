@@ -24,41 +24,48 @@ class HopperTiles(NamedTuple):
     """The tiles of the Gluon kernel for one head_dim.
 
     Tile `shares` is for launches in which one block holds all rows of a request and several programs divide its keys, tile
-    `blocks` is for all other launches. In launches without shares whose rows see at most FEW_KEYS keys, `windows` replaces it.
+    `blocks` is for all other launches. Without shares, `windows` replaces it if a window has at most `few_keys` keys.
     """
 
     blocks: HopperTile
     windows: HopperTile
     shares: HopperTile
+    few_keys: int = 512
 
 
 # By head_dim. Of 227 KiB of shared memory, queries take 2 * rows * head_dim bytes, each stage of K and V 4 * keys * head_dim.
 # `blocks` are bound by products: large tiles, as many stages as fit. `shares` are bound by reads, and waste the keys of a tile
 # after a request's last one: small tiles. Programs of one consumer, several on a multiprocessor, are for work whose products
-# are short beside its softmax (heads of 64) or its start and end (windows; FEW_KEYS is between the windows in which they are
-# faster and slower with heads of 128). The record is results/nvidia-h200/kernels.md, "Programs of 64 rows".
+# are short beside its softmax (heads of 64) or its start and end (windows). With heads of 128 they are faster in windows of 512
+# keys and slower in those of 1,024. With heads of 64 `windows` is faster up to 2,048 keys, the longest window that was timed.
+# The record is results/nvidia-h200/kernels.md, "Programs of 64 rows".
 TILES = {
     64: HopperTiles(
         blocks=HopperTile(64, 128, stages=3, per_multiprocessor=2),
         windows=HopperTile(64, 64, stages=3, per_multiprocessor=3),
         shares=HopperTile(128, 64, stages=8),
+        few_keys=2048,
     ),
     128: HopperTiles(
         blocks=HopperTile(128, 128, stages=3),
         windows=HopperTile(64, 64, stages=3, per_multiprocessor=2),
         shares=HopperTile(128, 64, stages=4),
     ),
-    256: HopperTiles(*[HopperTile(128, 64, stages=2)] * 3),
+    256: HopperTiles(
+        blocks=HopperTile(128, 64, stages=2),
+        windows=HopperTile(128, 64, stages=2),
+        shares=HopperTile(128, 64, stages=2),
+    ),
 }
-FEW_KEYS = 512
 # By (kv_lora_rank, qk_rope_head_dim). Of 227 KiB, the queries take 72, each of two tiles 72, and the weights 8.
 MLA_TILES = {(512, 64): HopperTile(64, 64, stages=2, start_keys=256, consumer_registers=232, producer_registers=40)}
-# Over e4m3, by head_dim: (tile `blocks`, tiles `windows` and `shares`). Beside each stage in float16 is one as it is loaded, of
-# half as many bytes. A tile of 64 rows has one consumer, which waits for its own products: a multiprocessor runs two programs.
+# Over e4m3, by head_dim. Beside each stage in float16 is one as it is loaded, of half as many bytes. A tile of 64 rows has one
+# consumer, which waits for its own products: a multiprocessor runs two programs. Of windows, one of 128 keys was timed.
 E4M3_TILES = {
     head_dim: HopperTiles(
-        HopperTile(128, 64, stages=stages, consumer_registers=208, producer_registers=88),
-        *[HopperTile(64, 64, stages=one_stages, per_multiprocessor=2, producer_registers=88)] * 2,
+        blocks=HopperTile(128, 64, stages=stages, consumer_registers=208, producer_registers=88),
+        windows=HopperTile(64, 64, stages=one_stages, per_multiprocessor=2, producer_registers=88),
+        shares=HopperTile(64, 64, stages=one_stages, per_multiprocessor=2, producer_registers=88),
     )
     for head_dim, stages, one_stages in ((64, 6, 4), (128, 3, 2))
 }
@@ -81,7 +88,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
     if not is_e4m3 and problem.k_cache.dtype != problem.query.dtype:
         return None
     caches = (problem.k_cache, problem.v_cache)
-    return tiles if _fits(problem, caches, tiles, LEAST_E4M3_ROWS if is_e4m3 else LEAST_ROWS) else None
+    return tiles if _fits(problem, caches, tiles[:3], LEAST_E4M3_ROWS if is_e4m3 else LEAST_ROWS) else None
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:

@@ -24,9 +24,10 @@ share 1 fills two slots, one for the unit in which it begins and one for the uni
 Lengths are known only on the device, so each program finds its share there. A long request is cut where a share ends, a short
 request is usually not cut, and no program waits for another.
 
-A small batch would take about the time that a program needs to find its share. If its requests are about equally long, a faster
-method is used: every unit gets the same number of places, a multiple of a share that holds the longest unit. The unit of a
-share then follows from the share's number, and a unit is cut into equal parts.
+A small batch, of at most BLOCK_REQUESTS requests, would take about the time that a program needs to find its share. If its
+units are about equally long, and there are programs for two parts of each, a faster method is used: every unit gets the same
+number of places, a multiple of a share that holds the longest unit. The unit of a share then follows from the share's number,
+and a unit is cut into equal parts.
 """
 
 from dataclasses import dataclass
@@ -38,10 +39,11 @@ import triton.language as tl
 from lab.kernels.portable.rows import q_lens_of_kind
 from lab.kernels.portable.tiles import HopperTile, ProgramTile
 
-# Lengths that a program reads at a time to find its share: one per thread of 4 warps.
+# Lengths that a program reads at a time to find its share: one per thread of 4 warps. They are the most of a small batch.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
-# Most requests of a small batch: one per thread of a warp, so that no warp waits for another to add up their places.
-SMALL_BATCH: tl.constexpr = tl.constexpr(32)
+# Lengths that a program of a batch with no more requests reads: one per thread of a warp, so that no warp waits for another to
+# add up their places.
+WARP_REQUESTS: tl.constexpr = tl.constexpr(32)
 # Most parts of a unit of a small batch that have a share's least tiles. A unit has more parts only if each has twice the tiles.
 FEW_PARTS: tl.constexpr = tl.constexpr(4)
 # Keys by which a share may exceed an equal one, if units are then not cut, or cut into equal parts. Cuts cost time: a program
@@ -62,7 +64,8 @@ class Shares:
     Attributes:
         count: number of shares. Each block of query rows has one program per share.
         least_tiles: fewest key tiles for which a program and its partial result are worth their cost.
-        lanes: lengths that a program of a small batch reads at once; each unit's keys are cut into equal parts. 0: not small.
+        lanes: lengths that a program of a small batch reads at once, WARP_REQUESTS or BLOCK_REQUESTS. The keys of each unit
+            are cut into equal parts if units are about equally long. 0: the batch is not small.
         merges_at_once: the last program that stores a partial result of a unit merges them (`lab.kernels.portable.merge`);
             False: a second launch does.
     """
@@ -116,8 +119,8 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 
 # Below, `batch` is (seq_lens, batch_size, reach, num_kv_heads, kind, lanes). `lab.kernels.portable.rows` explains `kind`.
-# `lanes` are the numbers below BLOCK_REQUESTS, or below SMALL_BATCH in a small batch. Callers make them, because Gluon and
-# Triton do so in different ways.
+# `lanes` are the numbers below BLOCK_REQUESTS, or below WARP_REQUESTS in a batch of no more requests. Callers make them,
+# because Gluon and Triton do so in different ways.
 
 
 @triton.jit

@@ -42,9 +42,9 @@ from lab.calls import ContextCall, DecodeCall, takes
 from lab.calls.arguments import following_scale
 from lab.calls.problem import PagedAttention
 from lab.gpus import capability_of
-from lab.kernels.portable.hopper import FEW_KEYS, hopper_launches, hopper_tiles
+from lab.kernels.portable.hopper import hopper_launches, hopper_tiles
 from lab.kernels.portable.kept_calls import kept_at_once
-from lab.kernels.portable.key_shares import BLOCK_REQUESTS, CUT_KEYS, FEW_PARTS, SMALL_BATCH, Shares, choose_shares
+from lab.kernels.portable.key_shares import BLOCK_REQUESTS, CUT_KEYS, FEW_PARTS, WARP_REQUESTS, Shares, choose_shares
 from lab.kernels.portable.merge import merged_at_once, with_merge
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
 from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches
@@ -64,12 +64,13 @@ from lab.kernels.support.portable import PORTABLE
 
 # A prefix is long if a request's rows see LONG_PREFIX keys or more per query row: its blocks then see about equally many keys.
 LONG_PREFIX = 4
-# The last program may merge, and a small batch is cut into equal parts, if the tile has at most SMALL_ROWS rows. A part has at
-# least SMALL_SHARE_KEYS keys: 64 keys more take a program about as long as one piece more takes the merge.
+# The last program may merge, and a small batch may be cut into equal parts, if the tile has at most SMALL_ROWS rows. A part has
+# at least SMALL_SHARE_KEYS keys: 64 keys more take a program about as long as one piece more takes the merge.
 SMALL_ROWS = 32
 SMALL_SHARE_KEYS = 128
 # Most rows of all pieces of a unit, and elements of a piece, that the last program merges. One multiprocessor then reads them.
-# On an H200, a launch for the merge, which has all multiprocessors, is slower up to 256 rows and faster from 512 on.
+# On an H200, a launch for the merge, which has all multiprocessors, is slower up to 256 rows and faster from 512 on. The host
+# does not know lengths: it estimates the pieces as if all requests had `max_kv_len` keys.
 MOST_ROWS_AT_ONCE = 256
 MOST_ELEMENTS_AT_ONCE = 32 * 128
 # Most lengths (`num_lengths`) of a launch without shares, which has an index for each on the third axis of its grid.
@@ -134,7 +135,7 @@ def shares_of(
     if has_few_rows:
         if may_be_undivided and 0 <= problem.window_left <= CUT_KEYS.value - problem.max_q_len:
             return None  # a program reads so few keys sooner than it finds its share
-        lanes = next((most for most in (SMALL_BATCH.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
+        lanes = next((most for most in (WARP_REQUESTS.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
     shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
     if has_few_rows:
         shares = replace(shares, lanes=lanes, merges_at_once=merges_at_once(problem, tile, shares.count))
@@ -220,7 +221,7 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
         # One block of rows is bound by reading K/V, several by their products.
         shared = hopper.shares if packed_rows <= hopper.shares.rows else hopper.blocks
         shares = shares_of(problem, shared, triton.cdiv(packed_rows, shared.rows))
-        blocks = hopper.windows if 0 <= problem.window_left < FEW_KEYS else hopper.blocks
+        blocks = hopper.windows if 0 <= problem.window_left < hopper.few_keys else hopper.blocks
         return blocks if shares is None else shared, shares
     tile = _tile(problem, problem.max_q_len)
     shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)

@@ -88,7 +88,7 @@ def _attention_kernel(
     CAUSAL: tl.constexpr,
     BY_HEAD: tl.constexpr,  # a table and lengths for each K/V head: the program divides requests of one head, head after head
     SHARED: tl.constexpr,  # the keys are one share: consecutive key tiles of the batch. Else: all of a request and K/V head
-    LANES: tl.constexpr,  # as `Shares.lanes`; 0: not a small batch
+    LANES: tl.constexpr,  # as `Shares.lanes`: 0 if the batch is not small
     MERGED: tl.constexpr,  # (rows of a unit, pieces at a time) if its last program merges it; None: a launch does
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,

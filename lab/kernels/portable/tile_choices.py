@@ -102,8 +102,8 @@ def choose_prefill_tile(
     The blocks of a request then run at the same time, and find each other's keys in L2. So blocks of 64 rows read no more from
     memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if TMA loads the tiles: it
     cannot for pages of 16 tokens, which were slower with 64 rows. On SM100 one product takes 128 rows, so tiles have 128 rows
-    if they do not spill. Blocks of few rows see a window of few keys: two warps leave a multiprocessor room for four programs,
-    which hide each other's waits for their first keys.
+    if they do not spill. Blocks of few rows see few keys, those of a short window or of a short prompt: two warps leave a
+    multiprocessor room for four programs, which hide each other's waits for their first keys.
 
     Args:
         tile: the tile for launches that divide keys among programs, from `choose_tile`.

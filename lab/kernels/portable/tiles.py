@@ -45,7 +45,8 @@ class HopperTile(NamedTuple):
         keys: keys of one tile.
         stages: tiles of K, and tiles of V, that shared memory holds at a time.
         start_keys, per_multiprocessor: as in `ProgramTile`.
-        consumer_registers: registers of each of a consumer's 128 threads.
+        consumer_registers: registers of each of 128 threads of one of two consumers. The other one, or the only one, has the
+            registers that are left: one consumer ignores this number.
         producer_registers: registers of each of the other 128 threads, which load tiles and convert them.
     """
 
