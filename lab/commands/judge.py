@@ -191,8 +191,8 @@ def judge(
         arguments = (calls,) if implementation is None else (calls, implementation)
         with refusing_errors():
             folder = recorded_cases(calls)[0].address.rpartition("#")[0]
-            if folder not in calls:
-                typer.echo(f"{calls} has no calls: those of {folder} are judged")
+            if Path(folder) not in (Path(calls), Path(calls).parent, Path(calls.rpartition("#")[0])):
+                typer.echo(printable(f"{calls} has no calls: those of {folder} are judged"))
             for sentence in ends(Path(folder)):
                 typer.echo(printable(f"the recording may lack the wrong calls: {sentence}"))
         _judge_and_exit(partial(_judge_and_show, partial(judging.judge_calls, *arguments, **settings), False), watch)

@@ -6,7 +6,6 @@ strides and this alignment again, but pages that share memory are kept apart. Pa
 ids, which the record holds too. Contents of the workspace are not kept.
 """
 
-import io
 import math
 import os
 import re
@@ -35,6 +34,7 @@ from lab.recorded.call import (
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 FORM, VERSION = "a call recorded by trtllm-attention-lab", 3
+EARLIER = f"{FORM}\n".encode()  # the first bytes of a file before version 3
 SUFFIX = ".call"
 END = ".end"  # of a file that says why a process recorded no further call
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
@@ -71,7 +71,10 @@ def read(path: Path) -> RecordedCall:
         RecordingError: the file is damaged, in another form or of another release, or lacks the value of an argument.
     """
     with reading(path) as regular:
-        record = torch.load(regular, map_location="cpu", weights_only=True)
+        with regular.open("rb") as file:
+            if file.read(len(EARLIER)) == EARLIER:
+                raise RecordingError(f"{path} is of an earlier version; this release of the lab reads {VERSION}")
+        record = torch.load(regular, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(record, dict) or record.get("form") != FORM:
             raise RecordingError(f"{path} is no call that the lab recorded")
         if record["version"] != VERSION:
@@ -116,11 +119,10 @@ def write(folder: Path, call: RecordedCall) -> Path:
     record |= {"pages": None if pages is None else pages.int(), "results": [_kept("", call.out), _kept("", call.lse)]}
     of_pages = dict.fromkeys(POOLS, pages)
     record["arguments"] = {name: _kept(name, value, of_pages.get(name)) for name, value in given.items()}
-    content = io.BytesIO()  # torch raises no OSError for a full disk
-    torch.save(record, content)
     unfinished = path.with_suffix(".unfinished")
     try:
-        unfinished.write_bytes(content.getbuffer())
+        with unfinished.open("wb") as file:  # for a path, torch raises no OSError if the disk is full
+            torch.save(record, file)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -240,9 +242,12 @@ def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
     """Return the bytes of a tensor's elements on the host, uint8, without gaps. An expanded dimension is stored once. `pages`
     are the only ones that are copied, a few at a time, since an engine leaves little memory free.
     """
-    whole, parts = tensor.detach(), [unrepeated(tensor.detach())]
-    if pages is not None:
+    whole = tensor.detach()
+    if pages is None:
+        kept = unrepeated(whole).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    else:
+        kept = torch.empty(len(pages), *whole.shape[1:], dtype=whole.dtype)
         at_once = max(1, MOST_COPIED_BYTES // max(math.prod(whole.shape[1:]) * whole.element_size(), 1))
-        parts = [whole[some.to(whole.device)] for some in pages.split(at_once)]
-    on_host = (each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in parts)
-    return torch.cat([each.flatten().view(torch.uint8) for each in on_host])
+        for part, some in zip(kept.split(at_once), pages.split(at_once), strict=True):
+            part.copy_(whole[some.to(whole.device)])
+    return kept.flatten().view(torch.uint8)

@@ -156,7 +156,7 @@ class Recorder:
         """Say at the end of the recording how many calls are recorded, of which layers, or why none is."""
         made, layers = next(self._numbers) - 1, self.layers or self._seen_layers
         known = sorted(each for each in layers if each is not None)
-        words = [f"{self.kept or 'no'} of {counted(made, 'call')} recorded in {self.out}"]
+        words = [f"{self.kept or 'none'} of {counted(made, 'call')} recorded in {self.out}"]
         words += [f"{self.judged} judged, {self.wrong} wrong"] if self.triggers.shadow else []
         words += [f"of layers {', '.join(map(str, known))}"] if known else []
         if not self.kept:

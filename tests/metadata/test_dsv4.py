@@ -57,6 +57,12 @@ def test_pools_without_a_window_or_whole_groups_are_refused(fields: dict[str, An
         build_dsv4_metadata(*build(case))
 
 
+def test_virtual_slots_are_refused() -> None:
+    case = replace(of_dsv4(Case(ForwardMode.DECODE, (9,))), virtual_slots=True)
+    with pytest.raises(ValueError, match="a pool of DSV4 has no virtual slots"):
+        build_dsv4_metadata(*build(case))
+
+
 def test_a_first_draft_extend_is_refused() -> None:
     batch, pool = build(of_dsv4(Case(ForwardMode.DRAFT_EXTEND, (9, 40), (1, 2))))
     with pytest.raises(ValueError, match="is no mode of DSV4"):

@@ -262,6 +262,11 @@ def test_the_command_judges_the_only_recording_below_a_folder(dumps: Path, capsy
         line, answer, *_ = capsys.readouterr().out.replace("\n", " ").partition("Right: " if number else "Wrong: ")
         assert line.split() == f"{dumps.parent}{number} has no calls: those of {below} are judged".split()
         assert answer
+    for words in (f"{below.parent}//rank0", f"{below}/#2", f"{below.parent}/./rank0#2"):
+        run(["judge", "--calls", words, "--device", "cpu", "--in-process"])
+        assert "has no calls" not in capsys.readouterr().out
+    run(["judge", "--calls", f"{below}/..", "--device", "cpu", "--in-process"])
+    assert "has no calls: those of" in capsys.readouterr().out.replace("\n", " ")
     shutil.copytree(below, below / "older")
     assert len(recorded_cases(below)) == 5
 

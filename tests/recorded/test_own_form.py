@@ -118,6 +118,18 @@ def test_tensors_that_are_no_pages_are_read_as_they_were(tmp_path: Path, functio
     assert (call.gpu, call.versions, call.lost) == (own_form.gpu(), VERSIONS, ())
 
 
+@pytest.mark.parametrize("function", BATCHES)
+def test_a_file_is_hardly_larger_than_its_data(tmp_path: Path, function: str) -> None:
+    """The overhead is what docs/debug.md states."""
+    path = _write(tmp_path, arguments_of(function, BATCHES[function]([3, 3], [20, 370])), function)
+    record = _record(path)
+    kept = [*record["arguments"].values(), *record["results"]]
+    parts = [part for each in kept for part in (each if isinstance(each, tuple) else (each,)) if isinstance(part, dict)]
+    data_bytes = sum(part["elements"].nbytes for part in parts if part["elements"] is not None)
+    pages = own_form.read(path).pages or ()
+    assert data_bytes < path.stat().st_size < data_bytes + 6000 + 4 * len(pages)
+
+
 def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_path: Path) -> None:
     arguments = decode_arguments()
     arguments["block_tables"][0, 1], arguments["block_tables"][1, 2] = -1, 1000
@@ -356,7 +368,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda path: torch.save([1], path), "is no call that the lab recorded"),
     "another program's": (lambda path: torch.save({"weight": torch.ones(2)}, path), "is no call that the lab recorded"),
     "a later version": (lambda path: _change(path, version=4), "is of version 4; this release of the lab reads 3"),
-    "another form": (lambda path: path.write_bytes(b"a call recorded by trtllm-attention-lab\n"), "is damaged"),
+    "an earlier version": (
+        lambda path: path.write_bytes(b"a call recorded by trtllm-attention-lab\n{}"),
+        "is of an earlier version; this release of the lab reads 3",
+    ),
     "an unknown function": (
         lambda path: _change(path, function="relu"),
         "is damaged: ValueError: 'relu' is not a valid",

@@ -65,7 +65,7 @@ def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path
     assert done.returncode == 7
     assert done.stdout.split() == ["False", "set", "3"]  # no torch before FlashInfer, and the site's own module
     assert f"recording into {out}; afterwards judge with lab judge --calls {out}" in done.stderr
-    assert done.stderr.count(f"no of 3 calls recorded in {out}; none was chosen") == 2
+    assert done.stderr.count(f"none of 3 calls recorded in {out}; none was chosen") == 2
     assert list(out.iterdir()) == []  # of these layers there are none
     done = _record(server, out, "--functions", "server_kernels", "--every", "3", "--longest", "33")
     assert done.stderr.count(f": 1 of 3 calls recorded in {out}") == 2

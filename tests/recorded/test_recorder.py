@@ -364,10 +364,15 @@ def test_a_limit_ends_the_recording_with_one_sentence(
 def test_a_full_disk_ends_the_recording_and_not_the_engine(
     module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_space(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
+    opened = Path.open
 
-    monkeypatch.setattr(Path, "write_bytes", no_space)
+    def full(path: Path, *words: Any, **options: Any) -> Any:
+        if path.suffix != ".unfinished":
+            return opened(path, *words, **options)
+        path.touch()
+        return open("/dev/full", *words)
+
+    monkeypatch.setattr(Path, "open", full)
     with record_calls(tmp_path, functions=[module]) as recorder:
         assert all(decode(module).shape == (3, 4, 64) for _ in range(3))
         assert recorder.has_ended
@@ -411,7 +416,7 @@ def test_the_summary_says_what_is_recorded_or_why_nothing(module: ModuleType, tm
             summaries.append(recorder.summary())
     assert "none of its functions was called" in summaries[0]
     assert summaries[1:3] == [f"{each} recorded in {tmp_path}; of layers 5" for each in ("1 of 1 call", "2 of 2 calls")]
-    assert summaries[5] == f"no of 2 calls recorded in {tmp_path}; of layers 5; none was chosen"
+    assert summaries[5] == f"none of 2 calls recorded in {tmp_path}; of layers 5; none was chosen"
 
 
 def _of_layer(module: ModuleType, number: int) -> None:

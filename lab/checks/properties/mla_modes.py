@@ -91,8 +91,9 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of DeepSeek-V4, in each forward mode that has it, with each number of tokens per compressed entry. Some rows
-    see less than the window and no compressed entry, some see more entries than the indexer may select.
+    """Yield passes of DeepSeek-V4 with each number of tokens per compressed entry: decode, draft steps, both verifications, a
+    draft extend and a prefill. Some rows see less than the window and no compressed entry, some see more entries than the
+    indexer may select.
     """
     prefixes, ones = (0, 126, 127, 300, 700), (1,) * 5
     shared: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, **dims}

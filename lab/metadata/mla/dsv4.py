@@ -185,7 +185,8 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
 
     Raises:
         ValueError: the mode is DRAFT_EXTEND or PREBUILT, batch and pool are on different devices, the pool has no
-            sliding-window pages or its pages are no multiple of 128 tokens, or the batch lacks a number that the mode needs.
+            sliding-window pages, has virtual slots, or its pages are no multiple of 128 tokens, or the batch lacks a number
+            that the mode needs.
     """
     check_dsv4(pool)
     check_attends(batch, pool)
@@ -221,6 +222,8 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
 
 def check_dsv4(pool: KVPool) -> None:
     """Raise ValueError unless the backend supports the pool. SGLang's own has pages of 256 tokens."""
+    if pool.v2p is not None:
+        raise ValueError("a pool of DSV4 has no virtual slots: leave num_virtual_pages out")
     if pool.full_to_swa is None or pool.page_size % WITHOUT_INDEXER:
         raise ValueError(
             f"a pool of DSV4 has sliding-window pages and whole groups of {WITHOUT_INDEXER} tokens in a page: "
