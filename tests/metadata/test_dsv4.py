@@ -50,6 +50,18 @@ def test_lengths_and_places_equal_the_loops(case: Case, ratio: int) -> None:
     assert metadata.sparse_indices(ratio, topk).shape[1] % 64 == 0
 
 
+def test_rows_and_tensors_that_are_missing_are_told() -> None:
+    batch, pool = build(of_dsv4(Case(ForwardMode.EXTEND, (9, 40), (3, 2))))
+    metadata = build_dsv4_metadata(batch, pool)
+    tables = ("seq_lens", "window", "page_table")
+    for names in (*((name,) for name in tables), tables):
+        short = replace(metadata, **{name: getattr(metadata, name)[:-1] for name in names})
+        assert wrong_dsv4_metadata(batch, pool, short) == f"the number of rows of {names[0]} is 4, expected 5"
+    for name in (*tables, "cum_seq_lens_q", "request_lens"):
+        wrong = wrong_dsv4_metadata(batch, pool, replace(metadata, **{name: None}))
+        assert wrong == f"{name} is None, not a tensor"
+
+
 @pytest.mark.parametrize("fields", [{"sliding_window": False}, {"page_size": 64}])
 def test_pools_without_a_window_or_whole_groups_are_refused(fields: dict[str, Any]) -> None:
     case = replace(of_dsv4(Case(ForwardMode.DECODE, (9,))), **fields)

@@ -32,6 +32,8 @@ from lab.references.forward_metadata import (
     zigzag_forward_metadata,
 )
 
+OF_DSV4_PREFILL = ("cum_seq_lens_q", "request_lens")  # tensors of `DSV4Metadata`
+
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
     """Return a sentence about the first error in one rank's part of an extend under context parallelism (rows and metadata); ""
@@ -251,6 +253,8 @@ def wrong_dsv4_metadata(
         compress_ratio = TOKENS_ALONE if is_draft else WITHOUT_INDEXER
     expected = dsv4_forward_metadata(batch, pool, compress_ratio=compress_ratio, topk_indices=topk_indices)
     rows, top_k = len(expected.seq_lens), 0
+    if wrong := _unreadable(metadata, rows, mode.is_prefill):
+        return wrong
     if topk_indices is not None:
         top_k = topk_indices.shape[1]
         topk_indices = torch.nn.functional.pad(topk_indices, (0, 0, 0, len(metadata.seq_lens) - rows))
@@ -266,14 +270,25 @@ def wrong_dsv4_metadata(
         },
     }
     if mode.is_prefill:
-        assert metadata.cum_seq_lens_q is not None
-        assert metadata.request_lens is not None
         pairs |= {
-            "cum_seq_lens_q": (metadata.cum_seq_lens_q.tolist(), expected.cum_seq_lens_q),
-            "request_lens": (metadata.request_lens.tolist(), expected.request_lens),
+            **{name: (getattr(metadata, name).tolist(), getattr(expected, name)) for name in OF_DSV4_PREFILL},
             "max_q_len": (metadata.max_q_len, max(batch.extend_seq_lens_cpu or (), default=0)),
         }
     return _first_difference(pairs)
+
+
+def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
+    """Return a sentence about the first tensor of the metadata that is missing, or has another number of rows than `seq_lens`,
+    which has at least `rows`; "" if all can be read.
+    """
+    tables = ("seq_lens", "window", "page_table")
+    for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):
+        if not isinstance(getattr(metadata, name), torch.Tensor):
+            return f"{name} is {getattr(metadata, name)}, not a tensor"
+    count = max(rows, len(metadata.seq_lens))
+    return _first_difference(
+        {f"the number of rows of {name}": (len(getattr(metadata, name)), count) for name in tables}
+    )
 
 
 def wrong_mla_prefill_metadata(
