@@ -38,7 +38,7 @@ DECISIVE = (
 )
 # What every shard of a run must know of a kernel: it decides the circumstances, and their pairs of values.
 OF_ALL_SHARDS = (
-    *("group", "heads", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
+    *("group", "heads", "head_dim", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
     *("window_left", "longest_request"),
 )
 # How many such axes, and how many others, have another value than the default in a case: where more have one, a kernel is more

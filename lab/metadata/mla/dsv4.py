@@ -12,7 +12,7 @@ rows of their block, is not built here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class DSV4Layer(MLALayer):
     """
 
     compress_ratio: int = TOKENS_ALONE
-    sinks: Tensor | None = None
+    sinks: Tensor | None = field(default=None, compare=False, hash=False)
 
 
 @dataclass(frozen=True, eq=False)
