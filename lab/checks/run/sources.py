@@ -50,7 +50,7 @@ def digest_of_run(sources: str, *parts: object) -> str:
 def _digest(name: str) -> str:
     """Return a digest of the lab's and the implementation's sources, and of the environment variables that sources or libraries
     read, without `PLACES`. A file goes by its content and by its path within its folder of `sys.path`, so that the digest does
-    not depend on where these folders lie.
+    not depend on where these folders lie. Files with equal paths in several folders go in the order of the folders.
 
     The implementation's sources are the loaded modules outside installed packages, the files that these may import later, and
     the source files in the folder of the implementation's module. Packages are installed in Python's folders, and in each other
@@ -67,23 +67,26 @@ def _digest(name: str) -> str:
     of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
     roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
     own |= _imported(own - of_lab, roots, without=of_lab)
-    named, digests, folders = set[str](), list[tuple[str, str]](), (*roots, Path(lab.__file__).parents[1])
+    named, digests, folders = set[str](), list[tuple[str, int, str]](), (*roots, Path(lab.__file__).parents[1])
     for path in filter(Path.is_file, own | of_lab):
         content = path.read_bytes()
-        digests.append((_within(path, folders), hashlib.sha256(content).hexdigest()))
+        digests.append((*_within(path, folders), hashlib.sha256(content).hexdigest()))
         if path not in of_lab and len(content) <= MOST_NAMING_BYTES:
             named |= _words(content)
     named = {each for each in os.environ if each in named or each.startswith(VARIABLES)} - {*PLACES}
     variables = sorted((each, os.environ[each]) for each in named)
-    return hashlib.sha256(repr((sorted(digests), variables)).encode()).hexdigest()
+    contents = [(place, digest) for place, _, digest in sorted(digests)]
+    return hashlib.sha256(repr((contents, variables)).encode()).hexdigest()
 
 
-def _within(path: Path, folders: Iterable[Path]) -> str:
-    """Return a path relative to the innermost of the folders that contain it; its name if none does."""
+def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
+    """Return a path relative to the innermost of the folders that contain it, and the folder's index; its name and -1 if none
+    does.
+    """
     there = path.resolve()
-    places = [each.resolve() for each in folders]
-    relative = (str(there.relative_to(each)) for each in places if there.is_relative_to(each))
-    return min(relative, key=len, default=there.name)
+    places = enumerate(each.resolve() for each in folders)
+    found = [(str(there.relative_to(each)), index) for index, each in places if there.is_relative_to(each)]
+    return min(found, key=lambda each: len(each[0]), default=(there.name, -1))
 
 
 # A process that judges several times, as tests do, has read most sources before.

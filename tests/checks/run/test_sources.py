@@ -53,6 +53,23 @@ def test_the_same_sources_in_another_folder_and_of_another_time_have_the_same_di
     assert digest(moved(package)) == digest(package)
 
 
+def test_files_of_one_name_in_two_folders_go_in_the_order_of_the_folders(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python imports the first one's."""
+    (package / "kernel.py").write_bytes(b"import util\n")
+    for place in "ab":
+        (package.parent / place).mkdir()
+        monkeypatch.syspath_prepend(package.parent / place)
+
+    def digest_with(**contents: bytes) -> str:
+        for place, content in contents.items():
+            (package.parent / place / "util.py").write_bytes(content)
+        return digest(package)
+
+    assert len({digest_with(a=b"1", b=b"2"), digest_with(a=b"2", b=b"1"), digest_with(a=b"1", b=b"1")}) == 3
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a large file": lambda folder: (folder / "library.so").write_bytes(LARGE[:-1] + b"1"),
     "an imported file": lambda folder: (folder / "helpers" / "scales.py").write_bytes(b"SCALE = 2.0\n"),
