@@ -38,8 +38,19 @@ BESIDE_MLA: Reasons = {
 }
 
 
+def takes_rank(call: Any) -> bool:
+    """Return True if a decode or MLA decode call has an argument of a rank that is not at its default.
+
+    Raises:
+        TypeError, ValueError: cp_world or cp_rank has the wrong type, or is too small.
+    """
+    world = arguments.check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
+    rank = arguments.check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
+    return (world, rank, call.causal_seqlens_kv_global) != (1, 0, None)
+
+
 def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> None:
-    """Check the arguments of context parallelism of a call that has one of them.
+    """Check the arguments of context parallelism of a call that has one of them, after `takes_rank`.
 
     Args:
         call: a decode call or an MLA decode call.
@@ -50,14 +61,13 @@ def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> 
     Raises:
         TypeError, ValueError: an argument has the wrong type or value, or is excluded.
     """
-    world = arguments.check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
-    rank = arguments.check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
     if not argument:
         raise ValueError(
-            f"cp_world={world} and cp_rank={rank} need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"
+            f"cp_world={call.cp_world} and cp_rank={call.cp_rank} need causal_seqlens_kv_global, and in an MLA "
+            "decode enable_dcp=True"
         )
-    if rank >= world:
-        raise ValueError(f"cp_rank={rank} must be below cp_world={world}")
+    if call.cp_rank >= call.cp_world:
+        raise ValueError(f"cp_rank={call.cp_rank} must be below cp_world={call.cp_world}")
     check_beside(call, argument, excluded)
     arguments.check_vector("causal_seqlens_kv_global", call.causal_seqlens_kv_global, batch_size, (torch.int32,))
     for name in ("bmm1_scale", "bmm2_scale") if "bmm1_scale_log2" in excluded else ():

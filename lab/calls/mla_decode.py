@@ -170,7 +170,7 @@ class MLADecodeCall:
             return_lse=self.return_lse,
         )
         arguments.check_bool("enable_dcp", self.enable_dcp)
-        if self.enable_dcp or (self.cp_world, self.cp_rank, self.causal_seqlens_kv_global) != (1, 0, None):
+        if context_parallel.takes_rank(self) or self.enable_dcp:
             argument = "enable_dcp=True" if self.enable_dcp else ""
             context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_MLA)
             assert self.causal_seqlens_kv_global is not None

@@ -167,7 +167,7 @@ class DecodeCall:
             mask=self.mask,
             by_kv_head=self.enable_block_sparse_attention,
         )
-        if (self.cp_world, self.cp_rank, self.causal_seqlens_kv_global) == (1, 0, None):
+        if not context_parallel.takes_rank(self):
             return problem
         argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
         context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)

@@ -235,6 +235,21 @@ def test_wrong_arguments_of_an_mla_decode_are_refused(
         trtllm_batch_decode_with_kv_cache_mla(**latent(1, 2, 1) | latent_rank(2, 1) | changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cp_world": True}, "cp_world must be an int, got True"),
+        ({"cp_world": 1.0}, "cp_world must be an int, got 1.0"),
+        ({"cp_rank": False}, "cp_rank must be an int, got False"),
+    ],
+)
+def test_what_equals_a_default_and_is_no_int_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        trtllm_batch_decode_with_kv_cache(**decode(1) | changes)
+    with pytest.raises(TypeError, match=words):
+        trtllm_batch_decode_with_kv_cache_mla(**latent(1) | changes)
+
+
 def test_a_wrong_row_is_named_with_its_request() -> None:
     arguments = decode(3, world=2, causal_seqlens_kv_global=torch.tensor(LENS, dtype=torch.int32), cp_world=2)
     out, lse = trtllm_batch_decode_with_kv_cache(**arguments)
