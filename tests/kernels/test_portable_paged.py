@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lab import references
 from lab.calls import ContextCall
-from lab.kernels.portable import key_shares, merge, paged, partial_results
+from lab.kernels.portable import hopper, key_shares, merge, paged, partial_results
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.tile_choices import choose_tile
 from lab.kernels.portable.tiles import HopperTile, ProgramTile, tile_descriptor
@@ -253,6 +253,18 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
     problem = sizes_on_a_gpu(1, q_len, kv_len, window_left=window_left)
     shares = paged.shares_of(problem, tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 2048), (128, 512)])
+def test_windows_of_few_keys_have_a_tile_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, most: int
+) -> None:
+    tiles = hopper.TILES[head_dim]
+    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(paged, "hopper_tiles", lambda _: tiles)
+    for window_left, tile in ((0, tiles.windows), (most - 1, tiles.windows), (most, tiles.blocks), (-1, tiles.blocks)):
+        problem = sizes_on_a_gpu(8, 4096, 4096, head_dim=head_dim, window_left=window_left)
+        assert paged._tile_and_shares(problem, False) == (tile, None)
 
 
 # Where K and V lie.
