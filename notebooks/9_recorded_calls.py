@@ -35,7 +35,7 @@ if not torch.cuda.is_available():
 
 from lab import references
 from lab.checks.run.judge import judge_calls
-from lab.recorded import record, recorded_cases
+from lab.recorded import Recorder, recorded_cases
 from lab.recorded.lengths import traced_requests
 from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
@@ -81,7 +81,7 @@ tables = torch.randperm(NUM_PAGES, generator=draw)[: 5 * 13].view(5, 13).to(torc
 tables[2, :SHARED_PAGES] = tables[1, :SHARED_PAGES]
 
 folder = Path(tempfile.mkdtemp()) / "recording"
-with record(folder, functions=["engine"]) as recorder:
+with Recorder(folder, functions=["engine"]) as recorder:
     for _ in range(STEPS):
         lengths += 1  # the engine has written this step's keys
         engine.trtllm_batch_decode_with_kv_cache(

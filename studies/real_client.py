@@ -33,7 +33,7 @@ import typer
 from lab.extras import require
 from lab.loading import load
 from lab.provenance import version_of
-from lab.recorded import Recorder, Triggers, record
+from lab.recorded import Recorder, Triggers
 from lab.recorded.own_form import own_calls
 from lab.reports.tables import Table, number
 from lab.timing.host_time import METHOD as HOST_METHOD
@@ -176,7 +176,7 @@ class RealClient(Study):
             return
         folder = self._folder / attention.name.replace(":", ".")
         triggers, module = Triggers(shadow=attention.shadow), attention.calls.implementation
-        with record(folder, triggers=triggers, functions=[module]) as recorder:
+        with Recorder(folder, triggers=triggers, functions=[module]) as recorder:
             yield recorder
 
     def _differing(self, tokens: Sequence[Sequence[int]]) -> Iterator[StudyRow]:
@@ -227,7 +227,7 @@ def idle_recorder() -> dict[str, Any]:
     module = _module("nothing", {DECODE: nothing})
     with (
         tempfile.TemporaryDirectory() as folder,
-        record(folder, triggers=Triggers(every=NEVER), functions=[module]),
+        Recorder(folder, triggers=Triggers(every=NEVER), functions=[module]),
     ):
         arguments = dict.fromkeys(("query", "kv_cache", "block_tables", "seq_lens", "max_seq_len"))
         functions = {"without": nothing, "with": getattr(module, DECODE)}

@@ -45,21 +45,30 @@ def damaged_values(record: Any, dice: random.Random, count: int) -> Iterator[Any
     tops = [place for place in places if len(place) <= 2]
     for number in range(count):
         place = dice.choice(tops if number % 2 else places)
-        changed = copy.deepcopy(record)
-        holder = changed
-        for key in place[:-1]:
-            holder = holder[key]
-        if isinstance(holder, dict) and not dice.randrange(6):
-            holder[HOSTILE] = holder.pop(place[-1])
-        else:
-            holder[place[-1]] = dice.choice(VALUES)
-        yield changed
+        yield _changed(copy.deepcopy(record), place, dice)
+
+
+def _changed(value: Any, place: tuple[Any, ...], dice: random.Random) -> Any:
+    """Return a value with the part at a place replaced or renamed. Its lists and dictionaries are changed in place."""
+    if not place:
+        return dice.choice(VALUES)
+    key, *rest = place
+    if isinstance(value, dict) and not rest and not dice.randrange(6):
+        value[HOSTILE] = value.pop(key)
+        return value
+    part = _changed(value[key], tuple(rest), dice)
+    if isinstance(value, tuple):
+        return (*value[:key], part, *value[key + 1 :])
+    value[key] = part
+    return value
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys that lead to each value of nested lists and dictionaries."""
+    """Yield the keys that lead to each value of nested lists, tuples and dictionaries."""
     if place:
         yield place
-    items = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list | tuple) else ()
+    )
     for key, each in items:
         yield from _places(each, (*place, key))

@@ -5,7 +5,7 @@ A recorded call has no history of its requests' tokens. It is judged by its own 
 
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase, recorded_cases
-from lab.recorded.recorder import Recorder, Triggers, record
+from lab.recorded.recorder import Recorder, Triggers
 
 __all__ = [
     "OUTPUTS",
@@ -14,6 +14,5 @@ __all__ = [
     "Recorder",
     "RecordingError",
     "Triggers",
-    "record",
     "recorded_cases",
 ]

@@ -92,7 +92,8 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     if not path.exists():
         raise RecordingError(f"{path} is no folder of recorded calls")
     folder = path.parent if path.is_file() else path
-    cases, below = _cases(folder), _below(folder) if path is folder else {}
+    cases = _cases(folder)
+    below = {} if cases or path is not folder else _below(folder)
     if not cases and len(below) == 1:
         (cases,) = below.values()
     cases = cases if path is folder else [case for case in cases if case.path == str(path)]

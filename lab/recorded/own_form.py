@@ -22,6 +22,7 @@ from lab.calls import AttentionCall
 from lab.provenance import version_of
 from lab.recorded.call import (
     ALIGNMENT_BYTES,
+    RECORDED_CALLS,
     RESULTS,
     ListedCall,
     RecordedCall,
@@ -79,6 +80,10 @@ def read(path: Path) -> RecordedCall:
             raise RecordingError(f"{path} is no call that the lab recorded")
         if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")
+        if record["function"] not in {each.value for each in RECORDED_CALLS}:
+            raise RecordingError(f"{path} holds a call of {record['function']}, of which the lab reads no recording")
+        if record["pages"] is not None:
+            _check_is_whole("pages", record["pages"])
         out, lse = (_restored(path, name, value) for name, value in zip(RESULTS, record["results"], strict=True))
         return RecordedCall(
             AttentionCall(record["function"]),
@@ -156,15 +161,34 @@ def _restored(path: Path, name: str, value: Any) -> Any:
     """Return an argument or result of a record as it was given to the call, or returned by it."""
     if isinstance(value, tuple | list):
         return type(value)(_restored(path, name, each) for each in value)
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a tensor without its layout")
     if not isinstance(value, dict):
         return value
     if "lost" in value:
         raise RecordingError(f"{path} does not hold {name}: {value['lost']}")
-    tensor = placed(value["layout"], value["address"])
-    if (elements := value["elements"]) is not None:
+    layout, elements = value["layout"], value["elements"]
+    if not layout.is_meta:
+        raise TypeError(f"the layout of {name} is on the device {layout.device}")
+    if elements is not None:
+        _check_is_whole(name, elements)
+    tensor = placed(layout, value["address"])
+    if elements is not None:
         once = unrepeated(tensor)
         once.copy_(elements.view(tensor.dtype).view(once.shape))
     return tensor
+
+
+def _check_is_whole(name: str, elements: Tensor) -> None:
+    """Raise ValueError unless a tensor has the form in which `write` keeps elements. A view may name far more elements than its
+    file has, and a tensor of another device has none.
+    """
+    storage_bytes = elements.untyped_storage().nbytes()
+    if elements.device.type != "cpu" or not elements.is_contiguous() or elements.nbytes != storage_bytes:
+        raise ValueError(
+            f"the elements of {name} are no contiguous tensor with its whole storage on the CPU: shape "
+            f"{list(elements.shape)}, strides {list(elements.stride())}, {storage_bytes:,} bytes, {elements.device}"
+        )
 
 
 def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
@@ -239,8 +263,8 @@ def _read_cells(given: Mapping[str, Any], tables: Tensor, page_size: int) -> Ten
 
 
 def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
-    """Return the bytes of a tensor's elements on the host, uint8, without gaps. An expanded dimension is stored once. `pages`
-    are the only ones that are copied, a few at a time, since an engine leaves little memory free.
+    """Return the bytes of a tensor's elements on the host, uint8, without gaps. An expanded dimension is stored once. Of a pool
+    only the pages with the ids `pages` are copied, a few at a time, since an engine leaves little memory free.
     """
     whole = tensor.detach()
     if pages is None:

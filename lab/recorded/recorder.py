@@ -320,9 +320,6 @@ class Recorder:
             self._say_once(f"a call is not recorded: {type(error).__name__}: {error}")
 
 
-record = Recorder  # `with record(...)` reads as a sentence
-
-
 def start_from_environment() -> None:
     """Record to the end of this process, as the environment variable LAB_RECORD says; then print the summary to stderr."""
     settings = json.loads(os.environ[ENVIRONMENT])

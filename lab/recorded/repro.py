@@ -122,7 +122,8 @@ def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
 
 def is_foreign(module: str) -> bool:
     """Return True if a module, or a file, is not of FlashInfer. It is of FlashInfer if its name is not known."""
-    return module.partition(".")[0] not in ("", "flashinfer")
+    name, *_ = module.partition(":")
+    return name not in ("", "flashinfer") and (not name.startswith("flashinfer.") or name.endswith(".py"))
 
 
 def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:

@@ -106,14 +106,14 @@ def main(folder: str, own_folder: str) -> None:
     from flashinfer.api_logging import flashinfer_api
 
     from lab import references
-    from lab.recorded import record
+    from lab.recorded import Recorder
 
     engine = ModuleType("engine")
     engine.trtllm_batch_decode_with_kv_cache = flashinfer_api(  # type: ignore[attr-defined]
         references.trtllm_batch_decode_with_kv_cache
     )
     sys.modules["engine"] = engine
-    with record(own_folder, functions=[engine]):
+    with Recorder(own_folder, functions=[engine]):
         make_calls(engine.trtllm_batch_decode_with_kv_cache)
     flashinfer_api(torch.nn.functional.relu)(decode_arguments()["query"])
 

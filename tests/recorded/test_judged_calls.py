@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -250,6 +251,11 @@ def test_a_folder_beside_the_recording_is_refused_with_the_way_to_it(dumps: Path
             recorded_cases(part)
     with pytest.raises(RecordingError, match="has no call 9; it has 5"):
         recorded_cases(f"{dumps}#9")
+
+
+def test_folders_below_a_recording_are_not_searched(dumps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.recorded.case._below", mock.Mock(side_effect=AssertionError))
+    assert len(recorded_cases(dumps)) == 5
 
 
 def test_the_command_judges_the_only_recording_below_a_folder(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:

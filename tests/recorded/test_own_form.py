@@ -374,7 +374,35 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an unknown function": (
         lambda path: _change(path, function="relu"),
-        "is damaged: ValueError: 'relu' is not a valid",
+        "holds a call of relu, of which the lab reads no recording",
+    ),
+    "a call that is not recorded": (
+        lambda path: _change(path, function=AttentionCall.DSV4_DECODE.value),
+        "of which the lab reads no recording",
+    ),
+    "elements that repeat one byte": (
+        lambda path: _change_query(path, elements=torch.zeros(1, dtype=torch.uint8).expand(1536)),
+        "the elements of query are no contiguous tensor",
+    ),
+    "elements with a gap": (
+        lambda path: _change_query(path, elements=torch.zeros(3072, dtype=torch.uint8)[::2]),
+        "the elements of query are no contiguous tensor",
+    ),
+    "elements of a larger storage": (
+        lambda path: _change_query(path, elements=torch.zeros(3072, dtype=torch.uint8)[:1536]),
+        "the elements of query are no contiguous tensor",
+    ),
+    "pages that repeat one": (
+        lambda path: _change(path, pages=torch.zeros(1, dtype=torch.int32).expand(10**12)),
+        "the elements of pages are no contiguous tensor",
+    ),
+    "a layout with elements": (
+        lambda path: _change_query(path, layout=torch.zeros(3, 4, 64, dtype=torch.bfloat16)),
+        "the layout of query is on the device cpu",
+    ),
+    "a tensor without its layout": (
+        lambda path: _change(path, arguments=_record(path)["arguments"] | {"query": torch.zeros(3, 4, 64)}),
+        "query is a tensor without its layout",
     ),
     "no arguments": (lambda path: _change(path, arguments=[1]), "is damaged"),
     "an argument of a later release": (
@@ -444,7 +472,30 @@ def test_changed_values_are_read_or_refused(one_call: Path, tmp_path: Path) -> N
         with contextlib.suppress(RecordingError):
             own_form.read(path)
         if number % 20 == 0:
-            assert _outcome(tmp_path) in Outcome
+            (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+            assert "a part of the lab failed" not in verdict.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.bool, torch.int64, torch.float64, E4M3])
+def test_a_layout_of_another_dtype_is_judged_or_refused(one_call: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    path, record = Path(shutil.copy(one_call, tmp_path)), _record(one_call)
+
+    def changed(kept: Any) -> dict[str, Any]:
+        layout = torch.empty_strided(kept["layout"].shape, kept["layout"].stride(), dtype=dtype, device="meta")
+        elements = torch.zeros(layout.numel() * layout.itemsize, dtype=torch.uint8)
+        return {**kept, "layout": layout, "elements": elements}
+
+    arguments, (out, _) = record["arguments"], record["results"]
+    sides = tuple(changed(each) for each in arguments["kv_cache"])
+    damaged = [
+        {"arguments": arguments | {name: changed(arguments[name])}} for name in ("query", "block_tables", "seq_lens")
+    ]
+    for each in (*damaged, {"arguments": arguments | {"kv_cache": sides}}, {"results": [changed(out), None]}):
+        torch.save(record | each, path)
+        (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+        assert "a part of the lab failed" not in verdict.reason, verdict.reason
+        assert verdict.outcome is not Outcome.RIGHT
+    assert run(f"recorded list {tmp_path}") == 0
 
 
 def test_a_pipe_in_the_place_of_a_call_is_refused(one_call: Path, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import torch
 
 from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
-from lab.recorded import Triggers, recorded_cases
-from lab.recorded import record as record_calls
+from lab.recorded import Recorder, Triggers, recorded_cases
 from tests.devices import ON_GPU, graph_of, synchronisation_is_an_error
 
 pytestmark = [*ON_GPU]
@@ -54,7 +53,7 @@ def _outcomes(folder: Path, **settings: Any) -> list[Outcome]:
 def test_an_eager_call_is_kept_and_right_in_both_ways(home: Any, tmp_path: Path) -> None:
     arguments = _arguments()
     getattr(home, NAME)(**arguments)
-    with record_calls(tmp_path, functions=[home]) as recorder:
+    with Recorder(tmp_path, functions=[home]) as recorder:
         getattr(home, NAME)(**arguments)
     assert recorder.kept == 1
     (path,) = tmp_path.iterdir()
@@ -73,7 +72,7 @@ def test_an_eager_call_is_kept_and_right_in_both_ways(home: Any, tmp_path: Path)
 def test_replays_of_a_graph_are_kept_with_their_own_lengths_and_queries(home: Any, tmp_path: Path) -> None:
     arguments = _arguments()
     getattr(home, NAME)(**arguments)
-    with record_calls(tmp_path, functions=[home]) as recorder:
+    with Recorder(tmp_path, functions=[home]) as recorder:
         graph = graph_of(lambda: getattr(home, NAME)(**arguments))
         assert recorder.kept == 1  # the run before the capture
         for _ in range(3):
@@ -99,7 +98,7 @@ def test_shadow_keeps_what_is_wrong(home: Any, tmp_path: Path, how: str, monkeyp
 
     scaled(**_arguments())
     monkeypatch.setattr(home, NAME, scaled)
-    with record_calls(tmp_path, functions=[home], triggers=Triggers(shadow=1)) as recorder:
+    with Recorder(tmp_path, functions=[home], triggers=Triggers(shadow=1)) as recorder:
         arguments = _arguments()
 
         def call() -> Any:
@@ -120,7 +119,7 @@ def test_an_idle_recorder_launches_nothing_and_does_not_wait(home: Any, tmp_path
     counts = []
     for triggers in (None, Triggers(every=10**9)):
         functions = [home] if triggers else []
-        with record_calls(tmp_path, functions=functions, triggers=triggers):
+        with Recorder(tmp_path, functions=functions, triggers=triggers):
 
             def call() -> Any:
                 return getattr(home, NAME)(**arguments)
@@ -140,7 +139,7 @@ def test_an_idle_recorder_launches_nothing_and_does_not_wait(home: Any, tmp_path
 
 def test_non_finite_outputs_are_found_in_a_graph(home: Any, tmp_path: Path) -> None:
     arguments = _arguments()
-    with record_calls(tmp_path, functions=[home], triggers=Triggers(non_finite=True)) as recorder:
+    with Recorder(tmp_path, functions=[home], triggers=Triggers(non_finite=True)) as recorder:
         graph = graph_of(lambda: getattr(home, NAME)(**arguments))
         graph.replay()
         arguments["query"][2, 3] = torch.nan
@@ -152,7 +151,7 @@ def test_non_finite_outputs_are_found_in_a_graph(home: Any, tmp_path: Path) -> N
 def test_compiled_code_runs_as_before(home: Any, tmp_path: Path) -> None:
     arguments = _arguments()
     expected = getattr(home, NAME)(**arguments).clone()
-    with record_calls(tmp_path, functions=[home]):
+    with Recorder(tmp_path, functions=[home]):
         step = torch.compile(lambda query: torch.ops.tests_recorded.attention(query * 2) + 1, fullgraph=True)
 
         def attention(query: torch.Tensor) -> torch.Tensor:
@@ -189,14 +188,14 @@ def test_costs(home: Any, tmp_path: Path) -> None:
     graph = graph_of(lambda: [call() for _ in range(32)])
     plain, plain_replay = _host_us(call), _host_us(graph.replay)
     lines = [f"{home.__name__}: {plain:.1f} µs a call, {plain_replay:.1f} µs a replay of 32 calls without a recorder"]
-    with record_calls(tmp_path, functions=[home], triggers=Triggers(every=10**9)):
+    with Recorder(tmp_path, functions=[home], triggers=Triggers(every=10**9)):
         graph = graph_of(lambda: [call() for _ in range(32)])
         idle, idle_replay = _host_us(call) - plain, _host_us(graph.replay) - plain_replay
         lines.append(f"an idle call costs {idle:.1f} µs more, an idle replay of 32 calls {idle_replay:.1f} µs more")
-    with record_calls(tmp_path, functions=[home], triggers=Triggers(layers=(99,))):
+    with Recorder(tmp_path, functions=[home], triggers=Triggers(layers=(99,))):
         lines.append(f"with --layers an idle call costs {_host_us(call) - plain:.1f} µs more")
     for triggers in (Triggers(), Triggers(shadow=1), Triggers(non_finite=True)):
-        with record_calls(tmp_path / str(triggers.shadow), functions=[home], triggers=triggers) as recorder:
+        with Recorder(tmp_path / str(triggers.shadow), functions=[home], triggers=triggers) as recorder:
             call()
             took = _host_us(call, 10) / 1000
         lines.append(f"{triggers}: {took:.2f} ms a call, {recorder.kept} kept of {recorder.kept_bytes / 1e6:.1f} MB")

@@ -11,8 +11,7 @@ import torch
 
 from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
-from lab.recorded import Triggers, recorded_cases
-from lab.recorded import record as record_calls
+from lab.recorded import Recorder, Triggers, recorded_cases
 from tests.cases import DECODE
 from tests.recorded.fake_kernels import FakeGraph, decode, decode_kernel, outcomes
 from tests.recorded.record_calls import decode_arguments
@@ -34,7 +33,7 @@ def _forward(layer: SimpleNamespace, module: ModuleType, arguments: dict[str, An
 @pytest.mark.usefixtures("graphs")
 def test_each_replay_of_a_graph_is_recorded_with_what_it_read(module: ModuleType, tmp_path: Path) -> None:
     first, second = decode_arguments(), decode_arguments(window_left=3)
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         graph = _captured(module, first, second)
         assert recorder.kept == 0
         decode(module)
@@ -67,7 +66,7 @@ def test_replays_are_chosen_as_eager_calls_are(
 ) -> None:
     kernels = iter([decode_kernel(), decode_kernel(1.5), decode_kernel()])
     setattr(module, DECODE, lambda **arguments: next(kernels)(**arguments))
-    with record_calls(tmp_path, functions=[module], triggers=triggers):
+    with Recorder(tmp_path, functions=[module], triggers=triggers):
         graph = _captured(module, *(decode_arguments() for _ in range(3)))
         graph.replay()
         graph.replay()
@@ -76,7 +75,7 @@ def test_replays_are_chosen_as_eager_calls_are(
 
 @pytest.mark.usefixtures("graphs")
 def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_path: Path) -> None:
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         arguments = decode_arguments()
         held = weakref.ref(arguments["query"])
         graph = _captured(module, arguments)
@@ -98,7 +97,7 @@ def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_pa
 
 @pytest.mark.usefixtures("graphs")
 def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(module: ModuleType, tmp_path: Path) -> None:
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(layers=(1,))):
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(layers=(1,))):
         arguments = [decode_arguments(), decode_arguments()]
         held = [weakref.ref(each["query"]) for each in arguments]
         graph = _captured(module, *arguments)
@@ -110,7 +109,7 @@ def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(module: ModuleType
 
 @pytest.mark.usefixtures("graphs")
 def test_a_captured_call_is_written_after_a_replay_alone(module: ModuleType, tmp_path: Path) -> None:
-    with record_calls(tmp_path, functions=[module], before=True):
+    with Recorder(tmp_path, functions=[module], before=True):
         graph = _captured(module, decode_arguments())
         assert list(tmp_path.iterdir()) == []
         graph.replay()
@@ -121,7 +120,7 @@ def test_a_captured_call_is_written_after_a_replay_alone(module: ModuleType, tmp
 def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: ModuleType, tmp_path: Path) -> None:
     arguments = decode_arguments()
     arguments["out"] = arguments["query"]
-    with record_calls(tmp_path, functions=[module]):
+    with Recorder(tmp_path, functions=[module]):
         _captured(module, arguments).replay()
     (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
     assert "does not hold query: the call overwrote it, in a CUDA graph" in verdict.reason
@@ -132,7 +131,7 @@ def test_a_query_beside_the_output_in_one_buffer_is_kept(module: ModuleType, tmp
     arguments = decode_arguments()
     buffer = torch.cat((arguments["query"], arguments["query"]))
     arguments |= {"query": buffer[:3], "out": buffer[3:]}
-    with record_calls(tmp_path, functions=[module]):
+    with Recorder(tmp_path, functions=[module]):
         _captured(module, arguments).replay()
     assert outcomes(tmp_path) == [Outcome.RIGHT]
 
@@ -142,7 +141,7 @@ def test_a_graph_whose_capture_began_before_the_recorder_is_not_recorded(
 ) -> None:
     graph = graphs()
     graph.capture_begin()
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         decode(module)
         graph.capture_end()
         graph.replay()
@@ -152,7 +151,7 @@ def test_a_graph_whose_capture_began_before_the_recorder_is_not_recorded(
 @pytest.mark.usefixtures("graphs")
 def test_the_methods_of_graphs_are_put_back(module: ModuleType, tmp_path: Path) -> None:
     before = dict(vars(FakeGraph))
-    with record_calls(tmp_path, functions=[module], most_calls=1) as recorder:
+    with Recorder(tmp_path, functions=[module], most_calls=1) as recorder:
         graph = _captured(module, decode_arguments())
         graph.replay()
         graph.replay()

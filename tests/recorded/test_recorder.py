@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab import references
 from lab.calls.problem import E4M3
 from lab.checks import Outcome
-from lab.recorded import Triggers, own_form, recorded_cases
-from lab.recorded import record as record_calls
+from lab.recorded import Recorder, Triggers, own_form, recorded_cases
 from lab.recorded import recorder as recorder_module
 from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, arguments_of
 from tests.recorded.fake_kernels import decode, decode_kernel, outcomes
@@ -75,7 +74,7 @@ def test_calls_of_sglang_and_vllm_are_recorded_wherever_they_import_the_function
         flashinfer.decode.trtllm_batch_decode_with_kv_cache,
         flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla,
     )
-    with record_calls(tmp_path) as recorder:
+    with Recorder(tmp_path) as recorder:
         _run_engines()
     assert recorder.kept == 6
     cases = recorded_cases(tmp_path)
@@ -104,7 +103,7 @@ def test_a_package_that_is_imported_later_is_recorded_and_put_back(
     monkeypatch.syspath_prepend(tmp_path)
     names = ("later_kernels", "later_kernels.core", "later_engine", "later_kernels_of_others")
     try:
-        with record_calls(tmp_path / "calls", functions=["later_kernels"]) as recorder:
+        with Recorder(tmp_path / "calls", functions=["later_kernels"]) as recorder:
             engine, others = importlib.import_module("later_engine"), importlib.import_module("later_kernels_of_others")
             engine.decode(**decode_arguments())
             assert getattr(others, DECODE)() == 3
@@ -119,13 +118,13 @@ def test_a_package_that_is_imported_later_is_recorded_and_put_back(
 
 
 def test_a_call_that_a_recorded_call_makes_is_not_recorded_again(module: ModuleType, tmp_path: Path) -> None:
-    with record_calls(tmp_path, functions=[module, references]) as recorder:
+    with Recorder(tmp_path, functions=[module, references]) as recorder:
         decode(module)
     assert recorder.kept == 1
 
 
 def test_positional_arguments_get_their_names(tmp_path: Path) -> None:
-    with record_calls(tmp_path, functions=[references]):
+    with Recorder(tmp_path, functions=[references]):
         references.trtllm_batch_decode_with_kv_cache(*decode_arguments().values())
     call = recorded_cases(tmp_path)[0].read()
     assert call.given["seq_lens"].tolist() == list(LENGTHS)
@@ -135,7 +134,7 @@ def test_positional_arguments_get_their_names(tmp_path: Path) -> None:
 def test_results_are_those_that_were_written_or_returned(module: ModuleType, tmp_path: Path) -> None:
     setattr(module, DECODE, lambda out, **_: [out.fill_(3), None][1])
     setattr(module, MLA, lambda **arguments: (torch.ones(2), torch.full((2,), 4.0)))
-    with record_calls(tmp_path, functions=[module]):
+    with Recorder(tmp_path, functions=[module]):
         decode(module, out=torch.zeros(3, 4, 64))
         getattr(module, MLA)(**latent_arguments())
     first, second = (case.read() for case in recorded_cases(tmp_path))
@@ -149,7 +148,7 @@ def test_arguments_that_the_call_overwrites_are_recorded_as_they_were(module: Mo
     arguments = decode_arguments()
     arguments["out"] = arguments["query"]
     before = arguments["query"].clone()
-    with record_calls(tmp_path, functions=[module]):
+    with Recorder(tmp_path, functions=[module]):
         getattr(module, DECODE)(**arguments)
     call = recorded_cases(tmp_path)[0].read()
     assert torch.equal(call.given["query"], before)
@@ -166,7 +165,7 @@ def test_a_call_that_overwrites_what_cannot_be_copied_is_not_kept(
     arguments["out"] = arguments["query"]
     monkeypatch.setattr(torch, "clone", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
     refused = pytest.raises(ValueError, match="max_seq_len") if raises else contextlib.nullcontext()
-    with record_calls(tmp_path, functions=[module]) as recorder, refused:
+    with Recorder(tmp_path, functions=[module]) as recorder, refused:
         assert getattr(module, DECODE)(**arguments) is arguments["out"]
     assert recorder.kept == 0
     assert caplog.messages == ["lab record: a call is not recorded: OutOfMemoryError: full"]
@@ -194,7 +193,7 @@ def test_triggers_choose_calls(
     def forward(layer: SimpleNamespace) -> None:
         decode(module, max_seq_len=50)
 
-    with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=triggers) as recorder:
         for number in range(6):
             forward(SimpleNamespace(layer_idx=number % 2))
     numbers = [int(Path(case.path).stem.rpartition("call")[2]) for case in recorded_cases(tmp_path)] if kept else []
@@ -209,7 +208,7 @@ def test_one_of_each_ten_calls_is_chosen_and_over_time_of_each_layer(
     """Of 40 layers each 10th call would be of four layers alone; and a draft of four steps has a period of its own."""
     setattr(module, DECODE, decode_kernel(1.5))
     triggers = Triggers(layers=(*range(4),), **{name: 4})  # type: ignore[arg-type]
-    with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=triggers) as recorder:
         for number in range(40):
             _of_layer(module, number % 4)
     numbers = [int(Path(case.path).stem.rpartition("call")[2]) - 1 for case in recorded_cases(tmp_path)]
@@ -221,7 +220,7 @@ def test_one_of_each_ten_calls_is_chosen_and_over_time_of_each_layer(
 
 def test_calls_are_recorded_while_a_file_exists(module: ModuleType, tmp_path: Path) -> None:
     switch = tmp_path / "switch"
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(switch=str(switch))) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(switch=str(switch))) as recorder:
         for change in (lambda: None, switch.touch, lambda: None, switch.unlink):
             change()
             decode(module)
@@ -242,7 +241,7 @@ def test_a_non_finite_output_is_kept(module: ModuleType, tmp_path: Path, bad: bo
     out, lse = torch.ones(3, 4, 64), torch.full((3, 4), -torch.inf)  # an LSE of rows that see no key
     out[1, 2, 3] = torch.nan if bad else 1
     setattr(module, DECODE, lambda **_: (out.to(dtype), lse))
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(non_finite=True)) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(non_finite=True)) as recorder:
         decode(module)
     assert recorder.kept == bad
 
@@ -253,7 +252,7 @@ def test_shadow_keeps_wrong_calls_alone_and_logs_why(
     right, wrong = decode_kernel(), decode_kernel(1.5)
     kernels = iter([right, wrong, right, wrong, right, right])
     setattr(module, DECODE, lambda **arguments: next(kernels)(**arguments))
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
         for _ in range(6):
             decode(module, out=torch.zeros(3, 4, 64, dtype=torch.float16))
     assert (recorder.judged, recorder.wrong, recorder.kept) == (6, 2, 2)
@@ -266,7 +265,7 @@ def test_shadow_judges_the_requests_whose_keys_are_finite(module: ModuleType, tm
     arguments = decode_arguments()
     arguments["kv_cache"][0][arguments["block_tables"][0, 0], 0, 0, 0] = torch.nan
     setattr(module, DECODE, lambda query, **_: torch.zeros_like(query))
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
         getattr(module, DECODE)(**arguments)
     assert (recorder.wrong, outcomes(tmp_path)) == (1, [Outcome.WRONG])
 
@@ -277,7 +276,7 @@ def test_shadow_judges_the_lse_that_the_call_wrote(module: ModuleType, tmp_path:
         return out, lse.copy_(right + 1)
 
     setattr(module, DECODE, replacement)
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
         decode(module, return_lse=True, lse=torch.zeros(3, 4))
     assert recorder.wrong == 1
 
@@ -289,7 +288,7 @@ def test_shadow_has_the_bound_of_e4m3_arithmetic_where_it_is_chosen(module: Modu
     wrongs = []
     for is_rounded in (False, True):
         triggers = Triggers(shadow=1, e4m3_arithmetic=is_rounded)
-        with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+        with Recorder(tmp_path, functions=[module], triggers=triggers) as recorder:
             getattr(module, DECODE)(**arguments)
         wrongs.append(recorder.wrong)
     assert wrongs == [1, 0]
@@ -301,7 +300,7 @@ def test_shadow_keeps_invalid_calls_and_leaves_those_that_the_lab_does_not_model
     setattr(module, DECODE, lambda query, **_: query)
     table = decode_arguments()["block_tables"]
     table[0, 0] = 77
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
         decode(module, block_tables=table)
         decode(module, backend="cake")
         decode(module, backend="cake")
@@ -316,7 +315,7 @@ def test_a_call_that_raises_keeps_its_inputs_and_its_error(module: ModuleType, t
         raise RuntimeError("launch failed")
 
     setattr(module, DECODE, replacement)
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
         with pytest.raises(RuntimeError, match="launch failed"):
             decode(module)
         with pytest.raises(RuntimeError, match="launch failed"):
@@ -335,14 +334,14 @@ def test_inputs_are_on_the_disk_before_the_call(module: ModuleType, tmp_path: Pa
         return kernel(**arguments)
 
     setattr(module, DECODE, replacement)
-    with record_calls(tmp_path, functions=[module], before=True) as recorder:
+    with Recorder(tmp_path, functions=[module], before=True) as recorder:
         decode(module)
         decode(module)
     assert seen == [None, None]
     assert (recorder.kept, outcomes(tmp_path)) == (2, [Outcome.RIGHT] * 2)
     kept = tmp_path / "unkept"
     setattr(module, DECODE, kernel)
-    with record_calls(kept, functions=[module], before=True, triggers=Triggers(non_finite=True)):
+    with Recorder(kept, functions=[module], before=True, triggers=Triggers(non_finite=True)):
         decode(module)
     assert list(kept.iterdir()) == []
 
@@ -351,7 +350,7 @@ def test_inputs_are_on_the_disk_before_the_call(module: ModuleType, tmp_path: Pa
 def test_a_limit_ends_the_recording_with_one_sentence(
     module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: dict[str, int]
 ) -> None:
-    with record_calls(tmp_path, functions=[module], **limit) as recorder:  # type: ignore[arg-type]
+    with Recorder(tmp_path, functions=[module], **limit) as recorder:  # type: ignore[arg-type]
         for _ in range(5):
             decode(module)
     assert (recorder.kept, recorder.has_ended) == (2, True)
@@ -373,7 +372,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(
         return open("/dev/full", *words)
 
     monkeypatch.setattr(Path, "open", full)
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         assert all(decode(module).shape == (3, 4, 64) for _ in range(3))
         assert recorder.has_ended
     (sentence,) = caplog.messages
@@ -385,7 +384,7 @@ def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
     module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(module, DECODE, lambda **_: torch.ones(1))
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         for _ in range(2):
             getattr(module, DECODE)(query=torch.ones(2), block_tables="none")
         getattr(module, DECODE)(**decode_arguments(block_tables=torch.ones(3, 1, 4)))
@@ -400,7 +399,7 @@ def test_a_value_that_no_file_holds_does_not_stop_the_engine(
 ) -> None:
     error = pickle.PicklingError("Can't pickle a local class")
     monkeypatch.setattr(torch, "save", mock.Mock(side_effect=error))
-    with record_calls(tmp_path, functions=[module]):
+    with Recorder(tmp_path, functions=[module]):
         assert decode(module).shape == (3, 4, 64)
     (sentence,) = caplog.messages
     assert sentence.endswith("a call is not recorded: PicklingError: Can't pickle a local class")
@@ -410,7 +409,7 @@ def test_the_summary_says_what_is_recorded_or_why_nothing(module: ModuleType, tm
     summaries = []
     for triggers in (Triggers(), Triggers(layers=(1,))):
         for calls in (0, 1, 2):
-            with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+            with Recorder(tmp_path, functions=[module], triggers=triggers) as recorder:
                 for _ in range(calls):
                     _of_layer(module, 5)
             summaries.append(recorder.summary())
@@ -432,7 +431,7 @@ def test_the_summary_says_that_no_call_could_be_written(
         raise OSError("no space left")
 
     monkeypatch.setattr("lab.recorded.own_form.write", full)
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         decode(module)
     assert recorder.summary().endswith("; a call cannot be written: no space left")
 
@@ -441,7 +440,7 @@ def test_no_more_than_some_sentences_are_logged(
     module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(module, DECODE, lambda **_: None)
-    with record_calls(tmp_path, functions=[module]):
+    with Recorder(tmp_path, functions=[module]):
         for _ in range(recorder_module.MOST_SAID + 5):
             decode(module)
     assert "a call is not recorded: AssertionError: call 1 returned no output" in caplog.messages[0]
@@ -449,7 +448,7 @@ def test_no_more_than_some_sentences_are_logged(
 
 
 def test_calls_of_several_threads_are_all_recorded(module: ModuleType, tmp_path: Path) -> None:
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         threads = [threading.Thread(target=lambda: [decode(module) for _ in range(8)]) for _ in range(4)]
         for each in threads:
             each.start()
@@ -478,7 +477,7 @@ class _Counting(TorchDispatchMode):
 def test_an_idle_recorder_runs_no_operation(module: ModuleType, tmp_path: Path, triggers: Triggers) -> None:
     arguments = decode_arguments()
     setattr(module, DECODE, lambda **_: arguments["query"])
-    with record_calls(tmp_path, functions=[module], triggers=triggers), _Counting() as counting:
+    with Recorder(tmp_path, functions=[module], triggers=triggers), _Counting() as counting:
         for _ in range(20):
             getattr(module, DECODE)(**arguments)
     assert counting.count == 0
@@ -487,7 +486,7 @@ def test_an_idle_recorder_runs_no_operation(module: ModuleType, tmp_path: Path, 
 def test_an_ended_recorder_runs_no_operation(module: ModuleType, tmp_path: Path) -> None:
     arguments = decode_arguments()
     setattr(module, DECODE, lambda **_: arguments["query"])
-    with record_calls(tmp_path, functions=[module], most_calls=1), _Counting() as counting:
+    with Recorder(tmp_path, functions=[module], most_calls=1), _Counting() as counting:
         getattr(module, DECODE)(**arguments)
         before = counting.count
         getattr(module, DECODE)(**arguments)
@@ -500,7 +499,7 @@ def test_traced_code_is_traced_as_without_the_recorder(module: ModuleType, tmp_p
     def layer(query: torch.Tensor) -> torch.Tensor:
         return getattr(module, DECODE)(query=query, kv_cache=None) + 1
 
-    with record_calls(tmp_path, functions=[module]) as recorder:
+    with Recorder(tmp_path, functions=[module]) as recorder:
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
     assert recorder.kept == 0
@@ -508,8 +507,8 @@ def test_traced_code_is_traced_as_without_the_recorder(module: ModuleType, tmp_p
 
 def test_recorders_may_be_nested(module: ModuleType, tmp_path: Path) -> None:
     kernel = getattr(module, DECODE)
-    with record_calls(tmp_path / "1", functions=[module]) as outer:
-        with record_calls(tmp_path / "2", functions=[module]) as inner:
+    with Recorder(tmp_path / "1", functions=[module]) as outer:
+        with Recorder(tmp_path / "2", functions=[module]) as inner:
             decode(module)
         decode(module)
     assert (outer.kept, inner.kept) == (2, 1)
@@ -518,7 +517,7 @@ def test_recorders_may_be_nested(module: ModuleType, tmp_path: Path) -> None:
 
 def test_an_idle_call_costs_microseconds(module: ModuleType, tmp_path: Path) -> None:
     setattr(module, DECODE, lambda **_: None)
-    with record_calls(tmp_path, functions=[module], triggers=Triggers(every=10**9)):
+    with Recorder(tmp_path, functions=[module], triggers=Triggers(every=10**9)):
         start = time.perf_counter()
         for _ in range(1000):
             getattr(module, DECODE)(query=None)

@@ -20,10 +20,10 @@ from corpus.kernels import kernel
 from lab import references
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
-from lab.recorded import Triggers, own_form, record, shrink
+from lab.recorded import Recorder, Triggers, own_form, shrink
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages, fewer_requests, fewer_rows, without_dead_slots
-from lab.recorded.repro import _issue, import_line, repro, write_repro
+from lab.recorded.repro import _issue, import_line, is_foreign, repro, write_repro
 from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, recorded_fault, shrunk
 from lab.workloads.inputs.masks import packed_mask
 from tests.cases import arguments_of, random_batch
@@ -652,7 +652,7 @@ def test_a_call_in_the_labs_own_form_is_shrunk(tmp_path: Path, monkeypatch: pyte
     vars(module)[DECODE.value] = _without_bmm2_scale
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("lab.recorded.own_form.version_of", lambda package: {"torch": "2.11.0 (a build)"}.get(package))
-    with record(tmp_path / "calls", triggers=Triggers(shadow=1), functions=[module]):
+    with Recorder(tmp_path / "calls", triggers=Triggers(shadow=1), functions=[module]):
         getattr(module, DECODE.value)(**decode_arguments(bmm2_scale=2.0))
     assert run(f"recorded shrink {tmp_path}/calls#1 --from-outputs --out {tmp_path}/repro") == 0
     text = (tmp_path / "repro" / "ISSUE.md").read_text()
@@ -802,6 +802,12 @@ def test_an_error_is_the_fault_only_if_the_recorded_call_raised_it(
     assert status(None) == status(Fault(Reason.OUTPUT, "")) == not_run
     assert status(Fault(Reason.RAISED, "", "ValueError")) == (wrong if error is ValueError else not_run)
     assert status(Fault(Reason.NO_RETURN, ""), None) == status(None, None) == wrong
+
+
+@pytest.mark.parametrize("module", ["flashinfer.py", "flashinfer.py:fast", "flashinfer_mine", "my.flashinfer", "x"])
+def test_only_flashinfers_own_modules_are_no_foreign_ones(module: str) -> None:
+    assert is_foreign(module)
+    assert not any(map(is_foreign, ("", "flashinfer", "flashinfer:mla", "flashinfer.decode")))
 
 
 def test_an_issue_names_flashinfer_if_it_was_called() -> None:
