@@ -177,7 +177,7 @@ class CaseRun:
 
         `what` names the call. If `expected` is given, compare the result with it: with the expected output (`Truth`), or with
         another result whose bits must be equal. If the call is `needed`, its refusal is raised. Otherwise a call that
-        FlashInfer excludes is not made.
+        FlashInfer excludes is not made if the case is of a special kind (`_is_special`).
         """
         result: Result | None = None
         if not needed and _is_special(self.case) and _is_excluded(inputs, changes):
@@ -401,7 +401,9 @@ def _is_special(case: Any) -> bool:
 
 
 def _is_excluded(inputs: Inputs, changes: dict[str, Any]) -> bool:
-    """Return True if a call is not as FlashInfer documents it (`lab.calls`)."""
+    """Return True if a call is one that FlashInfer excludes, or that the lab does not take (`lab.calls`). On a CPU the contents
+    of tensors are read too, as they are now.
+    """
     try:
         CALL_TYPES[inputs.interface](**(inputs.arguments() | changes)).problem()
     except (ValueError, NotImplementedError):

@@ -86,9 +86,15 @@ OF_CALL: dict[str, CaseFeature] = {
     "query_gaps": Condition("the query's rows {do not |}lie next to each other", Cost.VALUE),
     "key_gaps": Condition("the keys {do not |}lie next to each other", Cost.VALUE),
     "block_tables_gaps": Condition("the rows of block_tables {do not |}lie next to each other", Cost.VALUE),
-    "query_far": Condition("rows of the query lie {|less than }2**31 elements apart", Cost.VALUE),
-    "lse_far": Condition("rows of the given lse lie {|less than }2**31 elements apart", Cost.VALUE),
-    "block_tables_far": Condition("rows of block_tables lie {|less than }2**31 elements apart", Cost.VALUE),
+    "query_far": Condition(
+        "the first and last row of the query lie {2**31 or more|fewer than 2**31} elements apart", Cost.VALUE
+    ),
+    "lse_far": Condition(
+        "the first and last row of the given lse lie {2**31 or more|fewer than 2**31} elements apart", Cost.VALUE
+    ),
+    "block_tables_far": Condition(
+        "the first and last row of block_tables lie {2**31 or more|fewer than 2**31} elements apart", Cost.VALUE
+    ),
     "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
     "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),

@@ -43,7 +43,7 @@ OF_FIELDS: dict[str, CaseFeature] = {
     ),
     "place": Choice("the place where the metadata is rebuilt", Cost.VALUE),
     "chunk": Number("the chunk size is {}", Cost.SETTING),
-    "compress_ratio": Number("a compressed entry stands for {} tokens", Cost.SETTING),
+    "compress_ratio": Number("compress_ratio is {}", Cost.SETTING),
     "context_parallel": Number("the number of context-parallel GPUs is {}", Cost.SETTING),
     "dcp_size": Number("the number of decode-context-parallel GPUs is {}", Cost.SETTING),
     "decode_splits": Number("the number of decode calls of a pass is {}", Cost.SETTING),

@@ -82,7 +82,7 @@ class Model:
         apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as those of an NVFP4 cache.
             A point with a value of a group covers only combinations that contain a value of the group. So each other
             combination is judged in a plain point too. A group is ignored if an axis has no value outside it.
-        shard: the part of the values, pairs and triples that are goals.
+        shard: the part of the values, pairs and triples that are goals. `alone` may be asked for all values of some axes.
 
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.

@@ -86,8 +86,9 @@ class Check:
         drawn: turns a random attention case into a case of this check; None for a check without random cases.
         draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
         more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
-            rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases, of which
-            each shard has all. Of other rounds a shard has the cases of its own goals.
+            rounds, and returns the cases of its round. At the full level the rounds follow the smoke level's cases, which at
+            the quick level are the last round: each shard has all of them. Of other rounds a shard has the cases of its own
+            goals.
         quick: number of cases at the quick level, spread over the fixed ones; a check with `more` has its own.
         kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind,
             at the full level one of each form of it.
@@ -110,8 +111,8 @@ class Check:
         return (self.doc or "").split("\n", 1)[0]
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed cases of the check for one function, within the ranges, at a level; of a check with `more` those of
-        a shard.
+        """Return the fixed cases of the check for one function, within the ranges, at a level. Only a check that divides its
+        cases itself reads the shard; the cases of other checks are those of all shards.
         """
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:

@@ -29,8 +29,8 @@ def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
     """Return one report of all verdicts of a run's shards.
 
     A case that several shards judged has one verdict, the worst. A case that a report calls right with an error above its bound
-    is dishonest, as in a run. The results of single calls are not in reports, so that
-    regions are found from the features of cases alone.
+    is dishonest, as in a run. Reports do not have the results of single calls, so regions are found from the features of cases
+    alone.
 
     Args:
         paths: the reports of all shards, in any order.

@@ -285,9 +285,8 @@ def admit_and_write(
     ]
     requests.write(cache, before, first_kept, sliding_window=has_window)
     batch = requests.batch(case.mode, case.num_padding_rows)
-    if (
-        case.num_padding_requests and case.mode.is_prefill
-    ):  # vLLM's; SGLang pads other modes, after it built the metadata
+    # A prefill with padding requests is vLLM's. SGLang pads other modes, after it built the metadata.
+    if case.num_padding_requests and case.mode.is_prefill:
         batch = with_padding_requests(batch, case.num_padding_requests, seq_len=0, width=0)
     metadata = build_metadata(batch, pool)
     new = [
