@@ -392,6 +392,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: _change_query(path, elements=torch.zeros(3072, dtype=torch.uint8)[:1536]),
         "the elements of query are no contiguous tensor",
     ),
+    "elements of another device": (
+        lambda path: _change_query(path, elements=torch.empty(1536, dtype=torch.uint8, device="meta")),
+        "the elements of query are no contiguous tensor",
+    ),
     "pages that repeat one": (
         lambda path: _change(path, pages=torch.zeros(1, dtype=torch.int32).expand(10**12)),
         "the elements of pages are no contiguous tensor",
