@@ -55,7 +55,7 @@ def _cases(scope: Scope) -> Iterator[Any]:
         return
     of_dtypes = [replace(scope, ranges=replace(ranges, dtypes=(pair,))) for pair in ranges.dtypes]
     drawn = [each.balanced(3, 8, seed=80) for each in of_dtypes]
-    nvfp4 = NVFP4_CACHE.cases([*of_dtypes[0].balanced(3, 8, seed=80)], ranges, scope.counted(3, 8))
+    nvfp4 = chain.from_iterable(NVFP4_CACHE.cases([case], ranges, 1) for case in of_dtypes[0].balanced(3, 8, seed=80))
     for cases in (*drawn, nvfp4):
         for case, keys in zip(cases, cycle(lengths), strict=False):
             fast = case if keys == short else replace(scope.on_fewest_heads(case), window_left=-1)
