@@ -51,8 +51,8 @@ EQUAL: dict[tuple[str, str, str], str] = {
     ): ON_A_GPU,
     (
         "lab/references/softmax_attention.py",
-        "out = sums.view(*by_row, kv.v_head_dim) / denominator.masked_fill(denominator == 0, 1.0)",
-        "out = sums.view(*by_row, kv.v_head_dim) / denominator.masked_fill(denominator <= 0, 1.0)",
+        "out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)",
+        "out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator <= 0, 1.0)).mul_(bmm2_scale)",
     ): "a denominator is a sum of exponentials and never negative",
     (
         "lab/references/paged_attention.py",

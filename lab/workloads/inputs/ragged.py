@@ -117,7 +117,7 @@ def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
 
 def padded(rows: Tensor, value: float = PADDED) -> Tensor:
     """Return the rows followed by `PADDING` rows of one value."""
-    return torch.cat((rows, rows.new_full((PADDING, *rows.shape[1:]), value)))
+    return torch.cat((rows, torch.full((PADDING, *rows.shape[1:]), value, device=rows.device).to(rows.dtype)))
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:
