@@ -130,18 +130,14 @@ def test_the_whole_command_runs_isolated_in_a_shell() -> None:
     assert "starting" not in done.stdout
 
 
-def _listen_to_signals() -> None:
-    """Undo what nohup, and a shell that runs this suite in the background, let each process ignore."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def interrupted(folder: Path, pattern: str, signals: tuple[signal.Signals, ...]) -> tuple[int, str, str]:
     """Send signals to a judge when a path in a folder matches a pattern. Return its status, stdout and stderr."""
     narrow = shlex.split(shlex.join(NARROW).replace("--in-process", ""))
-    command = [sys.executable, "-m", "lab", "judge", "tests.checks.hostile:hangs", *narrow]
+    # nohup, or a shell that runs this suite in the background, lets each process ignore these signals. preexec_fn would
+    # undo that too, but needs a fork of this process, which fails where the memory of a long run cannot be had twice.
+    listening = ["env", "--default-signal=INT,HUP"]
+    command = [*listening, sys.executable, "-m", "lab", "judge", "tests.checks.hostile:hangs", *narrow]
     settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "TMPDIR": str(folder)}, "start_new_session": True}
-    settings["preexec_fn"] = _listen_to_signals
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings) as judging:
         until = time.monotonic() + 120.0
         while not list(folder.glob(pattern)) and time.monotonic() < until:
