@@ -11,12 +11,13 @@ kernel by the lengths, a call is also refused if the launcher would fail for mor
 import argparse
 import json
 import lzma
-import os
+import multiprocessing
 import re
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,9 @@ from lab.calls.dsv4_decode import TwoPools
 from lab.calls.problem import AttentionCall, PagedAttention
 from lab.checks.parameters.covering import Point
 from lab.dry_run import build, kernel_table
-from lab.dry_run.launcher import GPUS
+from lab.dry_run.launcher import GPUS, Gpu
 from lab.dry_run.launches import Launch, TensorMap
-from lab.dry_run.machine import Machine, machine
+from lab.dry_run.machine import ENTRIES, Machine, machine
 from lab.dry_run.sweep_dsv4 import misread_pools
 from lab.dry_run.sweep_points import SWEPT, points
 from lab.exit_status import ExitStatus
@@ -121,19 +122,25 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
     Raises:
         lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
     """
-    with machine(gpu_name) as gpu, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
+    with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
                 if index % every == 0:
                     yield judged(gpu, call, point)
 
 
+@contextmanager
+def unguarded_machine(gpu: str | Gpu) -> Iterator[Machine]:
+    """While the context is open, hand every call to the launcher of an absent GPU, also those that `why_not` refuses."""
+    with machine(gpu) as made, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
+        yield made
+
+
 def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
-    arguments = SWEPT[call].make(point)
-    problem = arguments.problem()
+    problem = SWEPT[call].make(point).problem()
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
-    failure, name = _launched(gpu, call, arguments, problem)
+    failure, name = _launched(gpu, call, point)
     plain = SWEPT[call].model.default
     non_default = {axis: value for axis, value in point.items() if value != plain[axis]}
     agreement = _agreement(gpu, call, point, refusal, failure, kernel, problem)
@@ -199,18 +206,19 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
     if call is not AttentionCall.MLA_DECODE:
         return False
-    longer = SWEPT[call].make(point | {"batch_size": 40, "max_kv_len": 131072})
-    failure, _ = _launched(gpu, call, longer, longer.problem())
+    failure, _ = _launched(gpu, call, point | {"batch_size": 40, "max_kv_len": 131072})
     return failure is not None
 
 
-def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Problem) -> tuple[str | None, str | None]:
-    """Make a call. Return (the failure, None) or (None, the attention kernel's name). A launch that misreads the problem is a
-    failure.
+def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
+    """Make the call of a point. Return (the failure, None) or (None, the attention kernel's name). A launch that misreads the
+    problem is a failure.
     """
+    arguments = SWEPT[call].make(point)
+    problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
     divides = isinstance(problem, PagedAttention) and division in LIMITS.get(call, ()) and division(problem)
-    if divides and not _survives(call, arguments):
+    if divides and not _survives(gpu, call, point):
         return "the process was killed by SIGFPE", None
     gpu.clear()
     try:
@@ -224,15 +232,23 @@ def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Proble
     return misread(launch, problem), launch.name
 
 
-def _survives(call: AttentionCall, arguments: Any) -> bool:
-    """Make a call in a child process. Return False if the launcher divides by 0, which ends the process."""
-    child = os.fork()
-    if child == 0:
-        try:
-            getattr(trtllm, call.value)(**vars(arguments))
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1] != signal.SIGFPE
+def _survives(gpu: Machine, call: AttentionCall, point: Point) -> bool:
+    """Make the call of a point in a child process. Return False if the launcher divides by 0, which ends the process.
+
+    The child is forked from a server that holds the imports alone. The kernel refuses to fork this process with ENOMEM if it
+    holds the large tensors of a point.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *(f"flashinfer.{module}" for module in ENTRIES)])
+    child = context.Process(target=_launch_alone, args=(gpu.gpu, call, point))
+    child.start()
+    child.join()
+    return child.exitcode != -signal.SIGFPE
+
+
+def _launch_alone(gpu: Gpu, call: AttentionCall, point: Point) -> None:
+    with unguarded_machine(gpu):
+        getattr(trtllm, call.value)(**vars(SWEPT[call].make(point)))
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:

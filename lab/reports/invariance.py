@@ -21,13 +21,13 @@ def invariance_report(found: Invariance) -> TableReport:
     dtypes = tuple(dict.fromkeys(each.dtypes for each in found.dependences))
     lines = [[*map(words, names), *(_cell(row, each) for each in dtypes)] for names, row in rows.items()]
     report = found.report
-    above = (
+    title = (
         f"{report.implementation} on {report.environment.get('gpu') or report.device}: what do output bits depend on?"
     )
     below = [line for names, row in rows.items() for line in _examples(" ".join(names), row)]
     below += [*_reasons(found.dependences)][:SHOWN_DECLINES]
     table = table_of_lines(("function", "factor", *dtypes), lines)
-    return TableReport((above,), table, (*below, *_summary(found)), found.as_record(), found.exit_status)
+    return TableReport((), table, (*below, *_summary(found)), found.as_record(), found.exit_status, title)
 
 
 def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:

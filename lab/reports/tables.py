@@ -283,13 +283,17 @@ class FittedTable:
 
 @dataclass(frozen=True)
 class TableReport:
-    """The output of a command: a table, the lines above and below it, and the same content as JSON data."""
+    """The output of a command: a table, the lines above and below it, and the same content as JSON data.
+
+    `title` is the first line, in Markdown a heading.
+    """
 
     above: tuple[str, ...]
     table: Table
     below: tuple[str, ...]
     record: Mapping[str, Any]
     exit_status: ExitStatus = ExitStatus.DONE
+    title: str = ""
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
         """Print the report, or write it as JSON or Markdown. The target "-" is the standard output."""
@@ -300,7 +304,7 @@ class TableReport:
                 write_text(Path(target), written())
         if "-" not in (json_to, markdown_to):
             console = terminal()
-            print_lines(console, self.above)
+            print_lines(console, (*filter(None, (self.title,)), *self.above))
             if self.table.rows:
                 console.print(FittedTable(self.table))
             print_lines(console, self.below)
@@ -310,10 +314,11 @@ class TableReport:
         return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
 
     def markdown(self) -> str:
-        """Return the report in Markdown. The summary, which is the last line below the table, comes first."""
+        """Return the report in Markdown. The summary, which is the last line below the table, comes before it."""
         *remarks, summary = self.below
+        title = self.title and f"# {in_markdown(self.title)}"
         table = markdown_of(self.table) if self.table.rows else ""
-        return "\n\n".join(filter(None, (in_markdown(summary), table, items(remarks), items(self.above)))) + "\n"
+        return "\n\n".join(filter(None, (title, in_markdown(summary), table, items(remarks), items(self.above)))) + "\n"
 
 
 def items(lines: Iterable[str]) -> str:

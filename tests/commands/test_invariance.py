@@ -39,7 +39,9 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     assert shown == lines_of(block)
     assert max(map(len, shown[: shown.index(next(line for line in shown if "tactic" in line))])) <= 80
     written = (folder / "invariance.md").read_text()
-    assert written.startswith("within the bound: batch-size; same bits: position,")
+    title, summary = written.split("\n\n")[:2]
+    assert title == f"# {KERNEL} on cpu: what do output bits depend on?"
+    assert summary.startswith("within the bound: batch-size; same bits: position,")
     assert "| decode | batch-size | 1 ulp 3 |" in written
     record = json.loads((folder / "invariance.json").read_text())
     assert record["exit_status"] == 1

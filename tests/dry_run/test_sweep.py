@@ -8,9 +8,7 @@ import pytest
 from lab.calls.features import Feature
 from lab.calls.problem import AttentionCall
 from lab.dry_run import sweep
-from lab.dry_run.machine import machine
 from lab.dry_run.sweep_points import SWEPT, points
-from lab.kernels import flashinfer_call
 from lab.kernels.support import trtllm_gen
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 
@@ -32,8 +30,7 @@ def verdict(call: AttentionCall, **values: Any) -> sweep.Verdict:
     """The verdict on the plain call with some values of its axes."""
     point = SWEPT[call].model.completed(values)
     assert point is not None
-    with machine("b200") as gpu, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer_call, "refuse_unsupported", lambda kernel, problem: None)
+    with sweep.unguarded_machine("b200") as gpu:
         return sweep.judged(gpu, call, point)
 
 
