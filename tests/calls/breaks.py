@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from tests.cases import Arguments
 
 POISON = 7.0
 
 Breaks = Callable[[Arguments], Arguments]  # from good arguments to those that replace them
-# name, what breaks the good call, error, words of its message
-Bad = tuple[str, Breaks, type[Exception], tuple[str, ...]]
+Bad = tuple[
+    Breaks, type[Exception], Unpack[tuple[str, ...]]
+]  # what breaks the good call, the error, words of its message
 
 
 def value(**changes: Any) -> Breaks:
@@ -57,53 +59,82 @@ def int32(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def bad_scales(*names: str) -> list[Bad]:
-    """Scales that are no finite number and no tensor of one float32 element."""
-    return [
+def bad_of_every_call(sinks: str = "sinks", has_lse: bool = True) -> list[Bad]:
+    """Bad values of the arguments that every call has; `sinks` is the call's name of them, and DSV4's call has no LSE."""
+    skip = "skip_softmax_threshold_scale_factor"
+    of_lse: list[Bad] = [
+        (value(lse=torch.zeros(4, 4).double()), TypeError, "lse must be float32", "float64"),
+        (value(lse=[]), TypeError, "lse must be a torch.Tensor", "list"),
+        (value(lse=torch.zeros(4, 4, device="meta")), ValueError, "lse is on meta"),
+        (value(return_lse=None), TypeError, "return_lse", "None"),
+        (value(**{skip: -1.0}), ValueError, skip, "at least 0", "-1.0"),
+        (value(**{skip: math.nan}), ValueError, skip, "finite"),
+        (value(**{skip: "1"}), TypeError, skip, "'1'"),
+        (value(**{skip: torch.ones(1)}), TypeError, skip, "tensor"),
+    ]
+    of_scales: list[Bad] = [
         row
-        for name in names
+        for name in ("bmm1_scale", "bmm2_scale")
         for row in (
-            (f"{name} is a string", value(**{name: "1"}), TypeError, (name, "'1'")),
-            (f"{name} is None", value(**{name: None}), TypeError, (name, "None")),
-            (f"{name} is NaN", value(**{name: math.nan}), ValueError, (name, "nan", "finite")),
-            (f"{name} is infinite", value(**{name: math.inf}), ValueError, (name, "inf", "finite")),
-            (f"{name} dtype", value(**{name: torch.ones(1).double()}), TypeError, (name, "float32", "float64")),
-            (f"{name} per head", value(**{name: torch.ones(4)}), TypeError, (name, "one element", "[4]")),
+            (value(**{name: "1"}), TypeError, name, "'1'"),
+            (value(**{name: None}), TypeError, name, "None"),
+            (value(**{name: math.nan}), ValueError, name, "nan", "finite"),
+            (value(**{name: math.inf}), ValueError, name, "inf", "finite"),
+            (value(**{name: torch.tensor([math.nan])}), ValueError, f"{name} must be finite, got nan"),
+            (value(**{name: torch.tensor(math.inf)}), ValueError, f"{name} must be finite, got inf"),
+            (value(**{name: torch.ones(1).double()}), TypeError, name, "float32", "float64"),
+            (value(**{name: torch.ones(4)}), TypeError, name, "one element", "[4]"),
+            (value(**{name: torch.ones(1, device="meta")}), ValueError, f"{name} is on meta"),
         )
     ]
-
-
-SKIP = "skip_softmax_threshold_scale_factor"
-BAD_SKIP_SOFTMAX: list[Bad] = [
-    ("skip below 0", value(**{SKIP: -1.0}), ValueError, (SKIP, "at least 0", "-1.0")),
-    ("skip is NaN", value(**{SKIP: math.nan}), ValueError, (SKIP, "finite")),
-    ("skip is text", value(**{SKIP: "1"}), TypeError, (SKIP, "'1'")),
-    ("skip is a tensor", value(**{SKIP: torch.ones(1)}), TypeError, (SKIP, "tensor")),
-]
+    return [
+        (value(query=[1.0]), TypeError, "query must be a torch.Tensor", "list"),
+        (tensor("query", to(torch.int32)), TypeError, "query must be", "bfloat16", "int32"),
+        (tensor("query", stretched), ValueError, "query", "contiguous", "stride 2"),
+        (tensor("query", lambda q: q[..., :0, :]), ValueError, "query needs at least one head", "0, "),
+        (value(seq_lens=[20, 5]), TypeError, "seq_lens must be a torch.Tensor", "list"),
+        (tensor("seq_lens", to(torch.int64)), TypeError, "seq_lens must be int32", "int64"),
+        (tensor("seq_lens", lambda n: n.repeat(2)[:3]), ValueError, "seq_lens must have shape [2]", "[3]"),
+        (entry("seq_lens", (1,), -3), ValueError, "seq_lens[1] = -3", "negative"),
+        *of_scales,
+        (value(**{sinks: torch.zeros(4).bfloat16()}), TypeError, "sinks must be float32", "bfloat16"),
+        (value(**{sinks: torch.zeros(3)}), ValueError, "sinks must have shape [4]", "[3]"),
+        (value(**{sinks: torch.zeros(2, 2)}), ValueError, "sinks must have shape [4]", "[2, 2]"),
+        (value(**{sinks: 1.0}), TypeError, "sinks must be a torch.Tensor", "float"),
+        (value(**{sinks: torch.tensor([0, math.nan, 0, 0])}), ValueError, "sinks[1] is nan"),
+        (value(**{sinks: torch.tensor([-math.inf, 0, math.inf, 0])}), ValueError, "sinks[2] is inf", "minus infinity"),
+        (value(**{sinks: torch.zeros(4, device="meta")}), ValueError, "sinks is on meta", "cpu"),
+        (value(out=[]), TypeError, "out must be a torch.Tensor", "list"),
+        (tensor("out", to(torch.int32)), TypeError, "out must be", "bfloat16", "int32"),
+        (tensor("out", stretched), ValueError, "out must be contiguous", "2)"),
+        (tensor("out", lambda out: out[:1]), ValueError, "out must be [", "[1, "),
+        *elsewhere("query", "seq_lens", "out"),
+        *(of_lse if has_lse else ()),
+        (value(backend="fa3"), ValueError, "backend='fa3' is unknown", "trtllm-gen"),
+        (value(an_argument_of_no_call=3), TypeError, "an_argument_of_no_call"),
+    ]
 
 
 def elsewhere(*names: str) -> list[Bad]:
     """Tensors on another device than the others."""
-    return [
-        (f"{name} elsewhere", tensor(name, to("meta")), ValueError, (f"{name} is on meta", "cpu")) for name in names
-    ]
+    return [(tensor(name, to("meta")), ValueError, f"{name} is on meta", "cpu") for name in names]
 
 
 def not_modelled(**arguments: Any) -> list[Bad]:
     """Values of arguments that FlashInfer takes and the lab refuses, with a reason and what to pass."""
     return [
-        (name, value(**{name: given}), NotImplementedError, (f"{name}=", "not modelled", "pass"))
+        (value(**{name: given}), NotImplementedError, f"{name}=", "not modelled", "pass")
         for name, given in arguments.items()
     ]
 
 
 def each_of(bad: list[Bad]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", bad, ids=[row[0] for row in bad])
+    return pytest.mark.parametrize("row", bad, ids=[" ".join(row[2:]) for row in bad])
 
 
 def assert_refused(function: Callable[..., Any], good: Arguments, row: Bad) -> None:
     """Break the good call: the error has the words, and neither `out` nor `lse` is written."""
-    _, breaks, error, says = row
+    breaks, error, *says = row
     out = good["out"]
     lse = torch.full((4, 4), POISON)
     with pytest.raises(error) as raised:

@@ -246,10 +246,10 @@ def test_tensors_in_one_place_are_kept_from_being_confused(launches: Launches) -
     assert counted.prepared == 3
 
 
-@pytest.mark.parametrize(("call", "row"), BAD, ids=[f"{call}-{row[0]}" for call, row in BAD])
+@pytest.mark.parametrize(("call", "row"), BAD, ids=[f"{call}-{row[2]}" for call, row in BAD])
 def test_bad_input_is_refused_after_a_good_call(launches: Launches, call: str, row: Bad) -> None:
     good, counted = good_arguments(call) | {"lse": torch.zeros(4, 4)}, Counted(FUNCTIONS[call])
-    bad = good | row[1](good)
+    bad = good | row[0](good)
     expected = launches.of(counted.fresh, bad)  # launches where contents alone are wrong, which nobody reads on a GPU
     for arguments in (good, good, good, bad, bad, bad, good, bad):
         last = launches.of(counted.keeping, arguments)
