@@ -66,9 +66,7 @@ BESIDE_BLOCK_SPARSE: Reasons = {
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for an argument's value that FlashInfer supports and the lab does not. `remedy` says what to
-    pass instead.
-    """
+    """Raise NotImplementedError for a value that FlashInfer supports and the lab does not; `remedy` says what to pass."""
     raise NotImplementedError(f"{name}={_shown(value)} is not modelled by the lab; {remedy}")
 
 

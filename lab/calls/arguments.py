@@ -42,9 +42,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the value as an int. Raise TypeError for another type, and ValueError if it is below `least`. `remedy` ends the
-    message.
-    """
+    """Return an int of at least `least`. Raise TypeError or ValueError for another value; `remedy` ends the message."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -233,9 +231,7 @@ def check_max_q_len(call: Any) -> int:
 
 
 def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
-    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]. A mask with
-    `cum_seq_lens_q` is an error too.
-    """
+    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], not ragged."""
     if cum_seq_lens_q is not None:
         raise NotImplementedError(
             "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"
@@ -252,9 +248,7 @@ def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Return a scale: a float32 tensor of one element as it is, a finite number as a float. Raise TypeError or ValueError for
-    another value.
-    """
+    """Return a float32 tensor of one element as it is, and a finite number as a float; raise TypeError or ValueError."""
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -269,9 +263,7 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def check_skip_softmax(factor: object) -> float:
-    """Return `skip_softmax_threshold_scale_factor`, 0 for None. Raise TypeError or ValueError unless it is a finite number that
-    is not negative.
-    """
+    """Return `skip_softmax_threshold_scale_factor`, 0 for None. Raise an error unless it is finite and not negative."""
     name = "skip_softmax_threshold_scale_factor"
     if factor is None:
         return 0.0
@@ -345,9 +337,7 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the output's dtype: that of `out`, else `out_dtype`, else the query's. Raise an error if `out` contradicts
-    `out_dtype`.
-    """
+    """Return the dtype of `out`, else `out_dtype`, else the query's. Raise an error if the first two contradict."""
     if call.out_dtype == "nvfp4":
         remedy = f"its scale factors have a type and an order of FlashInfer's own; use one of {dtype_names(OUT_DTYPES)}"
         allowed.not_modelled("out_dtype", "nvfp4", remedy)
@@ -382,9 +372,7 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
-    """Raise ValueError if a tensor of a call is not on the query's device. Arguments named in `on_host` or `FREE_ARGUMENTS` may
-    be on any device.
-    """
+    """Raise ValueError if a tensor is not on the query's device; not for those in `on_host` or `FREE_ARGUMENTS`."""
     device = call.query.device
     anywhere = (*FREE_ARGUMENTS, *on_host)
     for name, value in vars(call).items():

@@ -13,9 +13,7 @@ import torch
 
 
 class Feature(enum.Enum):
-    """A property of an attention problem that some kernels do not support, such as a window or an LSE. A member's value is its
-    name in a refusal.
-    """
+    """A property of a problem that some kernels do not support, such as an LSE. The value is its name in a refusal."""
 
     UNDECLARED = "a field of the problem that lab.calls.features does not declare"
     SEVERAL_ROWS = "more than one query row per request"

@@ -99,9 +99,7 @@ class AttentionProblem(Softmax):
         return self.seq_lens.shape[-1]
 
     def kv_lens(self) -> list[int]:
-        """Return the keys of each request: in a block-sparse call those of its K/V head with most keys. Copies `seq_lens` to
-        the host.
-        """
+        """Return the keys of each request, block-sparse the most of a K/V head. Copies `seq_lens` to the host."""
         lengths = self.seq_lens.cpu().to(torch.int64)
         return (lengths.amax(dim=0) if lengths.dim() == 2 else lengths).tolist()
 
@@ -111,9 +109,7 @@ class AttentionProblem(Softmax):
 
     @property
     def has_no_rows(self) -> bool:
-        """Return True if no request has a query row. The query may still have rows: rows after the last request's rows are
-        padding.
-        """
+        """Return True if no request has a query row. The query may still have rows of padding."""
         return min(self.num_rows, self.batch_size, self.max_q_len) == 0
 
     @property
@@ -143,9 +139,7 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def row_offsets(self) -> list[int]:
-        """Return the first row of each request, followed by the end of the last request: [batch_size + 1]. Copies
-        `cu_seqlens_q` to the host.
-        """
+        """Return the first row of each request and the end of the last, [batch_size + 1]. Copies the offsets to the host."""
         if self.cu_seqlens_q is None:
             return list(range(0, self.num_rows + 1, self.max_q_len))
         return self.cu_seqlens_q.tolist()
@@ -160,9 +154,7 @@ class AttentionProblem(Softmax):
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
-        """Return the features that a kernel needs to solve the problem. Reads shapes, strides and host numbers, but no tensor's
-        contents.
-        """
+        """Return the features that a kernel needs to solve the problem. Reads no tensor's contents."""
         return features_of_fields(self)
 
     def check_values(self) -> None:
@@ -275,9 +267,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return the same problem without `num_visible`, which must be given: each row is a request of its own, whose keys are
-        those that it sees.
-        """
+        """Return the problem without `num_visible`: each row is a request whose keys are those that it sees."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -373,9 +363,7 @@ def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str)
 
 
 def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:
-    """Raise ValueError unless row offsets start at 0, never decrease, end within the query's rows, and give no request more
-    than `max_q_len` rows.
-    """
+    """Raise ValueError unless offsets start at 0, never decrease, end within the rows, and respect `max_q_len`."""
     if offsets[0] != 0 or offsets[-1] > num_rows:
         raise ValueError(
             f"cum_seq_lens_q must start at 0 and stay within the {num_rows} query rows (rows after its end are padding), got "
@@ -391,9 +379,7 @@ def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> Non
 
 
 def mask_words(q_len: int) -> int:
-    """Return the number of uint16 words in one row of XQA's packed draft mask (FlashInfer 0.7.2, `xqa`). Rows are aligned to 32
-    bits.
-    """
+    """Return the uint16 words of one row of XQA's draft mask (FlashInfer 0.7.2, `xqa`), aligned to 32 bits."""
     return 2 * -(-q_len // 32)
 
 

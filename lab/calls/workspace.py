@@ -16,9 +16,7 @@ SEMAPHORE_BYTES = 8 * 2**20
 
 
 def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two parts of a contiguous workspace as uint8 views: the semaphores, [SEMAPHORE_BYTES], and the scratch after
-    them.
-    """
+    """Return a contiguous workspace's semaphores, uint8 [SEMAPHORE_BYTES], and the scratch after them, as views."""
     data = workspace.view(-1).view(torch.uint8)
     return data[:SEMAPHORE_BYTES], data[SEMAPHORE_BYTES:]
 

@@ -217,9 +217,7 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the queries [num_rows, num_qo_heads, head_dim]. The descriptor's dimensions are (head_dim, query heads per
-        group, groups, rows).
-        """
+        """Return the queries [num_rows, num_qo_heads, head_dim] of a descriptor (head_dim, heads, groups, rows)."""
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
@@ -230,9 +228,7 @@ class _Attention:
         return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return K or V (`side`) of the keys `first` to `end` - 1 of a request: float64 [end - first, num_kv_heads, head_dim of
-        K or of V].
-        """
+        """Return K or V (`side`) of keys `first` to `end` - 1, float64 [end - first, num_kv_heads, head_dim]."""
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
             return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
@@ -280,9 +276,7 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return K or V (`side`) of `count` keys that are not paged. The descriptor's dimensions are (head_dim, rows, heads,
-        1).
-        """
+        """Return K or V (`side`) of keys that are not paged. The descriptor is (head_dim, rows, heads, 1)."""
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
             raise UnsoundLaunchError(
@@ -296,9 +290,7 @@ class _Attention:
         ).double()
 
     def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Return K or V (`side`) of all tokens in the given pages, dequantised: float64 [len(ids) * page_size, num_kv_heads,
-        head_dim].
-        """
+        """Return K or V (`side`) of whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
         stored = self._page_rows(side, f"tma{side}_", ids, page_size, self._dtype(side))
         if self._dtype(side) != torch.uint8:
             tokens = stored.double()

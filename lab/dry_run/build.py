@@ -133,9 +133,7 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the names of the members of the installed FlashInfer's `KernelParams`, in order. Members for fast division are
-    left out.
-    """
+    """Return the members of the installed `KernelParams`, in order, without those for fast division."""
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)
@@ -152,9 +150,7 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def digest(made: dict[str, str]) -> str:
-    """Return the name of a build in the cache: a digest of its sources, flags and compiler versions. `made` are the generated
-    headers.
-    """
+    """Return the name of a build in the cache: a digest of its sources, flags, compilers and generated headers."""
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),

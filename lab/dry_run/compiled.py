@@ -157,9 +157,7 @@ def _fmha_v2(shape: Shape) -> tuple[Compiled, ...]:
 
 @functools.cache
 def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -> tuple[Mapping[str, str], list[str]]:
-    """Return the kernels that FlashInfer generates for fmha_v2 over a paged cache, as file name to text, and their compiler
-    flags.
-    """
+    """Return fmha_v2's generated kernels over a paged cache, file name to text, and their compiler flags."""
     from flashinfer.jit import gen_fmha_v2_module
 
     with flashinfer_targets(capability):

@@ -67,9 +67,7 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """FlashInfer's launcher with its fake CUDA. Each GPU has its own copy of the library, because the launcher caches a GPU's
-    properties.
-    """
+    """FlashInfer's launcher with its fake CUDA: a copy for each GPU, whose properties the launcher caches."""
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -103,9 +101,7 @@ class Launcher:
         return tensor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return the function of FlashInfer's compiled module with this name. A call that fails raises `LaunchError` with all
-        messages.
-        """
+        """Return this function of FlashInfer's module. A failing call raises `LaunchError` with all messages."""
         function = getattr(self.module, name)
 
         def call(*arguments: Any) -> Any:

@@ -68,9 +68,7 @@ class Machine:
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """Return the members of a kernel's row that the launcher reads and the table does not have. The launcher reads them as
-        false.
-        """
+        """Return the members that the launcher reads and the table lacks. The launcher reads them as false."""
         return self.launcher.table.lacks(build.launcher_members())
 
     @property

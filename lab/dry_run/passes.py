@@ -72,9 +72,7 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A named forward pass and its attention calls: usually one; two if the decoding requests at the end of a mixed batch have
-    their own.
-    """
+    """A named forward pass and its attention calls: one, or two if decodes in a mixed batch have their own."""
 
     name: str
     case: ForwardCase | MLACase
@@ -101,9 +99,7 @@ class DryRun:
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the judge's checks M1 (forward modes)
-    and M2 (MLA modes).
-    """
+    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the checks M1 and M2."""
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
@@ -122,9 +118,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words that distinguish a case of check M1 (forward modes) from other cases of its mode: options of scenario names,
-    if there are any.
-    """
+    """Yield words that tell a case of check M1 from others of its mode: options of scenario names if there are any."""
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
     elif case.draft_step is not None:
@@ -240,9 +234,7 @@ class _NotedCalls:
 
 
 def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
-    """Return the forward pass of a case with its metadata. Query and cache are not initialised, and there are no expected K/V
-    histories.
-    """
+    """Return the forward pass of a case. Query and cache are not initialised, and no histories are expected."""
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:

@@ -71,9 +71,7 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
 
 def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
-    """Return True if the profiler saw exactly the attention kernels that the dry run launched. The profiler's names are C++
-    signatures.
-    """
+    """Return True if the profiler saw exactly the launched attention kernels. Its names are C++ signatures."""
     launched = {short_name(launch) for call in each.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(

@@ -175,9 +175,7 @@ def reasons(patterns: dict[Why, str], words: str) -> set[Why]:
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield every sentence with which a kernel's row in `lab.kernels.support` refuses a problem; `why_not` returns only the
-    first.
-    """
+    """Yield every sentence with which a kernel's row refuses a problem; `why_not` returns only the first."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -187,9 +185,7 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True if a problem needs a kernel of the two kinds that FlashInfer 0.7.2's launcher looks up but the table of
-    0.6.13 lacks.
-    """
+    """Return True if the launcher of 0.7.2 looks up one of the two kinds of kernels that 0.6.13's table lacks."""
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -211,9 +207,7 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Make the call of a point. Return (the failure, None) or (None, the attention kernel's name). A launch that misreads the
-    problem is a failure.
-    """
+    """Make a call. Return (the failure, None) or (None, the attention kernel's name); a misread call is a failure."""
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
@@ -252,9 +246,7 @@ def _launch_alone(gpu: Gpu, call: AttentionCall, point: Point) -> None:
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:
-    """Return a sentence about the first property of a problem (head dimensions, heads, strides or mask) that its launch
-    misreads; None if the launch reads all of them.
-    """
+    """Return a sentence about the first property (sizes, strides or mask) that a launch misreads; None without one."""
     sizes = re.search(r"H(?:Qk)?(\d+)(?:HV(\d+))?(?:HVPerCta\d+)?(?:Packed|Paged|Separate|Contiguous)", launch.name)
     assert sizes is not None, launch.name
     of_kernel = (int(sizes[1]), int(sizes[2] or sizes[1]))
@@ -381,9 +373,7 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield table rows, one for each function and each kind of verdict: the number of calls, and the call that is closest to
-    the default.
-    """
+    """Yield a row for each function and kind of verdict: the number of calls, and the call closest to the default."""
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         reported = reasons(SAID, verdict.failure or "")

@@ -79,9 +79,7 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the call object of the FlashInfer call that has these argument names. Raise TypeError if none of the calls
-    has them.
-    """
+    """Return the call object of FlashInfer's call with these argument names. Raise TypeError if there is none."""
     errors: dict[type[Any], TypeError] = {}
     for call in CALL_TYPES.values():
         try:
@@ -97,9 +95,7 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return sentences about a wrong type, shape, device or dtype of an output. Raise ValueError if the output overwrote the
-    query.
-    """
+    """Return sentences about a wrong type, shape, device or dtype. Raise ValueError if the query was overwritten."""
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
     expected = (*call.query.shape[:-1], problem.v_head_dim)
@@ -118,9 +114,7 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return a list: one sentence about the wrong vectors of an output, or nothing if all are right. `truth` is None if no
-    request has a query row.
-    """
+    """Return a sentence about the wrong vectors of an output, if there are any. `truth` is None without query rows."""
     if truth is None:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]
@@ -227,9 +221,7 @@ def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[H
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
-    """Return the K or V entries at places of a cache, [len(places), num_kv_heads, head_dim], dequantised if the cache is
-    NVFP4.
-    """
+    """Return the K or V entries at places of a cache, [len(places), num_kv_heads, head_dim], dequantised."""
     slots = places // page_size, slice(None), places % page_size
     entries = cache[slots]
     if scale_factors is None:

@@ -83,9 +83,7 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply the rows of each query head by the matrix of its K/V head. Query heads that share a K/V head are multiplied
-    together.
-    """
+    """Multiply the rows of each query head by its K/V head's matrix, query heads of one K/V head together."""
     q_len = rows.shape[2]
     by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
     return (

@@ -105,9 +105,7 @@ class Regression:
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
-        """Return a sentence about the group with the largest |slope - 1| / bound: by how much its outputs are too large or too
-        small.
-        """
+        """Return a sentence that says by how much the outputs of the group with the worst ratio are too large or small."""
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
         size, limit = ("large", f"at most {1 + bound:.4f}") if slope > 1 else ("small", f"at least {1 - bound:.4f}")
@@ -144,9 +142,7 @@ class Comparison:
 
     @property
     def wrong(self) -> Tensor:
-        """Return which vectors have an error above their bound, bool [num_rows, num_heads]. An infinite error is above every
-        bound.
-        """
+        """Return which vectors exceed their bounds, bool [num_rows, num_heads]. Infinite errors exceed all bounds."""
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
@@ -271,9 +267,7 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield, for each kind of groups, the groups' names, and the number of each vector's group, broadcastable to [num_rows,
-    num_heads].
-    """
+    """Yield, for each kind of groups, the groups' names and each vector's group, broadcast to [num_rows, num_heads]."""
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)
@@ -353,9 +347,7 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Return a sentence about the wrong vectors of an output (their number, their requests, the largest errors), or about
-        the output's bias.
-        """
+        """Return a sentence about an output's wrong vectors (number, requests, largest errors), or about its bias."""
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()

@@ -13,9 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The right metadata of a pass on the MHA kernels, as Python numbers. A page table lists only a request's live pages, those
-    that hold its tokens.
-    """
+    """The right metadata of a pass on the MHA kernels, as Python numbers. A page table lists live pages alone."""
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -108,9 +106,7 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The right metadata of a pass on the MLA decode kernel, as Python numbers. A block table lists only the pages that a
-    request's rows may see.
-    """
+    """The right metadata of a pass on the MLA decode kernel. A block table lists only pages that rows may see."""
 
     seq_lens_k: list[int]
     seen_lens: list[int]

@@ -130,9 +130,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _planned_on_host(problem: PagedAttention) -> PagedAttention:
-    """Return the problem with lengths, row offsets and tables copied to the host. Indices are then computed there without GPU
-    launches.
-    """
+    """Return the problem with lengths, offsets and tables on the host, where indices need no GPU launches."""
     k_tables = problem.k_block_tables.cpu()
     shared = problem.v_block_tables is problem.k_block_tables
     given = {
@@ -241,9 +239,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return the keys of a tile that no row of their block sees, as two int64 tensors: requests and keys. Return () if all
-        keys are seen.
-        """
+        """Return the keys of a tile that no row of their block sees, int64 (requests, keys); () if all keys are seen."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -262,9 +258,7 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Yield the blocks of query rows, grouped into pieces of at most `PIECE_ELEMENTS` elements. A piece has blocks with similar
-    numbers of keys.
-    """
+    """Yield blocks of rows with similar numbers of keys, in pieces of at most `PIECE_ELEMENTS` elements."""
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + v_head_dim)  # of one key

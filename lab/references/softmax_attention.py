@@ -56,9 +56,7 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """The keys `start` to `end` - 1 of several requests, which are sorted by length. Requests before `first_request` are too
-    short to have such keys.
-    """
+    """The keys `start` to `end` - 1 of requests sorted by length; those before `first_request` are too short."""
 
     first_request: int
     start: int
@@ -202,9 +200,7 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a checked problem. By default the control's operands have the query's dtype, and float32 for
-        float64.
-        """
+        """Return the rules of a problem. The control's operands have the query's dtype, or float32 for float64."""
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),
