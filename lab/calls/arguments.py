@@ -80,6 +80,23 @@ def check_query(query: object) -> None:
     check_head_dim_stride("query", tensor)
 
 
+def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
+    """Return the query of a call over latent entries, [num_rows, num_qo_heads, head_dim]; `head_dim` is the name in errors."""
+    query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
+    if query.ndim != (3 if is_ragged else 4):
+        form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
+        raise ValueError(
+            f"query must be [{form}, num_qo_heads, {head_dim}] {'with' if is_ragged else 'without'} cum_seq_lens_q, got "
+            f"shape {list(query.shape)}"
+        )
+    if not is_ragged and query.shape[1] == 0:
+        raise ValueError(f"query needs at least one row per request, got shape {list(query.shape)}")
+    check_head_dim_stride("query", query)
+    rows = query if is_ragged else query.flatten(0, 1)
+    check_query(rows)
+    return rows
+
+
 def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless the last dimension, head_dim, is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -289,14 +306,17 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
         )
 
 
-def posed_alike(call: Any) -> dict[str, Any]:
-    """Return the checked `bmm1_scale`, `bmm2_scale` and `skip_softmax` of a call, by name. These fields of a problem are the
-    same for all calls.
+def posed_alike(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
+    """Return the checked scales, `sinks` and `skip_softmax` of a call, by their names in a problem. `name` is the call's name
+    of sinks.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """
     bmm1_scale_log2 = getattr(call, "bmm1_scale_log2", None)
+    if sinks is not None:
+        check_vector(name, sinks, call.query.shape[-2], (torch.float32,))
     return {
+        "sinks": sinks,
         "bmm1_scale": check_scale("bmm1_scale", call.bmm1_scale)
         if bmm1_scale_log2 is None
         else scale_from_log2(bmm1_scale_log2),

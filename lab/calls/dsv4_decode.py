@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from lab.calls import allowed, arguments
-from lab.calls.nan import refuse_nan
+from lab.calls.nan import checked
 from lab.calls.problem import AttentionCall, PagedAttention, Scale
 from lab.calls.selection import WINDOW_COLUMNS, Names, check_selection, columns_in_use
 
@@ -150,17 +150,15 @@ class DSV4DecodeCall:
             NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
         """
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
-        rows = self._query_rows()
+        rows = arguments.query_rows(self)
         for name in ("sparse_indices", "compressed_kv_cache", "sparse_topk_lens", "seq_lens"):
             arguments.check_tensor(name, getattr(self, name))
         arguments.check_devices(self)
         window, compressed = (self._pool(name) for name in ("swa_kv_cache", "compressed_kv_cache"))
         batch_size, max_q_len = self._batch()
-        seq_lens, sinks = self.seq_lens, self.sinks
+        seq_lens = self.seq_lens
         assert seq_lens is not None
         arguments.check_vector("seq_lens", seq_lens, batch_size, (torch.int32,))
-        if sinks is not None:
-            arguments.check_vector("sinks", sinks, rows.shape[1], (torch.float32,))
         no_pages = torch.empty((batch_size, 0), dtype=torch.int32, device=rows.device)
         out = self.out
         if out is not None:
@@ -182,36 +180,17 @@ class DSV4DecodeCall:
             max_kv_len=torch.iinfo(torch.int32).max,  # the call bounds no length
             causal=True,
             window_left=-1,
-            sinks=sinks,
-            **arguments.posed_alike(self),
+            **arguments.posed_alike(self, self.sinks),
             out=out,
             out_dtype=torch.bfloat16 if out is None else out.dtype,
             lse=None,
             return_lse=False,
         )
-        if rows.device.type == "cpu":
-            problem.check_values()
-            refuse_nan(problem, in_query=False)
-        return problem
+        return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output, given as [num_rows, num_qo_heads, head_dim], in the query's shape. There is no LSE."""
         return out.view(self.query.shape) if self.out is None else self.out
-
-    def _query_rows(self) -> torch.Tensor:
-        """Return the query as [num_rows, num_qo_heads, head_dim]."""
-        query, is_ragged = arguments.check_tensor("query", self.query), self.cum_seq_lens_q is not None
-        if query.ndim != (3 if is_ragged else 4):
-            form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
-            raise ValueError(
-                f"query must be [{form}, num_qo_heads, head_dim] {'with' if is_ragged else 'without'} cum_seq_lens_q, got "
-                f"shape {list(query.shape)}"
-            )
-        if not is_ragged and query.shape[1] == 0:
-            raise ValueError(f"query needs at least one row per request, got shape {list(query.shape)}")
-        rows = query if is_ragged else query.flatten(0, 1)
-        arguments.check_query(rows)
-        return rows
 
     def _pool(self, name: str) -> torch.Tensor:
         """Return a pool as [num_pages, 1, page_size, head_dim]."""

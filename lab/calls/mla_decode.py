@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
-from lab.calls.nan import refuse_nan
+from lab.calls.nan import checked
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
@@ -162,8 +162,7 @@ class MLADecodeCall:
             max_kv_len=arguments.check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
             causal=True,
             window_left=-1,
-            sinks=self._sink_logits(),
-            **arguments.posed_alike(self),
+            **arguments.posed_alike(self, self._sink_logits()),
             out=out,
             out_dtype=torch.bfloat16 if out is None else out.dtype,
             lse=self._lse_rows(rows),
@@ -179,10 +178,7 @@ class MLADecodeCall:
                 first_rows = torch.arange(batch_size + 1, device=rows.device) * problem.max_q_len
             num_visible = context_parallel.keys_of_rank(self, self.causal_seqlens_kv_global, first_rows)
             problem = replace(problem, num_visible=num_visible)
-        if rows.device.type == "cpu":
-            problem.check_values()
-            refuse_nan(problem, in_query=False)
-        return problem
+        return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
         """Return the results of the problem in the shapes that the call returns: the output, or (output, LSE) with
@@ -216,24 +212,12 @@ class MLADecodeCall:
         )
         rank = arguments.check_int("kv_lora_rank", self.kv_lora_rank, 1, "it is the size of the latent vector")
         rope = arguments.check_int("qk_rope_head_dim", self.qk_rope_head_dim, 0, "it is the size of the rotary part")
-        query = arguments.check_tensor("query", self.query)
-        ragged = self.cum_seq_lens_q is not None
-        expected = "[num_rows, num_qo_heads" if ragged else "[batch_size, q_len_per_request, num_qo_heads"
-        if query.ndim != (3 if ragged else 4):
+        rows = arguments.query_rows(self, "kv_lora_rank + qk_rope_head_dim")
+        if rows.shape[-1] != rank + rope:
             raise ValueError(
-                f"query must be {expected}, kv_lora_rank + qk_rope_head_dim] {'with' if ragged else 'without'} "
-                f"cum_seq_lens_q, got shape {list(query.shape)}"
-            )
-        if not ragged and query.shape[1] == 0:
-            raise ValueError(f"query needs at least one row per request, got shape {list(query.shape)}")
-        arguments.check_head_dim_stride("query", query)
-        if query.shape[-1] != rank + rope:
-            raise ValueError(
-                f"query has head_dim {query.shape[-1]}, but kv_lora_rank={rank} and qk_rope_head_dim={rope} make "
+                f"query has head_dim {rows.shape[-1]}, but kv_lora_rank={rank} and qk_rope_head_dim={rope} make "
                 f"{rank + rope}"
             )
-        rows = query if ragged else query.flatten(0, 1)
-        arguments.check_query(rows)
         return rows
 
     def _cache_pages(self) -> torch.Tensor:
@@ -314,16 +298,12 @@ class MLADecodeCall:
             return max(self.cum_seq_lens_q.diff().tolist(), default=0)
         return arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
 
-    def _sink_logits(self) -> torch.Tensor | None:
-        sinks: object = self.sinks
-        if isinstance(sinks, (list, tuple)):
-            if len(sinks) != 1:
-                raise ValueError(f"sinks must be one tensor, or a list of one, got {len(sinks)} of them")
-            sinks = sinks[0]
-        if sinks is None:
-            return None
-        arguments.check_vector("sinks", sinks, self.query.shape[-2], (torch.float32,))
-        return arguments.check_tensor("sinks", sinks)
+    def _sink_logits(self) -> object:
+        if not isinstance(self.sinks, (list, tuple)):
+            return self.sinks
+        if len(self.sinks) != 1:
+            raise ValueError(f"sinks must be one tensor, or a list of one, got {len(self.sinks)} of them")
+        return self.sinks[0]
 
     def _out_rows(self) -> torch.Tensor | None:
         if self.out is None:

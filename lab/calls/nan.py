@@ -1,10 +1,21 @@
 """A check of a problem's contents: no input would make results NaN."""
 
 import math
+from typing import TypeVar
 
 import torch
 
 from lab.calls.problem import AttentionProblem
+
+AnyProblem = TypeVar("AnyProblem", bound=AttentionProblem)
+
+
+def checked(problem: AnyProblem) -> AnyProblem:
+    """Return a problem. On a CPU its lengths, offsets, ids, scales and sinks are checked first."""
+    if problem.query.device.type == "cpu":
+        problem.check_values()
+        refuse_nan(problem, in_query=False)
+    return problem
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:

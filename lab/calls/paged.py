@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
-from lab.calls.nan import refuse_nan
+from lab.calls.nan import checked
 from lab.calls.problem import AttentionCall, PagedAttention, Scale
 
 BESIDE_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
@@ -296,8 +296,6 @@ def _posed(
             arguments.check_vector(name, offsets, batch_size + 1, (torch.int32,))
     max_kv_len = arguments.check_int(kv_bound, max_kv_len, 0, "it bounds the keys of one request")
     window_left = arguments.check_int("window_left", call.window_left, -1, "-1 means no window")
-    if call.sinks is not None:
-        arguments.check_vector("sinks", call.sinks, query.shape[1], (torch.float32,))
     problem = PagedAttention(
         call=call.function,
         query=query,
@@ -316,16 +314,12 @@ def _posed(
         causal=causal,
         # A window as wide as the longest request is none; some callers write it as a very large number.
         window_left=-1 if window_left >= max_kv_len else window_left,
-        sinks=call.sinks,
         mask=mask,
-        **arguments.posed_alike(call),
+        **arguments.posed_alike(call, call.sinks),
         out=call.out,
         out_dtype=arguments.output_dtype(call),
         lse=arguments.check_lse(call),
         return_lse=call.return_lse,
     )
     arguments.check_devices(call)
-    if query.device.type == "cpu":
-        problem.check_values()
-        refuse_nan(problem, in_query=False)
-    return problem
+    return checked(problem)

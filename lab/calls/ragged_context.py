@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from lab.calls import allowed, arguments
-from lab.calls.nan import refuse_nan
+from lab.calls.nan import checked
 from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
@@ -156,8 +156,6 @@ class RaggedContextCall:
             arguments.check_bool(name, getattr(self, name))
         if isinstance(arguments.check_scale("o_sf_scale", self.o_sf_scale), torch.Tensor):
             raise TypeError("o_sf_scale must be a number, got a tensor")
-        if self.attention_sinks is not None:
-            arguments.check_vector("attention_sinks", self.attention_sinks, self.query.shape[1], (torch.float32,))
         max_q_len = arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
         max_kv_len = arguments.check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
         problem = RaggedAttention(
@@ -172,8 +170,7 @@ class RaggedContextCall:
             max_kv_len=max_kv_len,
             causal=self.is_causal,
             window_left=self._window_left(max_kv_len),
-            sinks=self.attention_sinks,
-            **arguments.posed_alike(self),
+            **arguments.posed_alike(self, self.attention_sinks, "attention_sinks"),
             out=self.out,
             out_dtype=self._out_dtype(),
             lse=arguments.check_lse(self),
@@ -181,9 +178,8 @@ class RaggedContextCall:
         )
         arguments.check_devices(self, on_host=MIRRORS)
         self._check_mirrors()
+        checked(problem)
         if self.query.device.type == "cpu":
-            problem.check_values()
-            refuse_nan(problem, in_query=False)
             self._check_mirrored_values()
         return problem
 

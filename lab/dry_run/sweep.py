@@ -41,7 +41,6 @@ from lab.kernels import flashinfer_call, trtllm
 from lab.kernels.support import Kernel, Problem, why_not
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import LIMITS, division
-from lab.named_enum import NamedEnum
 from lab.provenance import environment
 from lab.reports.tables import markdown_of, table_of_lines
 
@@ -50,38 +49,28 @@ DRAWN = 1000  # random calls of each function
 MOST_WORDS = 500  # most characters of a recorded failure
 
 
-class Why(NamedEnum):
-    BUILT = "no kernel of these dtypes, sizes and masks"
-    HEADS = "query heads that one CTA cannot take"
-    LAID_OUT = "an address or stride that the launcher cannot hand on"
-    LSE = "an LSE with cum_seq_lens_q"
-    MASK = "a draft mask"
-    LENGTHS = "a division by max_seq_len"
-    SELECTED = "selected entries"
-
-
-# By reason: patterns of messages from FlashInfer's launcher, its Python code and `misread`.
-SAID = {
-    Why.BUILT: r"Missing TRTLLM-GEN kernel|kernels not found|Expect \(32 <= headDim|headDimPerCtaV is not supported|"
-    r"Unsupported (out_dtype|\w+ data type|head dimensions|MLA dimensions)|Invalid dtype of out|requires block_size|"
-    r"head dimensions|Expected (query head dim|[\d, ]+or \d+ query heads)|only supports BF16",
-    Why.HEADS: r"numHeadsQ/numHeadsKv is not supported|64 < num_heads_q < 128|must be <= 64, got",
-    Why.LAID_OUT: r"0b1111|address|stride|aligned",
-    Why.LSE: r"return_lse/lse with cum_seq_lens_q",
-    Why.MASK: r"the mask is not read",
-    Why.LENGTHS: r"SIGFPE",
-    Why.SELECTED: r"sparse_mla_top_k|SparseMlaTopK|selected entries",
-}
-# By reason: patterns of refusals from `lab.kernels.support.trtllm_gen`.
-REFUSED = {
-    Why.BUILT: r"table of FlashInfer|has kernels|is built for|query's dtype|"
-    r"(takes|reads|writes) .*(fp16|bf16|e4m3|bfloat16)",
-    Why.HEADS: r"query heads",
-    Why.LAID_OUT: r"bytes at a time|strides?\b|contiguous",
-    Why.LSE: r"no LSE with",
-    Why.MASK: r"takes no mask",
-    Why.LENGTHS: r"divides by max_seq_len",
-    Why.SELECTED: r"sparse_mla_top_k|selected entries",
+BUILT = "no kernel of these dtypes, sizes and masks"
+# By reason: patterns of messages from FlashInfer's launcher, its Python code and `misread`; and patterns of refusals from
+# `lab.kernels.support.trtllm_gen`.
+REASONS = {
+    BUILT: (
+        r"Missing TRTLLM-GEN kernel|kernels not found|Expect \(32 <= headDim|headDimPerCtaV is not supported|"
+        r"Unsupported (out_dtype|\w+ data type|head dimensions|MLA dimensions)|Invalid dtype of out|requires block_size|"
+        r"head dimensions|Expected (query head dim|[\d, ]+or \d+ query heads)|only supports BF16",
+        r"table of FlashInfer|has kernels|is built for|query's dtype|(takes|reads|writes) .*(fp16|bf16|e4m3|bfloat16)",
+    ),
+    "query heads that one CTA cannot take": (
+        r"numHeadsQ/numHeadsKv is not supported|64 < num_heads_q < 128|must be <= 64, got",
+        r"query heads",
+    ),
+    "an address or stride that the launcher cannot hand on": (
+        r"0b1111|address|stride|aligned",
+        r"bytes at a time|strides?\b|contiguous",
+    ),
+    "an LSE with cum_seq_lens_q": (r"return_lse/lse with cum_seq_lens_q", r"no LSE with"),
+    "a draft mask": (r"the mask is not read", r"takes no mask"),
+    "a division by max_seq_len": (r"SIGFPE", r"divides by max_seq_len"),
+    "selected entries": (r"sparse_mla_top_k|SparseMlaTopK|selected entries", r"sparse_mla_top_k|selected entries"),
 }
 
 
@@ -160,18 +149,14 @@ def _agreement(
         return "taken by both"
     if failure is None:
         return "refused for longer requests" if _fails_longer(gpu, call, point) else "refused, and launched"
-    reported = reasons(SAID, failure)
-    meant = {why for each in _refusals(kernel, problem) for why in reasons(REFUSED, each)}
+    reported = {why for why, (said, _) in REASONS.items() if re.search(said, failure)}
+    refusals = list(_refusals(kernel, problem))
+    meant = {why for why, (_, said) in REASONS.items() if any(re.search(said, each) for each in refusals)}
     if refusal is not None and reported & meant:
         return "refused by both"
-    if reported == {Why.BUILT} and _is_in_a_later_table(gpu, problem):
+    if reported == {BUILT} and _is_in_a_later_table(gpu, problem):
         return "in a later table"
     return "taken, and the launcher fails" if refusal is None else "refused for another reason"
-
-
-def reasons(patterns: dict[Why, str], words: str) -> set[Why]:
-    """Return the reasons whose pattern occurs in a message."""
-    return {why for why, pattern in patterns.items() if re.search(pattern, words)}
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
@@ -376,8 +361,8 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each function and kind of verdict: the number of calls, and the call closest to the default."""
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        reported = reasons(SAID, verdict.failure or "")
-        why = " or ".join(sorted(each.value for each in reported)) if verdict.failure else verdict.agreement
+        reported = sorted(why for why, (said, _) in REASONS.items() if re.search(said, verdict.failure or ""))
+        why = " or ".join(reported) if verdict.failure else verdict.agreement
         kinds.setdefault((verdict.call, why or "another reason", verdict.agreement), []).append(verdict)
     for (call, why, _), found in kinds.items():
         plainest = min(found, key=lambda each: len(each.non_default))
