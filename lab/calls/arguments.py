@@ -224,13 +224,6 @@ def check_table_rows(block_tables: torch.Tensor) -> None:
         raise ValueError("block_tables rows must be contiguous; pass block_tables.contiguous()")
 
 
-def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the page tables of K and V, [batch_size, columns] or [num_kv_heads, batch_size, columns]. If K and V have the same
-    page ids (`shared`), both are the same tensor.
-    """
-    return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
-
-
 def check_max_q_len(call: Any) -> int:
     """Return the upper bound of a decode call's query rows per request. Raise an error unless the call has either
     `q_len_per_req`, or `cum_seq_lens_q` with `max_q_len`.
@@ -307,29 +300,22 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
 
 
 def posed_alike(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Return the checked scales, `sinks` and `skip_softmax` of a call, by their names in a problem. `name` is the call's name
-    of sinks.
+    """Return the checked scales, `sinks` and `skip_softmax` of a problem. `name` is the call's name of sinks.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """
-    bmm1_scale_log2 = getattr(call, "bmm1_scale_log2", None)
+    if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
+        check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
     if sinks is not None:
         check_vector(name, sinks, call.query.shape[-2], (torch.float32,))
     return {
         "sinks": sinks,
         "bmm1_scale": check_scale("bmm1_scale", call.bmm1_scale)
         if bmm1_scale_log2 is None
-        else scale_from_log2(bmm1_scale_log2),
+        else bmm1_scale_log2 * math.log(2.0),
         "bmm2_scale": check_scale("bmm2_scale", call.bmm2_scale),
         "skip_softmax": check_skip_softmax(getattr(call, "skip_softmax_threshold_scale_factor", None)),
     }
-
-
-def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
-    """Return `bmm1_scale` for a given `bmm1_scale_log2`: that number times ln 2, float32 of one element."""
-    tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)
-    check_scale("bmm1_scale_log2", tensor)
-    return tensor * math.log(2.0)
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
@@ -341,10 +327,8 @@ def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callab
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return the caller's `out`. Raise TypeError or ValueError unless it is contiguous and has the expected shape and one of
-    the dtypes.
-
-    `words` explain the expected shape in the message.
+    """Return the caller's `out`. Raise an error unless it is contiguous, of the expected shape, which `words` explain, and of
+    one of the dtypes.
     """
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):

@@ -143,11 +143,7 @@ class DSV4DecodeCall:
 
     def problem(self) -> TwoPools:
         """Check the arguments and return the attention problem that they define. Its results have one row per query row.
-
-        Raises:
-            TypeError: an argument has the wrong type or dtype.
-            ValueError: a shape, device, stride or number is invalid for every implementation.
-            NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
+        Raises the errors of `DecodeCall.problem`.
         """
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
         rows = arguments.query_rows(self)

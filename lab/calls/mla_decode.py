@@ -128,12 +128,7 @@ class MLADecodeCall:
 
     def problem(self) -> PagedAttention:
         """Check the arguments and return the attention problem that they define. The problem's LSE is in base 2, and its
-        results have one row per query row; `returned` gives them the caller's shapes.
-
-        Raises:
-            TypeError: an argument has the wrong type or dtype.
-            ValueError: a shape, device, stride or number is invalid for every implementation.
-            NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
+        results have one row per query row; `returned` gives them the caller's shapes. Raises `DecodeCall.problem`'s errors.
         """
         self._check_modelled()
         rows = self._query_rows()

@@ -285,7 +285,9 @@ def _posed(
     k_cache, v_cache = arguments.split_cache("kv_cache", call.kv_cache, call.kv_layout)
     arguments.check_cache(query, k_cache)
     scale_factors = arguments.check_scale_factors(call, k_cache)
-    k_tables, v_tables = arguments.split_tables(call.block_tables, call.uses_shared_paged_kv_idx)
+    k_tables = v_tables = call.block_tables
+    if not call.uses_shared_paged_kv_idx:
+        k_tables, v_tables = call.block_tables[:, 0], call.block_tables[:, 1]
     batch_size, heads = k_tables.shape[-2], k_cache.shape[1]
     if by_kv_head and len(k_tables) != heads:
         raise ValueError(f"block_tables has {len(k_tables)} page tables, but kv_cache has {heads} heads: one per head")

@@ -137,14 +137,7 @@ class RaggedContextCall:
     skip_all_rows_active_check: bool = True
 
     def problem(self) -> RaggedAttention:
-        """Check the arguments and return the attention problem that they define.
-
-        Raises:
-            TypeError: an argument has the wrong type or dtype.
-            ValueError: a shape, device, stride or number is invalid for every implementation.
-            NotImplementedError: FlashInfer takes an argument's value and the lab does not, or there is a window without
-                `is_causal`.
-        """
+        """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
         allowed.check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
         arguments.check_query(self.query)
         self._check_kv()

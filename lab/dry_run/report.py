@@ -43,8 +43,7 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
     Args:
         run: the passes.
-        profiled: kernels that ran on the GPU. The report lists the passes that ran other kernels, and is WRONG if there are
-            any.
+        profiled: kernels that ran on the GPU. The report lists passes that ran other kernels, and is WRONG if there are any.
     """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {

@@ -159,11 +159,7 @@ class Comparison:
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of the `count` vectors with the largest ratio of error to bound, the largest first; fewer if there
-        are fewer.
-
-        Wrong vectors come before right ones.
-        """
+        """Return (row, head) of the `count` vectors with the largest ratio of error to bound, first the wrong ones."""
         ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
         indices = ranked.flatten().topk(min(count, self.error.numel())).indices.tolist()
         return [divmod(index, self.error.shape[1]) for index in indices]
@@ -208,11 +204,7 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
 
 def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
     """Return, for each vector, the largest relative L2 error of rounding its elements to multiples of the dtype's smallest
-    number: float64 [num_rows, num_heads]; 0 for a vector of zeros.
-
-    Args:
-        size: the vectors' norms, float64 [num_rows, num_heads].
-        num_elements, dtype: of a vector.
+    number, float64 [num_rows, num_heads], from the vectors' norms `size`; 0 for a vector of zeros.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps

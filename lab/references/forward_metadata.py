@@ -92,9 +92,6 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
     """Return the number of keys and the live pages of each query row in a verification on an encoder-only layer.
 
     A row sees all keys of its request, also the keys of later rows. So each row is a request of one row (SGLang 0.5.23).
-
-    Args:
-        batch, pool: as in `forward_metadata`.
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):

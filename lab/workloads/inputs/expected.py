@@ -10,8 +10,7 @@ from torch import Tensor
 from lab.integrity import ChangedBindingsError, in_words
 from lab.references import softmax_attention
 from lab.references.errors import Truth
-from lab.references.selected_truth import truth_of_heads, truth_of_selected
-from lab.references.softmax_attention import Rules
+from lab.references.softmax_attention import Rules, truth_of_heads, truth_of_selected
 
 # A call's results are compared several times. Larger ones, of output elements, are computed again, to save memory.
 MOST_KEPT_ELEMENTS = 2**20
@@ -64,9 +63,8 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return a `LateTruth`: each use computes `lab.references.softmax_attention.truth_of_requests` of these arguments, or of
-    `lab.references.selected_truth`, `truth_of_selected` if rows select keys (`selected`), and `truth_of_heads` if K/V heads do
-    (`seen`).
+    """Return a `LateTruth`: each use computes `truth_of_requests` of these arguments (`lab.references.softmax_attention`), or
+    `truth_of_selected` if rows select keys (`selected`), or `truth_of_heads` if K/V heads do (`seen`).
     """
     own = query.clone()  # the kernel gets the original
 
