@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lab.calls import AttentionCall, DecodeCall, MLADecodeCall
 from lab.metadata.mla.rows import merge_by_lse
@@ -15,6 +14,7 @@ from lab.references import (
     trtllm_batch_decode_with_kv_cache_mla,
 )
 from lab.workloads.attention_case import AttentionCase
+from tests.cases import Batch, decode_arguments, mla_arguments, of_entries
 
 PAGE, DIM, RANK_DIM = 4, 16, 12
 LENS = (9, 3, 30)  # keys of the requests on all ranks; the second has fewer than some groups have ranks
@@ -22,40 +22,14 @@ GENERATOR = torch.Generator().manual_seed(1)
 KEYS, VALUES = ([torch.randn(n, 2, DIM, generator=GENERATOR, dtype=torch.float64) for n in LENS] for _ in range(2))
 
 
-def pool(histories: list[Tensor]) -> Tensor:
-    """Return pages [num_pages, num_kv_heads, PAGE, DIM]: the requests' tokens in consecutive pages, then NaN."""
-    pages = []
-    for history in histories:
-        whole = torch.full((-(-max(len(history), 1) // PAGE) * PAGE, *history.shape[1:]), math.nan, dtype=torch.float64)
-        whole[: len(history)] = history
-        pages.append(whole.unflatten(0, (-1, PAGE)).transpose(1, 2))
-    return torch.cat(pages)
-
-
-def tables(lens: list[int]) -> Tensor:
-    counts = [-(-max(length, 1) // PAGE) for length in lens]
-    rows, first = torch.zeros(len(lens), max(counts), dtype=torch.int32), 0
-    for row, count in zip(rows, counts, strict=True):
-        row[:count] = torch.arange(first, first + count)
-        first += count
-    return rows
+QUERIES = torch.randn(len(LENS), 3, 4, DIM, generator=GENERATOR, dtype=torch.float64)
 
 
 def decode(q_len: int, world: int = 1, rank: int = 0, **changes: Any) -> dict[str, Any]:
     """Return the arguments of a decode call over the keys rank, rank + world, … of each request."""
     keys, values = ([side[rank::world] for side in sides] for sides in (KEYS, VALUES))
-    lens = [len(side) for side in keys]
-    return {
-        "query": torch.randn(len(LENS) * q_len, 4, DIM, generator=GENERATOR.manual_seed(2), dtype=torch.float64),
-        "kv_cache": (pool(keys), pool(values)),
-        "workspace_buffer": None,
-        "block_tables": tables(lens),
-        "seq_lens": torch.tensor(lens, dtype=torch.int32),
-        "max_seq_len": max(lens),
-        "bmm1_scale": 0.3,
-        "q_len_per_req": q_len,
-        "return_lse": True,
-    } | changes
+    batch = Batch(list(QUERIES[:, :q_len]), keys, values)
+    return decode_arguments(batch, PAGE, poison=math.nan, bmm1_scale=0.3, **changes)
 
 
 def rank_of(q_len: int, world: int, rank: int) -> dict[str, Any]:
@@ -76,27 +50,11 @@ def test_the_merge_of_all_ranks_is_the_whole_decode(q_len: int, world: int) -> N
     torch.testing.assert_close(torch.logsumexp(lses * math.log(2), 0) / math.log(2), lse, atol=1e-5, rtol=1e-5)
 
 
-def latent(q_len: int, world: int = 1, rank: int = 0, is_ragged: bool = False, **changes: Any) -> dict[str, Any]:
-    own = decode(q_len, world, rank)
-    query = own.pop("query")
-    rows = [q_len, max(q_len - 1, 1), q_len] if is_ragged else []
-    offsets = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
-    ragged = {"cum_seq_lens_q": offsets, "max_q_len": q_len}
-    for name in ("q_len_per_req", "kv_cache"):
-        own.pop(name)
-    return {
-        **own,
-        "query": query[: sum(rows)] if is_ragged else query.unflatten(0, (len(LENS), q_len)),
-        "kv_cache": pool([side[rank::world, :1] for side in KEYS])[:, 0],
-        "qk_nope_head_dim": 4,
-        "kv_lora_rank": RANK_DIM,
-        "qk_rope_head_dim": DIM - RANK_DIM,
-        "out": torch.empty(
-            *(query[: sum(rows)] if is_ragged else query.unflatten(0, (3, q_len))).shape[:-1], RANK_DIM
-        ).double(),
-        "return_lse_base": "base2",
-        **(ragged if is_ragged else {}),
-    } | changes
+def latent(q_len: int, world: int = 1, rank: int = 0, is_ragged: bool = False) -> dict[str, Any]:
+    rows = [q_len, max(q_len - 1, 1) if is_ragged else q_len, q_len]
+    queries = [query[:count] for query, count in zip(QUERIES, rows, strict=True)]
+    batch = of_entries(queries, [side[rank::world, 0] for side in KEYS], RANK_DIM)
+    return mla_arguments(batch, PAGE, poison=math.nan, bmm1_scale=0.3, ragged=is_ragged)
 
 
 def latent_rank(world: int, rank: int) -> dict[str, Any]:
@@ -188,51 +146,42 @@ def test_padding_rows_are_no_rows_of_a_request() -> None:
 
 
 ENDS = torch.tensor(LENS, dtype=torch.int32)
+RANK_KEYS = {"causal_seqlens_kv_global": ENDS}
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cp_world": 2}, ValueError, "cp_world=2 and cp_rank=0 need causal_seqlens_kv_global"),
     ({"cp_rank": 1}, ValueError, "cp_rank=1 need causal_seqlens_kv_global"),
-    ({"cp_world": 0, "causal_seqlens_kv_global": ENDS}, ValueError, "cp_world must be at least 1, got 0"),
-    ({"cp_world": 2, "cp_rank": 2, "causal_seqlens_kv_global": ENDS}, ValueError, "cp_rank=2 must be below cp_world=2"),
-    ({"cp_world": True, "causal_seqlens_kv_global": ENDS}, TypeError, "cp_world must be an int"),
+    (RANK_KEYS | {"cp_world": 0}, ValueError, "cp_world must be at least 1, got 0"),
+    (RANK_KEYS | {"cp_world": 2, "cp_rank": 2}, ValueError, "cp_rank=2 must be below cp_world=2"),
+    (RANK_KEYS | {"cp_world": True}, TypeError, "cp_world must be an int"),
     ({"causal_seqlens_kv_global": ENDS.long()}, TypeError, "causal_seqlens_kv_global must be int32"),
     ({"causal_seqlens_kv_global": ENDS[:2]}, ValueError, r"causal_seqlens_kv_global must have shape \[3\]"),
-    ({"causal_seqlens_kv_global": ENDS, "return_lse": False}, ValueError, "without an LSE.*return_lse=True"),
-    (
-        {"causal_seqlens_kv_global": ENDS, "window_left": 3},
-        ValueError,
-        "window_left is 3 with causal_seqlens_kv_global",
-    ),
-    ({"causal_seqlens_kv_global": ENDS, "sinks": torch.zeros(4)}, ValueError, "sinks is a tensor.*once for each rank"),
-    ({"causal_seqlens_kv_global": ENDS, "backend": "xqa"}, ValueError, "backend is 'xqa'"),
-    ({"causal_seqlens_kv_global": ENDS, "bmm2_scale": torch.ones(1)}, ValueError, "bmm2_scale is a tensor"),
-    ({"causal_seqlens_kv_global": ENDS, "enable_pdl": True}, ValueError, "enable_pdl is True"),
+    (RANK_KEYS | {"return_lse": False}, ValueError, "without an LSE.*return_lse=True"),
+    (RANK_KEYS | {"window_left": 3}, ValueError, "window_left is 3 with causal_seqlens_kv_global"),
+    (RANK_KEYS | {"sinks": torch.zeros(4)}, ValueError, "sinks is a tensor.*once for each rank"),
+    (RANK_KEYS | {"backend": "xqa"}, ValueError, "backend is 'xqa'"),
+    (RANK_KEYS | {"bmm2_scale": torch.ones(1)}, ValueError, "bmm2_scale is a tensor"),
+    (RANK_KEYS | {"enable_pdl": True}, ValueError, "enable_pdl is True"),
+]
+BAD_MLA: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"enable_dcp": False}, ValueError, "need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"),
+    ({"enable_dcp": 1}, TypeError, "enable_dcp must be True or False"),
+    ({"causal_seqlens_kv_global": None}, TypeError, "causal_seqlens_kv_global must be a torch.Tensor"),
+    ({"return_lse": False}, ValueError, "return_lse is False with enable_dcp=True"),
+    ({"return_lse_base": None}, ValueError, "return_lse with enable_dcp needs return_lse_base"),
+    ({"backend": "trtllm-gen"}, ValueError, "backend is 'trtllm-gen' with enable_dcp=True"),
+    ({"sinks": torch.zeros(4)}, ValueError, "sinks is a tensor with enable_dcp=True"),
+    ({"skip_softmax_threshold_scale_factor": 1.0}, ValueError, "skip_softmax.* with enable_dcp=True"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "words"), BAD)
-def test_wrong_arguments_of_a_decode_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        trtllm_batch_decode_with_kv_cache(**decode(1) | changes)
-
-
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"enable_dcp": False}, ValueError, "need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"),
-        ({"enable_dcp": 1}, TypeError, "enable_dcp must be True or False"),
-        ({"causal_seqlens_kv_global": None}, TypeError, "causal_seqlens_kv_global must be a torch.Tensor"),
-        ({"return_lse": False}, ValueError, "return_lse is False with enable_dcp=True"),
-        ({"return_lse_base": None}, ValueError, "return_lse with enable_dcp needs return_lse_base"),
-        ({"backend": "trtllm-gen"}, ValueError, "backend is 'trtllm-gen' with enable_dcp=True"),
-        ({"sinks": torch.zeros(4)}, ValueError, "sinks is a tensor with enable_dcp=True"),
-        ({"skip_softmax_threshold_scale_factor": 1.0}, ValueError, "skip_softmax.* with enable_dcp=True"),
-    ],
+    ("is_mla", "changes", "error", "words"), [*((False, *row) for row in BAD), *((True, *row) for row in BAD_MLA)]
 )
-def test_wrong_arguments_of_an_mla_decode_are_refused(
-    changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_wrong_arguments_are_refused(is_mla: bool, changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    function = trtllm_batch_decode_with_kv_cache_mla if is_mla else trtllm_batch_decode_with_kv_cache
+    good = latent(1, 2, 1) | latent_rank(2, 1) if is_mla else decode(1)
     with pytest.raises(error, match=words):
-        trtllm_batch_decode_with_kv_cache_mla(**latent(1, 2, 1) | latent_rank(2, 1) | changes)
+        function(**good | changes)
 
 
 @pytest.mark.parametrize(
@@ -259,24 +208,9 @@ def test_a_wrong_row_is_named_with_its_request() -> None:
 
 
 def test_padding_rows_without_a_request_see_no_key() -> None:
-    call = MLADecodeCall(
-        query=torch.zeros(3, 2, RANK_DIM),
-        kv_cache=torch.zeros(1, PAGE, RANK_DIM),
-        workspace_buffer=None,
-        qk_nope_head_dim=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        block_tables=torch.zeros(0, 1, dtype=torch.int32),
-        seq_lens=torch.zeros(0, dtype=torch.int32),
-        max_seq_len=PAGE,
-        cum_seq_lens_q=torch.zeros(1, dtype=torch.int32),
-        max_q_len=1,
-        enable_dcp=True,
-        cp_world=2,
-        causal_seqlens_kv_global=torch.zeros(0, dtype=torch.int32),
-        return_lse=True,
-        return_lse_base="base2",
-    )
-    num_visible = call.problem().num_visible
+    nobody = torch.zeros(1, dtype=torch.int32)
+    given = latent(1, 2, is_ragged=True) | latent_rank(2, 0) | {"cum_seq_lens_q": nobody}
+    given |= dict.fromkeys(("seq_lens", "causal_seqlens_kv_global"), nobody[:0])
+    num_visible = MLADecodeCall(**given | {"block_tables": given["block_tables"][:0]}).problem().num_visible
     assert num_visible is not None
     assert num_visible.tolist() == [0, 0, 0]

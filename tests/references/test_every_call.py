@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lab import references
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.references.softmax_attention import PIECE_ELEMENTS
+from tests import cases
 from tests.cases import (
+    BATCHES,
     CONTEXT,
     DECODE,
     MLA,
@@ -23,43 +25,33 @@ from tests.cases import (
     Arguments,
     Batch,
     assert_same,
-    context_arguments,
-    decode_arguments,
     expected,
     latent_batch,
     mirrors,
-    mla_arguments,
-    ragged_arguments,
     ragged_batch,
     random_batch,
 )
 from tests.devices import ON_GPU
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-BATCHES: dict[str, Callable[..., Batch]] = {MLA: latent_batch, RAGGED: ragged_batch}
-ARGUMENTS: dict[str, Callable[..., Arguments]] = {
-    DECODE: decode_arguments,
-    CONTEXT: context_arguments,
-    MLA: mla_arguments,
-    RAGGED: ragged_arguments,
-}
+FUNCTIONS = (DECODE, CONTEXT, MLA, RAGGED)
 # FlashInfer's modules, and the positional arguments that nobody names.
 MODULES = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla", RAGGED: "prefill"}
 POSITIONAL = {DECODE: 6, CONTEXT: 6, MLA: 9, RAGGED: 4}
 
-each_call = pytest.mark.parametrize("function", ARGUMENTS)
+each_call = pytest.mark.parametrize("function", FUNCTIONS)
 each_paged_call = pytest.mark.parametrize("function", [DECODE, CONTEXT, MLA])
 
 
 def batch_of(function: str, q_lens: list[int], kv_lens: list[int], **options: Any) -> Batch:
-    return BATCHES.get(function, random_batch)(q_lens, kv_lens, **options)
+    return BATCHES[function](q_lens, kv_lens, **options)
 
 
 def arguments_of(function: str, batch: Batch, **changes: Any) -> Arguments:
     """Return the call that poses a batch; `sinks` are a ragged call's, too."""
     if function == RAGGED and "sinks" in changes:
         changes["attention_sinks"] = changes.pop("sinks")
-    return ARGUMENTS[function](batch, **changes)
+    return cases.arguments_of(function, batch, **changes)
 
 
 def run(function: str, arguments: Arguments) -> Any:
@@ -144,7 +136,7 @@ def test_rows_and_keys_after_the_last_request_are_nobodys(function: str) -> None
     assert (lse[5:] == -math.inf).all()
 
 
-@pytest.mark.parametrize(("function", "form"), [*((name, {}) for name in ARGUMENTS), (MLA, {"ragged": True})])
+@pytest.mark.parametrize(("function", "form"), [*((name, {}) for name in FUNCTIONS), (MLA, {"ragged": True})])
 def test_an_empty_batch(function: str, form: Arguments) -> None:
     arguments = arguments_of(function, batch_of(function, [1], [7]), **form)
     of_requests = ("query", "block_tables", "seq_lens", "out")
@@ -176,7 +168,7 @@ def test_on_a_gpu(function: str, device: str) -> None:
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
-    function=st.sampled_from(sorted(ARGUMENTS)),
+    function=st.sampled_from(sorted(FUNCTIONS)),
     lengths=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 40)), min_size=1, max_size=4),
     group=st.integers(1, 6),
     num_kv_heads=st.integers(1, 3),

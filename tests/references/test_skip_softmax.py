@@ -11,6 +11,7 @@ from lab.references import assert_close_to_reference, trtllm_batch_decode_with_k
 from lab.references.eager_attention import SKIP_ROUNDING
 from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules, truth_of_requests
+from tests.cases import Batch, decode_arguments, random_batch
 
 KV_LENS, HEADS, HEAD_DIM = (200, 40), 4, 32
 SCALE = HEAD_DIM**-0.5
@@ -104,20 +105,8 @@ def test_the_error_is_that_of_a_value_opposite_to_the_output() -> None:
 
 def test_a_call_is_compared_with_what_it_may_leave_out() -> None:
     query, histories = drawn()
-    cache = [torch.zeros(4, 2, 64, HEAD_DIM) for _ in range(2)]
-    for side, pages in zip(histories[0], cache, strict=True):
-        pages.copy_(torch.nn.functional.pad(side, (0, 0, 0, 0, 0, 56)).unflatten(0, (4, 64)).transpose(1, 2))
-    given = {
-        "query": query[:2],
-        "kv_cache": tuple(cache),
-        "workspace_buffer": None,
-        "block_tables": torch.tensor([[0, 1, 2, 3]], dtype=torch.int32),
-        "seq_lens": torch.tensor([200], dtype=torch.int32),
-        "max_seq_len": 200,
-        "bmm1_scale": SCALE,
-        "bmm2_scale": 0.5,
-        "q_len_per_req": 2,
-    }
+    batch = Batch([query[:2]], [histories[0][0]], [histories[0][1]])
+    given = decode_arguments(batch, 64, bmm1_scale=SCALE, bmm2_scale=0.5, return_lse=False)
     out = left_out(4.0)[0][:2]
     assert_close_to_reference(out, **given, skip_softmax_threshold_scale_factor=4.0, check_dtype=False)
     with pytest.raises(AssertionError, match="vectors are wrong"):
@@ -135,15 +124,7 @@ def test_rows_keep_what_they_may_leave_out() -> None:
 
 
 def test_the_reference_leaves_out_nothing() -> None:
-    cache = torch.randn(3, 2, 16, 32)
-    given = {
-        "query": torch.randn(1, 4, 32),
-        "kv_cache": (cache, cache),
-        "workspace_buffer": None,
-        "block_tables": torch.tensor([[2, 0]], dtype=torch.int32),
-        "seq_lens": torch.tensor([30], dtype=torch.int32),
-        "max_seq_len": 32,
-    }
+    given = decode_arguments(random_batch([1], [30]), return_lse=False)
     skipped = trtllm_batch_decode_with_kv_cache(**given, skip_softmax_threshold_scale_factor=100.0)
     assert torch.equal(skipped, trtllm_batch_decode_with_kv_cache(**given))
 
