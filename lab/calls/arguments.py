@@ -98,7 +98,6 @@ def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
 
 
 def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the last dimension, head_dim, is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name}: head_dim must be contiguous (stride 1), got stride {tensor.stride(-1)}; call .contiguous() on it"
@@ -219,7 +218,6 @@ def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) 
 
 
 def check_table_rows(block_tables: torch.Tensor) -> None:
-    """Raise ValueError unless the rows of a table are contiguous."""
     if block_tables.shape[-1] > 1 and block_tables.stride(-1) != 1:
         raise ValueError("block_tables rows must be contiguous; pass block_tables.contiguous()")
 

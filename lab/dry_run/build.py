@@ -107,7 +107,6 @@ def is_built() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the lab's compiled launchers."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtllm-attention-lab" / "dry-run"
 
 

@@ -57,12 +57,10 @@ class KernelFacts:
 
     @property
     def sees_all_keys(self) -> bool:
-        """Return True if each row sees every key of its request."""
         return self.is_context and self.mask is MaskType.DENSE
 
     @property
     def has_window(self) -> bool:
-        """Return True if the kernel applies the launch's window."""
         return self.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL
 
 

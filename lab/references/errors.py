@@ -314,7 +314,6 @@ class Truth:
         return replace(self, rows=rows, **parts)
 
     def row_of_call(self, row: int) -> int:
-        """Return the index of a row among the rows of the call."""
         return row if self.rows is None else int(self.rows[row])
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:

@@ -99,7 +99,6 @@ def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
 
 
 def has_report(*paths: str) -> bool:
-    """Return True if one of the files is a report of the judge."""
     return any(Path(path).is_file() and read_file(Path(path)).kind is FileKind.JUDGE for path in paths)
 
 

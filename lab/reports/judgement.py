@@ -195,7 +195,6 @@ def _example(smallest: CaseResult) -> Iterator[str]:
 
 
 def _commands(smallest: CaseResult) -> Iterator[str]:
-    """Yield the line with the command that judges a region's smallest wrong case again."""
     yield f"    reproduce with: {reproduction(smallest.verdict)}"
 
 

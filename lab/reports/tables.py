@@ -322,7 +322,6 @@ class TableReport:
 
 
 def items(lines: Iterable[str]) -> str:
-    """Return lines as a bulleted list in Markdown."""
     return "\n".join(f"* {in_markdown(line)}" for line in lines)
 
 

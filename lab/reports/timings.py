@@ -59,7 +59,6 @@ def write_report(run: RecordedRun, folder: Path) -> list[Path]:
 
 
 def can_plot() -> bool:
-    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -22,7 +22,6 @@ class Finding:
 
     @property
     def target(self) -> str:
-        """Return the id of the finding's element in the HTML page."""
         return f"finding-{self.heading}"
 
     @property

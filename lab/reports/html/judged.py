@@ -64,8 +64,6 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class JudgedRun:
-    """A recorded report of the judge."""
-
     record: RecordedFile
 
     @property
@@ -174,7 +172,6 @@ def judged_sentence(runs: Sequence[JudgedRun]) -> str:
 
 
 def summary_table(runs: Sequence[JudgedRun]) -> Table:
-    """Make a table of one row per run."""
     columns: Columns = {
         "run": lambda run: words(run.name),
         "implementation": lambda run: words(run.implementation),

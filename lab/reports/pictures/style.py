@@ -163,7 +163,6 @@ def fill(colour: str, throttled: bool) -> dict[str, Any]:
 
 
 def mark_key(words: str, marker: str, **look: Any) -> Line2D:
-    """Return a legend entry that shows a marker without a line."""
     common: dict[str, Any] = {"marker": marker, "color": TEXT_COLOUR, "linestyle": "none", "label": words}
     return Line2D([], [], **common | look)
 
