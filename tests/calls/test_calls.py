@@ -82,6 +82,11 @@ BLOCK_SPARSE = together(
     tensor("seq_lens", lambda lengths: lengths.repeat(2, 1)),
 )
 
+
+def sparse(*parts: Breaks) -> Breaks:
+    return together(BLOCK_SPARSE, *parts)
+
+
 BAD_OF: dict[tuple[str, ...], list[Bad]] = {
     BOTH: [
         *bad_of_every_call(),
@@ -182,13 +187,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         (value(q_len_per_req=None), TypeError, "q_len_per_req", "cum_seq_lens_q"),
         (value(q_len_per_req=2.0), TypeError, "q_len_per_req", "2.0"),
         (value(q_len_per_req=3), ValueError, "q_len_per_req=3", "6 rows"),
-        (
-            together(RAGGED, value(q_len_per_req=2)),
-            ValueError,
-            "q_len_per_req=2",
-            "cum_seq_lens_q",
-            "q_len_per_req=None",
-        ),
+        (together(RAGGED, value(q_len_per_req=2)), ValueError, "q_len_per_req=2 contradicts", "q_len_per_req=None"),
         (value(max_q_len=2), ValueError, "max_q_len=2", "cum_seq_lens_q"),
         (together(RAGGED, value(max_q_len=None)), TypeError, "max_q_len", "None"),
         (together(RAGGED, value(max_q_len=1)), ValueError, "max_q_len = 1", "2 rows"),
@@ -206,33 +205,17 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         # block-sparse attention
         (value(enable_block_sparse_attention=1), TypeError, "enable_block_sparse", "1"),
         (value(enable_block_sparse_attention=True), ValueError, "[num_kv_heads, batch_size"),
+        (sparse(tensor("block_tables", lambda t: t.repeat(2, 1, 1)[:3])), ValueError, "block_tables has 3 page tables"),
+        (sparse(tensor("seq_lens", lambda n: n[0])), ValueError, "seq_lens", "[2, 2]", "[2]"),
         (
-            together(BLOCK_SPARSE, tensor("block_tables", lambda t: t.repeat(2, 1, 1)[:3])),
-            ValueError,
-            "block_tables has 3 page tables",
-            "2 heads",
-        ),
-        (together(BLOCK_SPARSE, tensor("seq_lens", lambda n: n[0])), ValueError, "seq_lens", "[2, 2]", "[2]"),
-        (
-            together(BLOCK_SPARSE, tensor("block_tables", lambda t: torch.cat((t, t), -1)[..., : t.shape[-1]])),
+            sparse(tensor("block_tables", lambda t: torch.cat((t, t), -1)[..., : t.shape[-1]])),
             ValueError,
             "block_tables must be contiguous",
-            "enable_block_sparse_attention",
         ),
-        (
-            together(BLOCK_SPARSE, tensor("seq_lens", lambda n: n.repeat(1, 2)[:, :2])),
-            ValueError,
-            "seq_lens must be contiguous",
-        ),
-        (
-            together(BLOCK_SPARSE, entry("seq_lens", (1, 0), 99), value(max_seq_len=99)),
-            ValueError,
-            "K/V head 1",
-            "seq_lens[0] = 99",
-            "widen",
-        ),
+        (sparse(tensor("seq_lens", lambda n: n.repeat(1, 2)[:, :2])), ValueError, "seq_lens must be contiguous"),
+        (sparse(entry("seq_lens", (1, 0), 99), value(max_seq_len=99)), ValueError, "K/V head 1", "= 99 needs", "widen"),
         *(
-            (together(BLOCK_SPARSE, value(**{name: given})), ValueError, name, *words)
+            (sparse(value(**{name: given})), ValueError, name, *words)
             for name, given, *words in (
                 ("window_left", 3, "is 3 with enable_block_sparse_attention", "no window", "pass -1"),
                 ("backend", "xqa", "'xqa'", "only trtllm-gen", "'auto' or 'trtllm-gen'"),
@@ -252,7 +235,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         (
             value(bf16q_fp8kv_transform_mode="k_only", backend="xqa"),
             ValueError,
-            "backend is 'xqa' with bf16q_fp8kv_transform_mode",
+            "backend is 'xqa' with bf16q",
             "only trtllm-gen",
         ),
         (value(o_scale=2.0), ValueError, "o_scale=2.0", "e4m3 output", "bmm2_scale"),
@@ -265,9 +248,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         (
             together(tensor("query", lambda q: q[:3]), tensor("out", lambda out: out[:3]), value(lse=None)),
             ValueError,
-            "cum_seq_lens_q",
-            "3 query rows",
-            "4",
+            "the 3 query rows",
         ),
         # page table and lengths
         (value(max_kv_len=19), ValueError, "seq_lens[0] = 20", "max_kv_len", "19"),

@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import (
-    ContextCall,
-    DecodeCall,
-    Feature,
-    MLADecodeCall,
-    RaggedAttention,
-    RaggedContextCall,
-)
+from lab.calls import ContextCall, DecodeCall, Feature, MLADecodeCall, RaggedAttention, RaggedContextCall
 from lab.calls.dsv4_decode import TwoPools
 from lab.calls.features import FIELDS
 from lab.calls.problem import AttentionProblem

@@ -14,8 +14,7 @@ def call(rows: int, heads: int, lse: torch.Tensor) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "shape"),
-    [(3, 2, (3, 2)), (1, 2, (1, 2)), (3, 1, (3, 1)), (1, 1, (1, 1)), (0, 2, (0, 2))],
+    ("rows", "heads", "shape"), [(3, 2, (3, 2)), (1, 2, (1, 2)), (3, 1, (3, 1)), (1, 1, (1, 1)), (0, 2, (0, 2))]
 )
 def test_one_element_may_have_a_stride_of_zero(rows: int, heads: int, shape: tuple[int, int]) -> None:
     lse = torch.zeros(rows, heads)
