@@ -12,17 +12,16 @@ import json
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall
-from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import E4M3, PagedAttention
-from lab.dry_run import build
+from lab.dry_run import build, sweep_calls
 from lab.dry_run.compiled import Compiled, Shape, compiled
+from lab.dry_run.sweep_axes import CONTEXT, DECODE, MLA_DECODE
 from lab.files import write_text
 from lab.gpus import sm_name
 from lab.kernels.support import why_not
@@ -139,42 +138,23 @@ def _context() -> Iterator[Shape]:
 
 def problem(shape: Shape) -> PagedAttention:
     """Return an attention problem with the dtypes and sizes of a shape: one request, one K/V head, CPU tensors."""
-    q, kv, out = shape.dtypes
-    rows, page_size = shape.q_len, shape.page_size
-    seq_lens = torch.tensor([rows], dtype=torch.int32)
-    query = torch.zeros(rows, shape.group, shape.head_dim).to(q)
-    if shape.kernel is XQA_MLA:
-        return MLADecodeCall(
-            query=query.unsqueeze(0),
-            kv_cache=torch.zeros(1, page_size, shape.head_dim).to(kv),
-            workspace_buffer=None,
-            qk_nope_head_dim=128,
-            kv_lora_rank=shape.head_dim - MLA_ROPE,
-            qk_rope_head_dim=MLA_ROPE,
-            block_tables=torch.zeros(1, 128, dtype=torch.int32),
-            seq_lens=seq_lens,
-            max_seq_len=rows,
-            out=torch.zeros(1, rows, shape.group, shape.head_dim - MLA_ROPE).to(out),
-        ).problem()
-    stored = shape.head_dim // 2 if kv == NVFP4 else shape.head_dim
-    pool = torch.zeros(2, 1, 1, page_size, stored).to(kv)
-    paged: dict[str, Any] = {
-        "query": query,
-        "kv_cache": (pool[0], pool[1]),
-        "workspace_buffer": None,
-        "block_tables": torch.zeros(1, 1, dtype=torch.int32),
-        "seq_lens": seq_lens,
-        "window_left": 3 if shape.window else -1,
-        "out_dtype": out,
+    sizes: dict[str, Any] = {
+        "q_len": shape.q_len,
+        "max_kv_len": shape.q_len,
+        "page_size": shape.page_size,
+        "batch_size": 1,
     }
+    sizes["dtypes"] = "/".join(NAMES[dtype] for dtype in shape.dtypes)
+    given: dict[str, Any] = {"bmm2_scale": 1.0, "backend": "xqa"}
+    if shape.kernel is XQA_MLA:
+        sizes |= {"heads": shape.group, "dims": (shape.head_dim - MLA_ROPE, MLA_ROPE)}
+        given["block_tables"] = torch.zeros(1, 128, dtype=torch.int32)
+        return replace(sweep_calls.mla_decode(MLA_DECODE.default | sizes), **given).problem()
+    sizes |= {"head_dim": shape.head_dim, "group": shape.group, "num_kv_heads": 1, "cache": "stacked HND"}
     if shape.kernel is FMHA_V2:
-        offsets = torch.tensor([0, rows], dtype=torch.int32)
-        lengths: dict[str, Any] = {"max_q_len": rows, "max_kv_len": rows, "batch_size": 1}
-        lengths |= {"cum_seq_lens_q": offsets, "cum_seq_lens_kv": offsets}
-        return ContextCall(**paged, **lengths, bmm1_scale=1.0, bmm2_scale=1.0).problem()
-    factors = torch.zeros(2, 1, 1, page_size, shape.head_dim // 16).to(E4M3)
-    scales = (factors[0], factors[1]) if kv == NVFP4 else None
-    return DecodeCall(**paged, kv_cache_sf=scales, max_seq_len=rows, q_len_per_req=rows, backend="xqa").problem()
+        return replace(sweep_calls.context(CONTEXT.default | sizes), bmm2_scale=1.0).problem()
+    sizes["window_left"] = 3 if shape.window else -1
+    return replace(sweep_calls.decode(DECODE.default | sizes), **given).problem()
 
 
 def judged(shape: Shape) -> str | None:
