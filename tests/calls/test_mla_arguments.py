@@ -79,6 +79,11 @@ BAD: list[Bad] = [
     ),
     (tensor("query", lambda q: q[:, :0]), ValueError, "at least one row", "[2, 0, 4, 12]"),
     (tensor("query", lambda q: q[..., :11]), ValueError, "query has head_dim 11", "=8 and qk_rope_head_dim=4 make 12"),
+    (
+        tensor("query", lambda q: stretched(q.repeat(1, 2, 1, 1))[:, :2]),
+        ValueError,
+        "query: head_dim must be contiguous",
+    ),
     (tensor("query", lambda q: q[:1]), ValueError, "query has 1 requests", "block_tables has 2"),
     # sizes
     (value(kv_lora_rank=0), ValueError, "kv_lora_rank", "at least 1", "0"),
