@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.problem import LATENT_CALLS
-from lab.checks.explain.batch_features import CallFeatures, of_any_request
-from lab.checks.explain.call_features import CallLog, features_of_call
-from lab.checks.explain.features import features_of_case
+from lab.checks.explain.call_features import CallFeatures, CallLog, features_of_call, features_of_case
+from lab.checks.explain.feature import of_any_request
 from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
 from lab.checks.run.equivalent_calls import KernelCalls
 from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, is_capturing, output_and_lse

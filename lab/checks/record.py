@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
-from lab.checks.explain.features import features_of_case
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.properties import checks_by_key
 from lab.checks.run.verdicts import BitDifference, CaseVerdict, Judged, Outcome
 from lab.files import DAMAGED, read_json

@@ -1,9 +1,12 @@
-"""Read the features of an attention call from its arguments and from the earlier calls of its case."""
+"""Read the features of a case, of its calls and of their requests: `lab.checks.explain.features` has their texts."""
 
 import math
+import operator
 import weakref
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -13,97 +16,176 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
-from lab.checks.explain.batch_features import EMPTY_COLUMNS, POWER_OF_2, TILE, CallFeatures, Read, kept
-from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
+from lab.checks.explain.feature import Features, Value
+from lab.checks.explain.features import EMPTY_COLUMNS, FEATURES, REMEMBERED, SMALL_SCALE, WATCHED, feature_named
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
+from lab.ranges import DTYPES, dtype_of
 
-SMALL_SCALE = 0.001
+TILE = 64  # keys that kernels take at a time
+# Features of a problem that are features of its call by the same names.
+OF_PROBLEM = ("SKIP_SOFTMAX", "RANK_KEYS", "SEPARATE_TABLES", "BLOCK_SPARSE", "OTHER_V_STRIDES")
+DTYPE_NAMES = {dtype_of(name): name for name in DTYPES}
 FAR_ELEMENTS = 2**31  # more than 32 bits with a sign count
+# Fields of a case that are no features. Of its lengths, the batch and its requests have features.
+NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
+LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
+# What a case without such a field has of its model's geometry.
+OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", "head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")
 
-# Of a call, and of a case whose tensors have them.
-OF_TENSORS: dict[str, CaseFeature] = {
-    "function": Choice("the function", Cost.VALUE),
-    "kv_dtype": Choice("the cache's dtype", Cost.VALUE),
-    "dtype": Choice("the query's dtype", Cost.VALUE),
-    "kv_layout": Choice("the cache's layout", Cost.VALUE),
-    "head_dim": Number("head_dim is {}", Cost.VALUE),
-    "v_head_dim": Number("v_head_dim is {}", Cost.VALUE),
-    "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, several="there are several K/V heads"),
-    "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED),
-    "group": Number("the number of query heads per K/V head is {}", Cost.VALUE),
-    "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", Cost.VALUE),
-    "sinks": Condition("{sinks|no sinks} are given"),
-}
-OF_CALL: dict[str, CaseFeature] = {
-    "mask": Condition("{a|no} draft mask is given"),
-    "mask_not_causal": Condition("{a|no} draft mask is given that is not causal", Cost.VALUE),
-    "masks_differ": Condition("requests have {different masks|one mask}", Cost.VALUE),
-    "mask_words": Number("the number of 16-bit words in a mask's row is {}", Cost.DERIVED),
-    "sinks_list": Condition("sinks are {|not }given in a list"),
-    "some_inf_sink": Condition("{a|no} sink is minus infinity", Cost.VALUE),
-    "all_inf_sinks": Condition("{every|not every} sink is minus infinity", Cost.VALUE),
-    "large_sink": Condition("{a|no} sink is larger than 8", Cost.DERIVED),
-    "bmm1_scale_tensor": Condition("bmm1_scale is a {tensor|number}"),
-    "bmm2_scale_tensor": Condition("bmm2_scale is a {tensor|number}"),
-    "bmm1_scale_negative": Condition("bmm1_scale is {|not }negative"),
-    "bmm2_scale_negative": Condition("bmm2_scale is {|not }negative"),
-    "bmm1_scale_log2_given": Condition("bmm1_scale_log2 is {|not }given"),
-    "bmm1_scale_1": Condition("bmm1_scale is {|not }1", Cost.VALUE),
-    "bmm1_scale_large": Condition("the absolute value of bmm1_scale is {|not }above 1", Cost.VALUE),
-    "bmm2_scale_large": Condition("the absolute value of bmm2_scale is {|not }above 100", Cost.VALUE),
-    "bmm1_scale_small": Condition(f"the absolute value of bmm1_scale is {{|not }}below {SMALL_SCALE}", Cost.VALUE),
-    "bmm2_scale_small": Condition(f"the absolute value of bmm2_scale is {{|not }}below {SMALL_SCALE}", Cost.VALUE),
-    "bmm1_scale_unusual": Condition("bmm1_scale is {not |}1 / sqrt(head_dim)", Cost.VALUE),
-    "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1"),
-    "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", Cost.VALUE),
-    "skip_softmax": Condition("parts of the softmax {may|may not} be left out", Cost.VALUE),
-    "rank": Number("cp_rank is {}", Cost.VALUE),
-    "ranks": Number("cp_world is {}", Cost.VALUE),
-    "rank_keys": Condition("the keys are {one rank's|all keys}"),
-    "o_scale_not_1": Condition("o_scale is {not |}1"),
-    "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
-    "cute_dsl_impl": Choice("cute_dsl_impl"),
-    "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given"),
-    "top_k": Number("sparse_mla_top_k is {}", Cost.VALUE),
-    "selects_entries": Condition("rows select {entries|no entries}"),
-    "top_k_lens": Condition("sparse_mla_top_k_lens is {|not }given"),
-    "first_slot": Condition("the pool's first slot is {|not }selected", Cost.VALUE),
-    "not_causal": Condition("the call is {not |}causal"),
-    "out_given": Condition("out is {|not }given"),
-    "lse_given": Condition("lse is {|not }given"),
-    "return_lse": Condition("the LSE is {|not }requested"),
-    "lse_base_e": Condition("the LSE is {|not }requested in base e"),
-    "out_dtype": Choice("the output's dtype", Cost.DERIVED),
-    "other_out_dtype": Condition("the output's dtype is {not |}the query's"),
-    "seq_lens_uint32": Condition("seq_lens is {uint32|int32}"),
-    "host_lengths": Choice("the dtype of the lengths on the host"),
-    "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}"),
-    "separate_tables": Condition("V has {a|no} page table of its own"),
-    "block_sparse": Condition("K/V heads select {pages of their own|no pages}"),
-    "head_lengths_differ": Condition("K/V heads select {different numbers of keys|equally many keys}", Cost.VALUE),
-    "other_v_strides": Condition("K and V have {different|equal} strides", Cost.VALUE),
-    "value_gaps": Condition("the values {do not |}lie next to each other", Cost.VALUE),
-    "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", Cost.VALUE),
-    "query_gaps": Condition("the query's rows {do not |}lie next to each other", Cost.VALUE),
-    "key_gaps": Condition("the keys {do not |}lie next to each other", Cost.VALUE),
-    "block_tables_gaps": Condition("the rows of block_tables {do not |}lie next to each other", Cost.VALUE),
-    "query_far": Condition(
-        "the first and last row of the query lie {2**31 or more|fewer than 2**31} elements apart", Cost.VALUE
-    ),
-    "lse_far": Condition(
-        "the first and last row of the given lse lie {2**31 or more|fewer than 2**31} elements apart", Cost.VALUE
-    ),
-    "block_tables_far": Condition(
-        "the first and last row of block_tables lie {2**31 or more|fewer than 2**31} elements apart", Cost.VALUE
-    ),
-    "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
-    "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
-    "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
-    "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", Cost.VALUE),
-    "table_columns": Number("the number of columns of the page table is {}", Cost.DERIVED),
-    "pool_pages": Number("the number of pages in the pool is {}", Cost.DERIVED),
-    "pool_elements": Number("the number of elements in the pool is {}", Cost.DERIVED),
-    "used_scratch": Condition("the workspace's scratch is {not |}zero", Cost.DERIVED),
-}
+Read = dict[str, Any]  # values by the names of features; None, False or nothing where there is no value
+
+
+def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
+    """Return the features of one request: its lengths, its pages, its position in the batch, and what its window hides."""
+    kv_len = kv_lens[request]
+    # The first key in the window of the last row, and of the first; 0 or less: none is hidden
+    last_seen = first_seen = 0
+    if window_left >= 0:
+        last_seen = kv_len - 1 - window_left
+        first_seen = last_seen - q_len + 1
+    firsts = range(first_seen, first_seen + min(q_len, page_size))
+    return {
+        "kv_len": kv_len,
+        "q_len": q_len,
+        "pages": -(-kv_len // page_size),
+        "request": request,
+        "first_request": request == 0,
+        "last_request": request == len(kv_lens) - 1,
+        "partial_page": kv_len % page_size > 0,
+        "full_page": kv_len > 0 and kv_len % page_size == 0,
+        "multiple_of_64_keys": kv_len > 0 and kv_len % 64 == 0,
+        "multiple_of_512_keys": kv_len > 0 and kv_len % 512 == 0,
+        "no_keys": kv_len == 0,
+        "no_rows": q_len == 0,
+        "fewer_keys": kv_len < q_len,
+        "no_prefix": kv_len == q_len,
+        "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
+        "hidden_keys": last_seen > 0,
+        "hidden_page": first_seen >= page_size,
+        "hidden_tile": first_seen >= TILE,
+        "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),
+        "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
+        "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
+        "after_longer": request > 0 and kv_lens[request - 1] > kv_len,
+        "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
+        "before_no_keys": 0 in kv_lens[request + 1 : request + 2],
+    }
+
+
+def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
+    """Return the features of a whole batch: page size, window, numbers of requests and rows, unequal and empty requests."""
+    return {
+        "page_size": page_size,
+        "has_window": window_left >= 0,
+        "window_left": window_left if window_left >= 0 else None,
+        "requests": len(kv_lens),
+        "rows_of_batch": sum(q_lens),
+        "longest_kv_len": max(kv_lens, default=0),
+        "no_more_rows_than_requests": sum(q_lens) <= len(q_lens),
+        "unequal_q_lens": len(set(q_lens)) > 1,
+        "unequal_kv_lens": len(set(kv_lens)) > 1,
+        "some_no_keys": 0 in kv_lens,
+        "all_no_keys": not any(kv_lens),
+        "some_no_rows": 0 in q_lens and any(q_lens),
+    }
+
+
+@dataclass(frozen=True)
+class CallFeatures:
+    """The features (named properties) of one call and of each of its requests."""
+
+    features: Features = field(default_factory=dict, hash=False)  # of the whole call
+    of_requests: tuple[Features, ...] = field(default=(), hash=False)
+    q_lens: tuple[int, ...] = ()  # query rows of each request
+
+    @classmethod
+    def of_lengths(
+        cls,
+        features: Features,
+        kv_lens: Sequence[int],
+        q_lens: Sequence[int],
+        window_left: int = -1,
+        page_size: int = TILE,
+        selections: Iterable[Read] = (),  # the features of the entries that each request selects
+    ) -> "CallFeatures":
+        """Return these features of a call, and those of a batch of these lengths and of each request."""
+        of_requests = tuple(
+            kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
+            for request, (q_len, selected) in enumerate(zip_longest(q_lens, selections, fillvalue={}))
+        )
+        of_batch = kept(_read_batch(kv_lens, q_lens, page_size, window_left))
+        return cls({**features, **of_batch}, of_requests, tuple(q_lens))
+
+
+def kept(read: Read) -> dict[str, Value]:
+    """Return features with values that rules can compare, without None and False."""
+    plain = ((name, _plain(value)) for name, value in read.items() if value is not None and value is not False)
+    return {name: value for name, value in plain if value is not None and value is not False}
+
+
+def _plain(value: Any) -> Value | None:
+    """Return a dtype or enum as its name, and a tensor of one element as its truth value; None for no value of these kinds."""
+    if type(value) in (bool, int, str):  # most are
+        return value
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value).removeprefix("torch."))
+    if isinstance(value, dict):
+        held = set(map(_plain, value.values()))
+        return held.pop() if len(held) == 1 else "mixed"
+    if isinstance(value, Tensor):
+        return bool(value)
+    return value if isinstance(value, bool | int | str) else None
+
+
+def features_of_case(case: Any) -> CallFeatures:
+    """Return the features of a case of any check: of its fields, its forward mode, its batch and each of its requests.
+
+    Raises:
+        UnknownFeatureError: `lab.checks.explain.features` has no text of a field of the case.
+    """
+    given = dict(_fields(case))
+    for name in given.keys() - FEATURES.keys():
+        feature_named(name)
+    model = getattr(case, "model", None)
+    read = given | {"function": getattr(case, "interface", None)}
+    read |= {name: getattr(case, name, getattr(model, name, given.get(name))) for name in OF_TENSORS}
+    group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))
+    read |= {"group_no_power_of_2": group & (group - 1) > 0, "sinks": bool(has_sinks)} | _read_mode(given)
+    read |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
+    kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
+    if kv_lens is None:
+        return CallFeatures(kept(read))
+    q_lens = getattr(case, "q_lens", (0,) * len(kv_lens))
+    of_storage = {name: getattr(case, name) for name in ("page_size", "window_left") if hasattr(case, name)}
+    return CallFeatures.of_lengths(kept(read), kv_lens, q_lens, **of_storage)
+
+
+def _fields(case: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each field of a case and of dataclasses in it, without lengths and `NO_FEATURES`."""
+    for each in fields(case) if is_dataclass(case) else ():
+        value = getattr(case, each.name)
+        if is_dataclass(value):
+            yield from _fields(value)
+        elif each.name not in NO_FEATURES + LENGTHS:
+            yield each.name, value
+
+
+def _read_mode(given: Read) -> Read:
+    """Return the features of the forward mode in a case's fields, such as the kind of its query rows; {} without a mode."""
+    if (mode := next((each for each in given.values() if isinstance(each, ForwardMode)), None)) is None:
+        return {}
+    uncounted = mode.uncounted
+    if uncounted is UncountedTokens.DRAFT_STEP and given.get("draft_step") in (None, FROZEN_KV_STEP):
+        uncounted = UncountedTokens.NONE  # the first token of a draft, or a step whose K and V are frozen
+    return {
+        "leaves_out_tokens": uncounted is not UncountedTokens.NONE,
+        "uncounted": uncounted,
+        "query_rows": mode.query_rows,
+        "extends_draft": mode.extends_draft,
+    }
 
 
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
@@ -127,7 +209,6 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm2_scale_tensor": isinstance(arguments.get("bmm2_scale"), Tensor),
         "bmm1_scale_negative": bmm1_scale < 0,
         "bmm2_scale_negative": bmm2_scale < 0,
-        "bmm1_scale_log2_given": arguments.get("bmm1_scale_log2") is not None,
         "bmm1_scale_1": bmm1_scale == 1,
         "bmm1_scale_large": abs(bmm1_scale) > 1,
         "bmm2_scale_large": abs(bmm2_scale) > 100,
@@ -136,10 +217,8 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm1_scale_unusual": not math.isclose(bmm1_scale, head_dim**-0.5, rel_tol=1e-6),
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
-        "skip_softmax": Feature.SKIP_SOFTMAX in options,
         "rank": arguments.get("cp_rank"),
         "ranks": arguments.get("cp_world"),
-        "rank_keys": Feature.RANK_KEYS in options,
         "o_scale_not_1": arguments.get("o_scale") not in (None, 1),
         "transform_mode": arguments.get("bf16q_fp8kv_transform_mode"),
         "cute_dsl_impl": arguments.get("cute_dsl_impl"),
@@ -147,18 +226,15 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "cum_seq_lens_q_given": CALL_TYPES[interface].__dataclass_fields__["cum_seq_lens_q"].default is None
         and problem.cu_seqlens_q is not None,
         "not_causal": not problem.causal,
-        "out_given": arguments.get("out") is not None,
-        "lse_given": arguments.get("lse") is not None,
+        **{f"{name}_given": arguments.get(name) is not None for name in ("bmm1_scale_log2", "out", "lse")},
         "return_lse": problem.return_lse,
         "lse_base_e": interface is AttentionCall.MLA_DECODE and lse_is_base_e(arguments),
         "out_dtype": problem.out_dtype,
         "other_out_dtype": problem.out_dtype != (torch.bfloat16 if interface in LATENT_CALLS else query.dtype),
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
-        "separate_tables": Feature.SEPARATE_TABLES in options,
-        "block_sparse": Feature.BLOCK_SPARSE in options,
-        "other_v_strides": Feature.OTHER_V_STRIDES in options,
         "used_scratch": _used_scratch(arguments, query.device),
+        **{name.lower(): Feature[name] in options for name in OF_PROBLEM},
     }
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
@@ -210,30 +286,26 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     return read
 
 
-def _read_selections(problem: PagedAttention) -> list[Read]:
-    """Return the features of the entries that each request's rows select."""
+def _read_selections(problem: PagedAttention) -> Iterator[Read]:
+    """Yield the features of the entries that each request's rows select; nothing if rows select no entries."""
     if problem.selected is None:
-        return []
+        return
     used = problem.columns_in_use().cpu()
     selected = problem.selected.cpu().where(used, 0)
-    found: list[Read] = []
     for start, end in pairwise(problem.row_offsets()):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)
         before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
         highest = selected[start:end].cummax(1).values
-        found.append(
-            {
-                "no_entry": (counts == 0).any(),
-                "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
-                "gap": is_gap.any(),
-                "gap_before_entry": (is_gap & before).any(),
-                "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
-                "num_entries": int(counts.max()) if len(counts) else None,
-            }
-        )
-    return found
+        yield {
+            "no_entry": (counts == 0).any(),
+            "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
+            "gap": is_gap.any(),
+            "gap_before_entry": (is_gap & before).any(),
+            "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
+            "num_entries": int(counts.max()) if len(counts) else None,
+        }
 
 
 def _lie_apart(pool: Tensor) -> bool:
@@ -243,52 +315,12 @@ def _lie_apart(pool: Tensor) -> bool:
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
     """Return True if the workspace's scratch does not begin with zeros, so that an earlier call has probably used it."""
-    workspace = arguments.get("workspace_buffer")
-    if workspace is None:
+    if (workspace := arguments.get("workspace_buffer")) is None:
         return False
     data = workspace.flatten().view(torch.uint8)
-    if data[SEMAPHORE_BYTES:][:64].any():
-        return True
-    return bool(data[:64].any()) and not counts_in_workspace(arguments.get("backend", "auto"), device)
-
-
-# Arguments whose values are compared with those of the first call of the same shapes, and tensors whose writes are noted: each
-# with the beginning of a text.
-REMEMBERED = {
-    "bmm1_scale": "bmm1_scale was",
-    "bmm2_scale": "bmm2_scale was",
-    "window_left": "window_left was",
-    "sinks": "sinks were",
-    "mask": "the mask was",
-    "seq_lens": "seq_lens were",
-    "cum_seq_lens_q": "cum_seq_lens_q was",
-    "block_tables": "the page table was",
-}
-WATCHED = {
-    "query": "the query was",
-    "seq_lens": "seq_lens were",
-    "block_tables": "the page table was",
-    "cum_seq_lens_q": "cum_seq_lens_q was",
-    "bmm1_scale": "bmm1_scale was",
-    "bmm2_scale": "bmm2_scale was",
-    "sinks": "the sinks were",
-    "mask": "the mask was",
-    "kv_cache": "the cache was",
-    "workspace_buffer": "the workspace was",
-}
-OF_EARLIER: dict[str, CaseFeature] = {
-    "later_call": Condition("a call is {not |}the first of its case", Cost.DERIVED),
-    "calls_before": Number("the number of earlier calls is {}", Cost.SETTING),
-    "longer_request": Condition("{a|no} request is longer than in the first call of these shapes", Cost.DERIVED),
-    **{
-        f"other_{name}": Condition(f"{text} {{different|the same}} in the first call of these shapes", Cost.DERIVED)
-        for name, text in REMEMBERED.items()
-    },
-    **{
-        f"written_{name}": Condition(f"{text} {{|not }}written since an earlier call", Cost.DERIVED)
-        for name, text in WATCHED.items()
-    },
-}
+    if not data[SEMAPHORE_BYTES:][:64].any():
+        return bool(data[:64].any()) and not counts_in_workspace(arguments.get("backend", "auto"), device)
+    return True
 
 
 class CallLog:
@@ -296,7 +328,7 @@ class CallLog:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._first_of_shapes: dict[Any, dict[str, Any]] = {}
+        self._first_of_shapes: dict[Any, tuple[dict[str, Any], list[int]]] = {}
         # Not the tensors themselves: a later call's must be free to get the address of one that is gone, as an engine's do.
         self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
@@ -311,14 +343,12 @@ class CallLog:
         cache = given.get("kv_cache", given.get("key"))
         given["kv_cache"] = cache[0] if isinstance(cache, tuple) else cache
         shapes = tuple(tuple(given[name].shape) for name in ("query", "seq_lens"))
-        first = self._first_of_shapes.setdefault(shapes, now)
-        lengths = [
-            each["seq_lens"] if isinstance(each["seq_lens"], list) else [each["seq_lens"]] for each in (now, first)
-        ]
+        lens = given["seq_lens"].flatten().tolist()
+        first, first_lens = self._first_of_shapes.setdefault(shapes, (now, lens))
         read: Read = {
             "later_call": self._calls > 0,
             "calls_before": self._calls,
-            "longer_request": any(later > earlier for later, earlier in zip(*lengths, strict=True)),
+            "longer_request": any(map(operator.gt, lens, first_lens)),
             **{f"other_{name}": value != first[name] for name, value in now.items()},
             **{f"written_{name}": self._was_written(name, given.get(name)) for name in WATCHED},
         }
@@ -355,17 +385,15 @@ def features_of_call(
 
     If `lab.calls` refuses the arguments, the only features of the call are those that compare it with earlier ones.
     """
-    earlier = log.read(arguments)
+    earlier, of_case = log.read(arguments), kept(around or {})
     try:
         problem = CALL_TYPES[interface](**arguments).problem()
     except (TypeError, ValueError, NotImplementedError):
-        read = (around or {}) | earlier
-        return CallFeatures(kept(read, read))
+        return CallFeatures({**of_case, **kept(earlier)})
     kv_lens, offsets = problem.kv_lens(), problem.row_offsets()
-    page_size = problem.page_size if isinstance(problem, PagedAttention) else TILE
+    of_pages = (problem.page_size, _read_selections(problem)) if isinstance(problem, PagedAttention) else (TILE, ())
     read = _read_call(interface, arguments, problem)
-    read = {name: read.get(name) for name in OF_TENSORS | OF_CALL} | earlier
+    read = {name: read[name] for name in FEATURES if name in read} | earlier
     q_lens = [after - before for before, after in pairwise(offsets)]
-    selections = _read_selections(problem) if isinstance(problem, PagedAttention) else []
     window_left = arguments.get("window_left", -1)
-    return CallFeatures.of_lengths(read, kv_lens, q_lens, page_size, window_left, around, selections)
+    return CallFeatures.of_lengths({**of_case, **kept(read)}, kv_lens, q_lens, window_left, *of_pages)

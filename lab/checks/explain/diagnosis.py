@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lab.checks.explain.batch_features import of_any_request
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.explain.failure_rules import Rule, find_rules
-from lab.checks.explain.feature import Bits, Features, Value
-from lab.checks.explain.features import feature_named, features_of_case
+from lab.checks.explain.feature import Bits, Features, Value, of_any_request
+from lab.checks.explain.features import feature_named
 from lab.checks.explain.region import HELD, CaseResult, Region, within
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, RETURNED, CaseVerdict, CheckedResult, Outcome
 from lab.recorded.case import RecordedCase

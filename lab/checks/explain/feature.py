@@ -6,7 +6,7 @@ A feature is a named property of a subject, which is a case, a call or a request
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -131,6 +131,17 @@ class Choice(CaseFeature):
             yield "==", name, math.log2(len(names))
             if len(names) > 2 and self.is_negated:
                 yield "!=", name, math.log2(len(names)) + NEGATION_BITS
+
+
+def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
+    """Return one mapping of the features of a call and of its requests. A condition is true if it is true for any request; a
+    number is the largest of all requests.
+    """
+    found = dict(shared)
+    for features in of_requests:
+        for name, value in features.items():
+            found[name] = max(int(value), int(found.get(name, 0))) if type(value) is int else value
+    return found
 
 
 def _spread(steps: list[int]) -> list[int]:

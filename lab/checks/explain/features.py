@@ -1,22 +1,166 @@
-"""Read the features of a case of any check. `FEATURES` has the words of every feature for the text of a rule."""
+"""The features of cases, calls and requests with their texts.
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
+A feature is a named property; rules over features say where results are wrong (`lab.checks.explain.call_features` reads them).
+Among features of equal cost that hold for the same results, a rule has the one that comes first in `FEATURES`.
+"""
 
-from lab.checks.explain.batch_features import OF_BATCH, OF_REQUEST, CallFeatures, Read, kept
-from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
-from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
-from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, TableTail
 
-# Fields of a case that are no features, and those whose features are of the batch and of its requests.
-NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
-LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
+SMALL_SCALE = 0.001
+EMPTY_COLUMNS = 128  # columns of selected entries that kernels take at a time
+POWER_OF_2 = "{not |}a power of two"
+FAR_OR_NEAR = "{2**31 or more|fewer than 2**31}"
+# Arguments whose values are compared with those of the first call of the same shapes, and tensors whose writes are noted: each
+# with the beginning of a text.
+REMEMBERED = {
+    "bmm1_scale": "bmm1_scale was",
+    "bmm2_scale": "bmm2_scale was",
+    "window_left": "window_left was",
+    "sinks": "sinks were",
+    "mask": "the mask was",
+    "seq_lens": "seq_lens were",
+    "cum_seq_lens_q": "cum_seq_lens_q was",
+    "block_tables": "the page table was",
+}
+WATCHED = {
+    "query": "the query was",
+    "seq_lens": "seq_lens were",
+    "block_tables": "the page table was",
+    "cum_seq_lens_q": "cum_seq_lens_q was",
+    "bmm1_scale": "bmm1_scale was",
+    "bmm2_scale": "bmm2_scale was",
+    "sinks": "the sinks were",
+    "mask": "the mask was",
+    "kv_cache": "the cache was",
+    "workspace_buffer": "the workspace was",
+}
 
-# Of the fields of a case, where their names are not those of features of a call.
-OF_FIELDS: dict[str, CaseFeature] = {
+FEATURES: dict[str, CaseFeature] = {
+    # Of a request.
+    "kv_len": Number("a request has {} keys", Cost.VALUE),
+    "q_len": Number("a request has {} query rows", Cost.VALUE, several="a request has several query rows"),
+    "pages": Number("a request has {} pages", Cost.DERIVED, several="a request has several pages"),
+    "request": Number("a request's place in the batch is {}", Cost.VALUE),
+    "first_request": Condition("a request is {|not }the batch's first", Cost.DERIVED),
+    "last_request": Condition("a request is {|not }the batch's last", Cost.DERIVED),
+    "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", Cost.VALUE),
+    "full_page": Condition("a request's last page is {|not }full", Cost.DERIVED),
+    "multiple_of_64_keys": Condition("a request has {a|no} multiple of 64 keys", Cost.DERIVED),
+    "multiple_of_512_keys": Condition("a request has {a|no} multiple of 512 keys", Cost.VALUE),
+    "no_keys": Condition("a request has {no |}keys", Cost.VALUE),
+    "no_rows": Condition("a request has {no |}query rows", Cost.VALUE),
+    "fewer_keys": Condition("a request has {fewer|no fewer} keys than query rows", Cost.VALUE),
+    "no_prefix": Condition("a request has {no |}keys before its rows", Cost.VALUE),
+    "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", Cost.DERIVED),
+    "hidden_keys": Condition("{a|no} window hides keys of a request", Cost.VALUE),
+    "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
+    "hidden_tile": Condition("{64|fewer} keys of a request are before its window", Cost.POSITION),
+    "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
+    "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
+    "as_long_as_previous": Condition("a request is {|not }as long as the one before it", Cost.VALUE),
+    "after_longer": Condition("a request is {|not }shorter than the one before it", Cost.DERIVED),
+    "after_no_keys": Condition("the request before a request has {no |}keys", Cost.DERIVED),
+    "before_no_keys": Condition("the request after a request has {no |}keys", Cost.DERIVED),
+    "no_entry": Condition("a row of a request selects {no|an} entry", Cost.VALUE),
+    "empty_tile": Condition(
+        f"the first {EMPTY_COLUMNS} columns of a request's row hold {{-1 alone|an entry}}", Cost.VALUE
+    ),
+    "gap": Condition("{a|no} column that a request's row uses holds -1", Cost.VALUE),
+    "gap_before_entry": Condition("{a|no} column before an entry of a request's row holds -1", Cost.VALUE),
+    "unordered_entries": Condition("the entries of a request's row are {not |}in ascending order", Cost.VALUE),
+    "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
+    # Of a batch.
+    "page_size": Number("page_size is {}", Cost.VALUE),
+    "has_window": Condition("{a|no} window is set"),
+    "window_left": Number("window_left is {}", Cost.VALUE),
+    "requests": Number("a batch has {} requests", Cost.VALUE, several="a batch has several requests"),
+    "rows_of_batch": Number("the number of query rows of a batch is {}", Cost.DERIVED),
+    "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE),
+    "no_more_rows_than_requests": Condition("a batch has {no more|more} query rows than requests", Cost.DERIVED),
+    "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", Cost.VALUE),
+    "unequal_kv_lens": Condition("requests have {different lengths|one length}", Cost.DERIVED),
+    "some_no_keys": Condition("{a|no} request of the batch has no keys", Cost.DERIVED),
+    "all_no_keys": Condition("{no|a} request of the batch has keys", Cost.VALUE),
+    "some_no_rows": Condition("{a|no} request of the batch has no rows", Cost.VALUE),
+    # Of a call, and of a case whose tensors have them.
+    "function": Choice("the function", Cost.VALUE),
+    "kv_dtype": Choice("the cache's dtype", Cost.VALUE),
+    "dtype": Choice("the query's dtype", Cost.VALUE),
+    "kv_layout": Choice("the cache's layout", Cost.VALUE),
+    "head_dim": Number("head_dim is {}", Cost.VALUE),
+    "v_head_dim": Number("v_head_dim is {}", Cost.VALUE),
+    "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, several="there are several K/V heads"),
+    "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED),
+    "group": Number("the number of query heads per K/V head is {}", Cost.VALUE),
+    "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", Cost.VALUE),
+    "sinks": Condition("{sinks|no sinks} are given"),
+    # Of a call.
+    "mask": Condition("{a|no} draft mask is given"),
+    "mask_not_causal": Condition("{a|no} draft mask is given that is not causal", Cost.VALUE),
+    "masks_differ": Condition("requests have {different masks|one mask}", Cost.VALUE),
+    "mask_words": Number("the number of 16-bit words in a mask's row is {}", Cost.DERIVED),
+    "sinks_list": Condition("sinks are {|not }given in a list"),
+    "some_inf_sink": Condition("{a|no} sink is minus infinity", Cost.VALUE),
+    "all_inf_sinks": Condition("{every|not every} sink is minus infinity", Cost.VALUE),
+    "large_sink": Condition("{a|no} sink is larger than 8", Cost.DERIVED),
+    "bmm1_scale_tensor": Condition("bmm1_scale is a {tensor|number}"),
+    "bmm2_scale_tensor": Condition("bmm2_scale is a {tensor|number}"),
+    "bmm1_scale_negative": Condition("bmm1_scale is {|not }negative"),
+    "bmm2_scale_negative": Condition("bmm2_scale is {|not }negative"),
+    "bmm1_scale_log2_given": Condition("bmm1_scale_log2 is {|not }given"),
+    "bmm1_scale_1": Condition("bmm1_scale is {|not }1", Cost.VALUE),
+    "bmm1_scale_large": Condition("the absolute value of bmm1_scale is {|not }above 1", Cost.VALUE),
+    "bmm2_scale_large": Condition("the absolute value of bmm2_scale is {|not }above 100", Cost.VALUE),
+    "bmm1_scale_small": Condition(f"the absolute value of bmm1_scale is {{|not }}below {SMALL_SCALE}", Cost.VALUE),
+    "bmm2_scale_small": Condition(f"the absolute value of bmm2_scale is {{|not }}below {SMALL_SCALE}", Cost.VALUE),
+    "bmm1_scale_unusual": Condition("bmm1_scale is {not |}1 / sqrt(head_dim)", Cost.VALUE),
+    "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1"),
+    "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", Cost.VALUE),
+    "skip_softmax": Condition("parts of the softmax {may|may not} be left out", Cost.VALUE),
+    "rank": Number("cp_rank is {}", Cost.VALUE),
+    "ranks": Number("cp_world is {}", Cost.VALUE),
+    "rank_keys": Condition("the keys are {one rank's|all keys}"),
+    "o_scale_not_1": Condition("o_scale is {not |}1"),
+    "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
+    "cute_dsl_impl": Choice("cute_dsl_impl"),
+    "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given"),
+    "top_k": Number("sparse_mla_top_k is {}", Cost.VALUE),
+    "selects_entries": Condition("rows select {entries|no entries}"),
+    "top_k_lens": Condition("sparse_mla_top_k_lens is {|not }given"),
+    "first_slot": Condition("the pool's first slot is {|not }selected", Cost.VALUE),
+    "not_causal": Condition("the call is {not |}causal"),
+    "out_given": Condition("out is {|not }given"),
+    "lse_given": Condition("lse is {|not }given"),
+    "return_lse": Condition("the LSE is {|not }requested"),
+    "lse_base_e": Condition("the LSE is {|not }requested in base e"),
+    "out_dtype": Choice("the output's dtype", Cost.DERIVED),
+    "other_out_dtype": Condition("the output's dtype is {not |}the query's"),
+    "seq_lens_uint32": Condition("seq_lens is {uint32|int32}"),
+    "host_lengths": Choice("the dtype of the lengths on the host"),
+    "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}"),
+    "separate_tables": Condition("V has {a|no} page table of its own"),
+    "block_sparse": Condition("K/V heads select {pages of their own|no pages}"),
+    "head_lengths_differ": Condition("K/V heads select {different numbers of keys|equally many keys}", Cost.VALUE),
+    "other_v_strides": Condition("K and V have {different|equal} strides", Cost.VALUE),
+    "value_gaps": Condition("the values {do not |}lie next to each other", Cost.VALUE),
+    "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", Cost.VALUE),
+    "query_gaps": Condition("the query's rows {do not |}lie next to each other", Cost.VALUE),
+    "key_gaps": Condition("the keys {do not |}lie next to each other", Cost.VALUE),
+    "block_tables_gaps": Condition("the rows of block_tables {do not |}lie next to each other", Cost.VALUE),
+    **{
+        f"{name}_far": Condition(f"the first and last row of {text} lie {FAR_OR_NEAR} elements apart", Cost.VALUE)
+        for name, text in (("query", "the query"), ("lse", "the given lse"), ("block_tables", "block_tables"))
+    },
+    "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
+    "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
+    "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
+    "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", Cost.VALUE),
+    "table_columns": Number("the number of columns of the page table is {}", Cost.DERIVED),
+    "pool_pages": Number("the number of pages in the pool is {}", Cost.DERIVED),
+    "pool_elements": Number("the number of elements in the pool is {}", Cost.DERIVED),
+    "used_scratch": Condition("the workspace's scratch is {not |}zero", Cost.DERIVED),
+    # Of the fields of a case, where their names are not those of features of a call.
     "contents": Choice("the data of the case", Cost.VALUE, Contents),
     "dead": Choice("the lab's poison in cells that no request owns", Cost.VALUE, Dead),
     "table_tail": Choice("the content of unused columns of the page table", Cost.VALUE, TableTail),
@@ -77,17 +221,26 @@ OF_FIELDS: dict[str, CaseFeature] = {
     "stacked": Condition("K and V are {|not }stacked in one tensor", Cost.SETTING),
     "tensor_parallel": Number("the number of tensor-parallel GPUs is {}", Cost.SETTING),
     "virtual_slots": Condition("the slots are {virtual|physical}", Cost.SETTING),
-}
-OF_MODE: dict[str, CaseFeature] = {
+    # Of a forward mode.
     "leaves_out_tokens": Condition("seq_lens {leaves out tokens of the pass|counts all tokens}", Cost.VALUE),
     "uncounted": Choice("the kind of tokens that seq_lens leaves out", Cost.VALUE),
     "query_rows": Choice("the kind of query rows", Cost.DERIVED),
     "extends_draft": Condition("the forward mode {extends|does not extend} a draft", Cost.VALUE),
+    # Of a call that is compared with earlier calls of its case.
+    "later_call": Condition("a call is {not |}the first of its case", Cost.DERIVED),
+    "calls_before": Number("the number of earlier calls is {}", Cost.SETTING),
+    "longer_request": Condition("{a|no} request is longer than in the first call of these shapes", Cost.DERIVED),
+    **{
+        f"other_{name}": Condition(f"{text} {{different|the same}} in the first call of these shapes", Cost.DERIVED)
+        for name, text in REMEMBERED.items()
+    },
+    **{
+        f"written_{name}": Condition(f"{text} {{|not }}written since an earlier call", Cost.DERIVED)
+        for name, text in WATCHED.items()
+    },
+    # Where no other feature says where a result is wrong.
+    "result": Choice("the name of the result", Cost.SETTING, is_negated=False),
 }
-# Where no other feature says where a result is wrong.
-OF_RESULT: dict[str, CaseFeature] = {"result": Choice("the name of the result", Cost.SETTING, is_negated=False)}
-TABLES = (OF_REQUEST, OF_BATCH, OF_TENSORS, OF_CALL, OF_FIELDS, OF_MODE, OF_EARLIER, OF_RESULT)
-FEATURES = {name: feature for table in TABLES for name, feature in table.items()}
 
 
 class UnknownFeatureError(LookupError):
@@ -107,59 +260,3 @@ def feature_named(name: str) -> CaseFeature:
     if not is_parameter:
         raise UnknownFeatureError(f"no feature has the name {name!r}: add a row to a table of lab.checks.explain")
     return Condition(f"{parameter} is {{|not }}“{value}”", Cost.SETTING)
-
-
-def features_of_case(case: Any) -> CallFeatures:
-    """Return the features of a case of any check: of its fields, its forward mode, its batch and each of its requests.
-
-    Raises:
-        UnknownFeatureError: a field of the case has no row in a table.
-    """
-    given = dict(_fields(case))
-    for name in given:
-        feature_named(name)
-    model = getattr(case, "model", None)
-
-    def value_of(name: str) -> Any:
-        return getattr(case, name, getattr(model, name, given.get(name)))
-
-    read = given | {name: value_of(name) for name in OF_TENSORS} | _read_mode(given)
-    group = read["group"] or 0
-    read |= {
-        "function": value_of("interface"),
-        "group_no_power_of_2": group & (group - 1) > 0,
-        "sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False))),
-    }
-    read |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
-    kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
-    if kv_lens is None:
-        return CallFeatures(kept(read, read))
-    q_lens = getattr(case, "q_lens", (0,) * len(kv_lens))
-    of_storage = {name: getattr(case, name) for name in ("page_size", "window_left") if hasattr(case, name)}
-    return CallFeatures.of_lengths(read, kv_lens, q_lens, **of_storage)
-
-
-def _fields(case: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each field of a case and of dataclasses in it, without lengths and `NO_FEATURES`."""
-    for each in fields(case) if is_dataclass(case) else ():
-        value = getattr(case, each.name)
-        if is_dataclass(value):
-            yield from _fields(value)
-        elif each.name not in NO_FEATURES + LENGTHS:
-            yield each.name, value
-
-
-def _read_mode(given: Read) -> Read:
-    """Return the features of the forward mode in a case's fields, such as the kind of its query rows; {} without a mode."""
-    mode = next((each for each in given.values() if isinstance(each, ForwardMode)), None)
-    if mode is None:
-        return {}
-    uncounted = mode.uncounted
-    if uncounted is UncountedTokens.DRAFT_STEP and given.get("draft_step") in (None, FROZEN_KV_STEP):
-        uncounted = UncountedTokens.NONE  # the first token of a draft, or a step whose K and V are frozen
-    return {
-        "leaves_out_tokens": uncounted is not UncountedTokens.NONE,
-        "uncounted": uncounted,
-        "query_rows": mode.query_rows,
-        "extends_draft": mode.extends_draft,
-    }

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.batch_features import CallFeatures
-from lab.checks.explain.features import features_of_case
+from lab.checks.explain.call_features import CallFeatures, features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.metadata_axes import DIVISIBLE, DTYPES, ROWS, TWICE, VIRTUAL_WITH_HOLES, WITH_HOLES
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes

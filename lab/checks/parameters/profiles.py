@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.calls.problem import AttentionCall
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.explain.feature import Features
-from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.run.verdicts import CaseVerdict
 from lab.files import read_json

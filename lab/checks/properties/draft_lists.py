@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.batch_features import CallFeatures
-from lab.checks.explain.features import features_of_case
+from lab.checks.explain.call_features import CallFeatures, features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.lists import FIELDS, NARROW, lens_of
 from lab.checks.properties.check import Check, Scope

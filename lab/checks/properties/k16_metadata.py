@@ -14,7 +14,7 @@ import torch
 
 from lab import references
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.explain.features import features_of_case
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.parameters.metadata import BuiltPass, builder_of, expect_own_tensors
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.features import features_of_case
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k16_metadata import expect_attention, judge_own_tensors

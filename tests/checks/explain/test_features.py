@@ -14,27 +14,20 @@ from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, ForwardCase, explain
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.batch_features import (
-    OF_BATCH,
-    OF_REQUEST,
+from lab.checks.explain.call_features import (
     TILE,
     CallFeatures,
-    _read_batch,
-    _read_request,
-    kept,
-    of_any_request,
-)
-from lab.checks.explain.call_features import (
-    OF_CALL,
-    OF_EARLIER,
-    OF_TENSORS,
     CallLog,
+    _read_batch,
     _read_call,
+    _read_request,
     _read_selections,
     features_of_call,
+    features_of_case,
+    kept,
 )
-from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number
-from lab.checks.explain.features import FEATURES, TABLES, UnknownFeatureError, feature_named, features_of_case
+from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
+from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
@@ -211,11 +204,14 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     of_call = _read_call(AttentionCall.DECODE, arguments, DecodeCall(**arguments).problem())
     sparse = MLADecodeCall(**sparse_arguments(latent_batch([2], [5]), [[0, -1, 3, 1]] * 2)).problem()
     of_sparse = _read_call(AttentionCall.MLA_DECODE, {}, sparse)
-    assert of_call.keys() | of_sparse.keys() == (OF_TENSORS | OF_CALL).keys()
     (of_selection,) = _read_selections(sparse)
-    assert _read_request(0, (1,), 1, 16, -1).keys() | of_selection.keys() == OF_REQUEST.keys()
-    assert _read_batch((1,), (1,), 16, -1).keys() == OF_BATCH.keys()
-    assert CallLog().read(arguments).keys() == OF_EARLIER.keys()
+    of_lengths = _read_request(0, (1,), 1, 16, -1) | _read_batch((1,), (1,), 16, -1)
+    names = [*FEATURES]
+    of_cases = names[names.index("contents") : names.index("later_call")]
+    assert (of_call | of_sparse | of_selection | of_lengths | CallLog().read(arguments)).keys() == {*FEATURES} - {
+        *of_cases,
+        "result",
+    }
 
 
 SEVERAL = [-1] * 128
@@ -474,9 +470,7 @@ def test_of_the_features_of_several_requests_the_largest_number_stays() -> None:
 
 
 def test_a_value_for_each_side_is_named_if_the_sides_agree() -> None:
-    held = kept(
-        ("dtypes", "layouts"), {"dtypes": {"K": torch.float16, "V": torch.bfloat16}, "layouts": {"K": 1, "V": 1}}
-    )
+    held = kept({"dtypes": {"K": torch.float16, "V": torch.bfloat16}, "layouts": {"K": 1, "V": 1}})
     assert held == {"dtypes": "mixed", "layouts": 1}
 
 
@@ -529,7 +523,6 @@ def test_every_field_of_every_case_is_a_feature() -> None:
 
 
 def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
-    assert len(FEATURES) == sum(map(len, TABLES))
     for name, feature in FEATURES.items():
         assert name.isidentifier()
         operators: Callable[[], tuple[str, ...]] = {
