@@ -3,10 +3,10 @@
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,12 +107,12 @@ class CallFeatures:
         q_lens: Sequence[int],
         window_left: int = -1,
         page_size: int = TILE,
-        selections: Iterable[Read] = (),  # the features of the entries that each request selects
+        selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
         """Return these features of a call, and those of a batch of these lengths and of each request."""
         of_requests = tuple(
             kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
-            for request, (q_len, selected) in enumerate(zip_longest(q_lens, selections, fillvalue={}))
+            for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))
         )
         of_batch = kept(_read_batch(kv_lens, q_lens, page_size, window_left))
         return cls({**features, **of_batch}, of_requests, tuple(q_lens))
@@ -391,7 +391,7 @@ def features_of_call(
     except (TypeError, ValueError, NotImplementedError):
         return CallFeatures({**of_case, **kept(earlier)})
     kv_lens, offsets = problem.kv_lens(), problem.row_offsets()
-    of_pages = (problem.page_size, _read_selections(problem)) if isinstance(problem, PagedAttention) else (TILE, ())
+    of_pages = (problem.page_size, [*_read_selections(problem)]) if isinstance(problem, PagedAttention) else (TILE, ())
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
     q_lens = [after - before for before, after in pairwise(offsets)]
