@@ -15,7 +15,7 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, RaggedCase, Ranges
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_cases import Lens
+from lab.checks.parameters.paged_calls import Lens
 from lab.checks.properties import k09_replay as replays
 from lab.checks.properties.check import Level
 from lab.checks.properties.k09_replay import CHECK, Replay, maker_of

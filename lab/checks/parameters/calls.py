@@ -14,10 +14,10 @@ from torch import Tensor
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.call_cases import rows_without_keys
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.models import FAMILIES
 from lab.checks.parameters.paged_axes import NEAR, USUAL
+from lab.checks.parameters.paged_calls import rows_without_keys
 from lab.checks.parameters.values import (
     Bound,
     KeyOffsets,

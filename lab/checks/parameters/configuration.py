@@ -2,17 +2,17 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lab.checks.parameters.models import MODELS
-from lab.checks.parameters.values import DtypePair, HeadDims
+from lab.checks.parameters.values import Chosen, DtypePair, HeadDims
 from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Chosen):
     """One call as a value for each axis (parameter) of its function's model. Its `repr` is an expression that builds it again,
     and leaves out defaults.
 
@@ -20,23 +20,12 @@ class Configuration:
         ValueError: `values` names an axis that the function's model does not have.
     """
 
-    interface: Interface
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of every axis; default values may be left out
-    seed: int = 0
-
     def __post_init__(self) -> None:
         default, declared = _declared(self.interface)
         if missing := sorted(set(self.values) - set(default)):
             raise ValueError(f"{self.interface.value} has no axis {missing[0]!r}: it has {', '.join(default)}")
         given = {name: _read(value, declared[name]) for name, value in self.values.items()}
         object.__setattr__(self, "values", {**default, **given})
-
-    def __getitem__(self, axis: str) -> Any:
-        return self.values[axis]
-
-    def get(self, axis: str, default: Any = None) -> Any:
-        """Return the value of an axis, or `default` if the function's model does not have the axis."""
-        return self.values.get(axis, default)
 
     @property
     def non_default(self) -> dict[str, Any]:

@@ -5,20 +5,19 @@ of tokens and one for the pool of compressed tokens, with the same rows.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
-from lab.checks.parameters.call_cases import Chosen, kv_lens_of, q_lens_of
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import MOST_OUT_ELEMENTS, QUERY, REQUESTS, RULES, VACUOUS, softmax_axes
+from lab.checks.parameters.paged_calls import CACHE_LAYOUTS, TAILS, kv_lens_of, q_lens_of
 from lab.checks.parameters.values import (
     Bound,
     Cache,
+    Chosen,
     DtypePair,
     Lengths,
     LongestRequest,
@@ -31,7 +30,7 @@ from lab.ranges import Ranges, text_of
 from lab.workloads.attention_case import AttentionCase, Entries, Storage, TableTail
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.dsv4 import DSV4Inputs, build_dsv4
-from lab.workloads.inputs.views import GAP, LEAST_ALIGNMENT_BYTES, Layout, apart, at_bytes
+from lab.workloads.inputs.views import GAP, Layout, apart
 
 COMPRESSION = 3  # tokens for one compressed entry of the cases; 4 and 128 in the model, which leave fewer
 HEAD_DIM, SMALL_HEAD_DIM = 512, 64  # DeepSeek-V4's, and one for large cases
@@ -39,7 +38,6 @@ ENTRIES = tuple(each.name.lower() for each in (Entries.SHUFFLED, *Entries))
 # -1 in a column in use is no entry to the backend cake, but by SGLang 0.5.23 a key of zeros to trtllm-gen
 # (`deepseek_v4_backend.py` 591). So rows use all window columns that they may, and no -1 is before a compressed entry.
 FULL = ENTRIES[0], Entries.ORDERED.name.lower()
-TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
 
 
 def dsv4_model(ranges: Ranges) -> Model:
@@ -91,13 +89,14 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 
 def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs:
     """Return the tensors of a configuration."""
-    q_lens = q_lens_of(of)
+    q_lens, columns = q_lens_of(of), of["columns"] - WINDOW_COLUMNS
     kv_lens = kv_lens_of(of, q_lens)
+    compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in kv_lens)
 
-    def case(lens: Sequence[int], entries: str, top_k: int, page_size: int, seed: int) -> AttentionCase:
+    def case(lens: tuple[int, ...], entries: str, top_k: int, page_size: int, seed: int) -> AttentionCase:
         return AttentionCase(
             AttentionCall.MLA_DECODE,
-            tuple(lens),
+            lens,
             q_lens,
             num_kv_heads=1,
             group=of["heads"],
@@ -114,16 +113,9 @@ def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs
             storage=Storage(page_size, table_tail=TAILS.get(of["sparse_indices"], TableTail.FOREIGN), page_seed=seed),
         )
 
-    compressed = [-(-kv_len // COMPRESSION) for kv_len in kv_lens]
     return build_dsv4(
         case(kv_lens, of["window_entries"], WINDOW_COLUMNS, of["page_size"], of.seed),
-        case(
-            compressed,
-            of["compressed_entries"],
-            of["columns"] - WINDOW_COLUMNS,
-            of["compressed_page_size"],
-            of.seed + 1,
-        ),
+        case(compressed, of["compressed_entries"], columns, of["compressed_page_size"], of.seed + 1),
         device,
     )
 
@@ -131,13 +123,10 @@ def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs
 def _pools(call: BuiltCall) -> None:
     """Pass both pools with the strides and axes, and the other arguments in the form, that a configuration gives them."""
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
-    layouts: dict[Cache, Callable[[Tensor], Tensor]] = {
-        Cache.PAGES_APART: lambda pages: apart(pages, 0, pages[0].numel()),
-        Cache.TOKENS_APART: partial(apart, axis=1, gap=GAP),
-        Cache.AT_16_BYTES: partial(at_bytes, offset_bytes=LEAST_ALIGNMENT_BYTES),
-    }
     for name in ("swa_kv_cache", "compressed_kv_cache"):
-        pages = layouts.get(form, lambda same: same)(call.given[name])
+        pages = call.given[name]
+        if form in CACHE_LAYOUTS:
+            pages = CACHE_LAYOUTS[form](pages, 1)
         call.given[name] = pages.unsqueeze(2) if is_nhd else pages.unsqueeze(1) if form == Cache.FOUR_AXES else pages
     if is_nhd:
         call.given["kv_layout"] = "NHD"

@@ -14,15 +14,6 @@ import torch
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.attention import edge_lengths
-from lab.checks.parameters.call_cases import (
-    Chosen,
-    Lens,
-    emptied,
-    fewer_than_rows,
-    generator,
-    rows_of_prompts,
-    with_long,
-)
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import (
     EQUAL,
@@ -38,9 +29,11 @@ from lab.checks.parameters.paged_axes import (
     WINDOWS,
     softmax_axes,
 )
+from lab.checks.parameters.paged_calls import Lens, emptied, fewer_than_rows, generator, rows_of_prompts, with_long
 from lab.checks.parameters.values import (
     KV,
     Bound,
+    Chosen,
     HeadDims,
     Lengths,
     LongestRequest,

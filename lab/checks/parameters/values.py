@@ -1,7 +1,8 @@
 """The values of a call's parameters that are not numbers. Each value equals a text, which the repr of a case contains."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +10,23 @@ import torch
 from lab.calls.problem import E4M3
 from lab.named_enum import TextEnum
 from lab.ranges import dtypes_of
+from lab.workloads.interfaces import Interface
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A value for each axis of a function's model, and a seed."""
+
+    interface: Interface
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of every axis; default values may be left out
+    seed: int = 0
+
+    def __getitem__(self, axis: str) -> Any:
+        return self.values[axis]
+
+    def get(self, axis: str, default: Any = None) -> Any:
+        """Return the value of an axis, or `default` if the function's model does not have the axis."""
+        return self.values.get(axis, default)
 
 
 class DtypePair(str):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
-from lab.checks.parameters.call_cases import Lens
 from lab.checks.parameters.models import FAMILIES
+from lab.checks.parameters.paged_calls import Lens
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing

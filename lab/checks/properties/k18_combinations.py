@@ -23,7 +23,6 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
 from lab.checks.parameters.configuration import Configuration
@@ -32,6 +31,7 @@ from lab.checks.parameters.covering import Model, Point, Shard
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.properties.check import Check, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists

@@ -10,11 +10,11 @@ from lab import references
 from lab.calls.problem import AttentionCall, mask_words
 from lab.checks import Configuration, Level, Ranges
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_cases import attention_case, fewer_than_rows
 from lab.checks.parameters.calls import built_call, judge_call
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
+from lab.checks.parameters.paged_calls import attention_case, fewer_than_rows
 from lab.checks.parameters.ragged import ragged_case, ragged_model
 from lab.checks.parameters.values import DtypePair, HeadDims, LongestRequest, Output, Pages, ValueScale, Without
 from lab.checks.properties.k18_combinations import CHECK
