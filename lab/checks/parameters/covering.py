@@ -13,6 +13,7 @@ from typing import Any
 
 Point = dict[str, Any]  # a value of each axis, by its name
 Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their declaration
+Group = frozenset[tuple[str, Any]]  # (axis, value) pairs
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,10 @@ class Constraint:
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
-        """Return the names of the axes on which the condition depends: the parameters of `fits`."""
         return tuple(inspect.signature(self.fits).parameters)
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        """Return `axes` as a set."""
         return frozenset(self.axes)
 
 
@@ -91,8 +90,8 @@ class Model:
     axes: Mapping[str, Sequence[Any]]
     rules: tuple[Constraint, ...] = ()
     triples: tuple[tuple[str, str, str], ...] = ()
-    vacuous: frozenset[tuple[str, Any]] = frozenset()
-    apart: tuple[frozenset[tuple[str, Any]], ...] = ()
+    vacuous: Group = frozenset()
+    apart: tuple[Group, ...] = ()
     shard: Shard = Shard()
     default: Point = field(init=False)
 
@@ -113,8 +112,8 @@ class Model:
         axes: Mapping[str, Iterable[Any]],
         rules: Iterable[Constraint],
         triples: Iterable[tuple[str, str, str]],
-        vacuous: frozenset[tuple[str, Any]] = frozenset(),
-        apart: tuple[frozenset[tuple[str, Any]], ...] = (),
+        vacuous: Group = frozenset(),
+        apart: tuple[Group, ...] = (),
     ) -> "Model":
         """Make a model. Repeated values are left out, and so are rules and triples that name unknown axes."""
         return cls(
@@ -129,10 +128,8 @@ class Model:
         """Return the model restricted to the values in `taken`, each given as ((axis, value),); None if an axis would have no
         value.
         """
-        axes = {
-            name: tuple(value for value in values if ((name, value),) in taken) for name, values in self.axes.items()
-        }
-        return replace(self, axes=axes) if all(axes.values()) else None
+        left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
+        return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
         """Return True if the values in `point`, which may lack axes, satisfy all rules between its axes. If `added` names an
@@ -140,13 +137,8 @@ class Model:
         """
         return next(self._broken(point, added), None) is None
 
-    def _fits_in(self, point: Point, values: Point) -> bool:
-        """Return True if an allowed point stays allowed with some other values."""
-        changed = point | values
-        return all(self.fits(changed, name) for name in values)
-
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
-        """Yield the rules that the values in `point` break. If `added` names an axis, test only rules on that axis."""
+        """Yield the rules that `fits` finds broken."""
         has = point.keys()
         for rule in self._rules_of[added] if added else self.rules:
             if has >= rule.needs and not rule.fits(*[point[name] for name in rule.axes]):
@@ -229,7 +221,6 @@ class Model:
                     yield point
 
     def values(self) -> Iterator[Values]:
-        """Yield each value of each axis, as ((axis, value),)."""
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
@@ -260,18 +251,20 @@ class Model:
     @functools.cached_property
     def _without_one(self) -> "Sequence[tuple[Constraint, Model]]":
         """Return each rule, and the model without it."""
-        others = ((rule, tuple(each for each in self.rules if each is not rule)) for rule in self.rules)
-        return [(rule, replace(self, rules=left)) for rule, left in others]
+        return [
+            (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
+        ]
 
     def _why_not(self, values: Point) -> str:
         near = (self.default, *filter(None, map(self.nearest.get, values.items())))  # where most values fit
-        if any(self._fits_in(point, values) for point in near) or self.completed(values) is not None:
+        is_near = any(all(self.fits(point | values, name) for name in values) for point in near)
+        if is_near or self.completed(values) is not None:
             return ""
         direct = self._broken(values)
         alone = (rule for rule, others in self._without_one if others.completed(values) is not None)
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
-    def tuples_of(self, point: Point, apart: Iterable[frozenset[tuple[str, Any]]] | None = None) -> Iterator[Values]:
+    def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
         """Return the values, pairs and declared triples that a point covers. With a vacuous value (the call computes nothing),
         or a value of a group in `apart`, the point covers only the combinations that contain such a value. `apart` is by
         default the model's own.
@@ -282,14 +275,14 @@ class Model:
         found = (tuple((name, point[name]) for name in names) for names in (*alone, *self._named_together))
         return (each for each in found if not any(group.isdisjoint(each) for group in present))
 
-    def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[frozenset[tuple[str, Any]], ...]:
+    def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
         """Return the groups in `apart` of whose axes these (axis, value) pairs have a value outside the group."""
         return tuple(
             group for group in self.apart if {name for name, _ in group} <= {name for name, _ in set(values) - group}
         )
 
     @functools.cached_property
-    def _apart(self) -> tuple[frozenset[tuple[str, Any]], ...]:
+    def _apart(self) -> tuple[Group, ...]:
         return self.apart_from({value for (value,) in self.values()})
 
     def covering(
@@ -340,11 +333,8 @@ class Model:
         for name in names:
             if most <= 0:
                 break
-            values = [
-                value
-                for value in self.axes[name]
-                if (name, value) not in others and self.fits(point | {name: value}, name)
-            ]
+            allowed = (value for value in self.axes[name] if (name, value) not in others)
+            values = [value for value in allowed if self.fits(point | {name: value}, name)]
             rng.shuffle(values)
             if not values:
                 return whole
@@ -367,13 +357,12 @@ class _Left:
                 self._others.setdefault(each, {})[goal] = tuple(other for other in goal if other != each)
 
     def remove(self, goal: Values) -> None:
-        """Remove a goal, if it has not been removed before."""
         if goal in self.goals:
             del self.goals[goal]
             for each in goal:
                 del self._others[each][goal]
 
-    def gain(self, axis: str, value: Any, point: Point, groups: Sequence[frozenset[tuple[str, Any]]]) -> int:
+    def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
         """Return how many open goals `point` would newly cover if `axis` had this value. A goal without a value of each of the
         groups is not covered.
         """

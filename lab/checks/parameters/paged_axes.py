@@ -89,8 +89,6 @@ SOME_WITHOUT = [each for each in Without if each is not Without.ALL]
 # Lengths among which no request stands out as the longest.
 WITHOUT_LONGEST = (Lengths.EQUAL, Lengths.FEWER, Lengths.AS_ROWS, Lengths.OF_THE_NEXT)
 MOST_LONG = 64  # requests of a batch in which all but one are long
-
-
 ALL_KEYS = "all"  # rows select no entries
 WITH_GAPS = tuple(each.name.lower() for each in Entries if each.has_gaps)
 
@@ -98,25 +96,20 @@ WITH_GAPS = tuple(each.name.lower() for each in Entries if each.has_gaps)
 MHA, DECODES = (AttentionCall.DECODE, AttentionCall.CONTEXT), (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
     **dict.fromkeys(("group", "num_kv_heads", "head_dim", "kv_layout", "window_left"), MHA),
-    **dict.fromkeys(
-        ("head_dims", "heads", "qk_nope_head_dim", "top_k", "entries", "top_k_lens"), (AttentionCall.MLA_DECODE,)
-    ),
+    **dict.fromkeys(("head_dims", "heads", "qk_nope_head_dim", "top_k", "entries", "top_k_lens"), DECODES[1:]),
     **dict.fromkeys(("rows", "causal", "key_offsets"), (AttentionCall.CONTEXT,)),
     **dict.fromkeys(("q_len", "backend", "hints", "rank"), DECODES),
     **dict.fromkeys(("mask", "o_scale", "head_pages"), (AttentionCall.DECODE,)),
 }
-# Values that MLA alone does not have, and those that it alone has.
-V_CACHES = (Cache.V_OTHERWISE, Cache.V_INSIDE)
-MHA_CACHES = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V, *V_CACHES}
-MLA_CACHES = {Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES}
 
 
 def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
     """Return the axes and rules of a decode, context or MLA decode call, restricted to ranges."""
-    is_mla, is_decode = call is AttentionCall.MLA_DECODE, call is AttentionCall.DECODE
-    is_context = call is AttentionCall.CONTEXT
+    is_decode, is_context, is_mla = (call is each for each in (*MHA, AttentionCall.MLA_DECODE))
+    pairs = ranges.widened("dtypes")
+    queries = () if is_mla or True not in ranges.nvfp4 else dict.fromkeys(query for query, _ in pairs if query != E4M3)
     axes: dict[str, Sequence[Any]] = {
-        "dtypes": _dtypes(ranges, has_nvfp4=not is_mla),
+        "dtypes": [DtypePair(text_of(pair)) for pair in (*pairs, *((query, NVFP4) for query in queries))],
         "head_dims": [HeadDims(text_of(pair)) for pair in ranges.widened("mla_head_dims")],
         "heads": ranges.widened("mla_heads"),
         "group": ranges.widened("groups"),
@@ -157,19 +150,11 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
         "block_tables": [each for each in Tables if not (is_mla and each.is_separate)],
         "pages": tuple(Pages),
         "far": (NEAR, "query", "block_tables", *(() if is_mla else ("lse",))),
-        "cache": [each for each in Cache if each not in (MHA_CACHES if is_mla else MLA_CACHES)],
+        "cache": [each for each in Cache if each.is_of_mla in (None, is_mla)],
     }
     has = {name: values for name, values in axes.items() if call in ONLY_IN.get(name, (call,))}
-    apart = {
-        name: frozenset((name, each) for each in has.get(name, ()) if test(each)) for name, test in IS_APART.items()
-    }
-    return Model.of(has, RULES, TRIPLES, VACUOUS, tuple(filter(None, apart.values())))
-
-
-def _dtypes(ranges: Ranges, has_nvfp4: bool) -> list[DtypePair]:
-    dtypes = [DtypePair(text_of(pair)) for pair in ranges.widened("dtypes")]
-    queries = dict.fromkeys(pair.query for pair in dtypes) if has_nvfp4 and True in ranges.nvfp4 else ()
-    return dtypes + [DtypePair(text_of((query, NVFP4))) for query in queries if query != E4M3]
+    apart = (frozenset((name, each) for each in has.get(name, ()) if test(each)) for name, test in IS_APART.items())
+    return Model.of(has, RULES, TRIPLES, VACUOUS, tuple(filter(None, apart)))
 
 
 def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]]:
@@ -185,16 +170,12 @@ def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]
     }
 
 
-def _is_long(lengths: Any) -> bool:
-    return isinstance(lengths, int)
-
-
 def _longest(lengths: Any) -> int:
-    return lengths if _is_long(lengths) else SHORT
+    return lengths if isinstance(lengths, int) else SHORT
 
 
 def _prompt(rows: Any) -> int:
-    """Estimate the rows per request of a context call: the prompt's length, 1 for one row each, otherwise 5."""
+    """Estimate the rows of a request in a context call."""
     return rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 5
 
 
@@ -227,7 +208,7 @@ RULES = constraints(
         "a whole number has its own size": lambda bmm2_scale, bmm2_size: (
             bmm2_scale != ValueScale.WHOLE_ONE or bmm2_size == USUAL
         ),
-        "a long request is alone": lambda requests, lengths: requests <= REQUESTS or not _is_long(lengths),
+        "a long request is alone": lambda requests, lengths: requests <= REQUESTS or isinstance(lengths, str),
         "a large batch has few rows": lambda requests, q_len: requests <= REQUESTS or q_len <= FEW,
         "a large batch has no long prompt": lambda requests, rows: requests <= REQUESTS or isinstance(rows, str),
         "the tensors would be too large for a test": (
@@ -260,7 +241,7 @@ RULES = constraints(
         "a bound of the table's width and of a large batch": lambda requests, page_size, block_tables: (
             requests <= REQUESTS or page_size < 256 or block_tables != Tables.WIDE
         ),
-        "float64 takes too long": lambda lengths, rows: not (_is_long(lengths) and rows == 1040),
+        "float64 takes too long": lambda lengths, rows: isinstance(lengths, str) or rows != 1040,
         "max_q_len goes with offsets of the rows": lambda offsets, max_q_len: (
             offsets != Offsets.NONE or max_q_len == Bound.EXACT
         ),

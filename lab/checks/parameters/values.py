@@ -286,17 +286,21 @@ class Cache(TextEnum):
     # An element apart: strides that are no whole loads of 16 bytes, nor of 16 elements, which a kernel may decline.
     PAGES_AN_ELEMENT_APART = "pages an element apart"
     TOKENS_AN_ELEMENT_APART = "tokens an element apart"
-    HEADS_APART = "heads apart"
-    ODD_STRIDES = "odd strides"
-    V_OTHERWISE = "V otherwise"
-    V_INSIDE = "V otherwise inside pages"  # gaps between V's tokens in HND, between its heads in NHD, and none in K
-    ONE_TENSOR = "one tensor", True  # V's page after K's
-    HALVES = "one tensor of two halves", True  # all of V after all of K
-    K_IS_V = "K is V"
-    FOUR_AXES = "4-D"
-    FOUR_AXES_ODD_STRIDES = "4-D with odd strides"
+    HEADS_APART = "heads apart", False
+    ODD_STRIDES = "odd strides", False
+    V_OTHERWISE = "V otherwise", False
+    V_INSIDE = (
+        "V otherwise inside pages",
+        False,
+    )  # gaps between V's tokens in HND, between its heads in NHD, and none in K
+    ONE_TENSOR = "one tensor", False, True  # V's page after K's
+    HALVES = "one tensor of two halves", False, True  # all of V after all of K
+    K_IS_V = "K is V", False
+    FOUR_AXES = "4-D", True
+    FOUR_AXES_ODD_STRIDES = "4-D with odd strides", True
 
-    def __init__(self, _: str, is_one_tensor: bool = False) -> None:
+    def __init__(self, _: str, is_of_mla: bool | None = None, is_one_tensor: bool = False) -> None:
+        self.is_of_mla = is_of_mla  # whether MLA alone has the form, or all but MLA; None: each call has it
         self.is_one_tensor = is_one_tensor  # K and V are passed as one tensor of twice the pages
 
 
