@@ -22,7 +22,7 @@ def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged
     Args:
         verdicts: the verdicts of a run.
         engines: names of the profiles. Cases that they send are counted apart from documented corners.
-        not_judged: what was not judged, and because of whom, a clause each.
+        not_judged: a clause each for what was not judged.
         is_whole: each planned case was begun, and each function was judged.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
@@ -79,9 +79,7 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return engines with the verdicts on what they send. Engines of the same cases are together, and so are, in a whole run,
-    those whose cases are all right.
-    """
+    """Return engines, together with others of the same cases, with the verdicts on what they send."""
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:
         if sent := [verdict for verdict in verdicts if key in verdict.sent_by]:

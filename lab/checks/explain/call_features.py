@@ -367,9 +367,7 @@ class CallLog:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an argument's value as plain numbers, so that values of two calls can be compared. A number, and a tensor with
-    only this number, give the same result.
-    """
+    """Return an argument's value as plain numbers. A number, and a tensor with only this number, give the same result."""
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(f"{float(value):.5g}")
     if isinstance(value, list | tuple):

@@ -31,20 +31,12 @@ EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer on
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The conclusion from all verdicts of a run.
+    """The conclusion from all verdicts of a run."""
 
-    Attributes:
-        answer: whether the implementation is right, and how much was judged.
-        broken: what is broken, and where; "" if no result is wrong.
-        regions: the regions of wrong results: those of documented corners last, causes before consequences, the largest first.
-        follows: sentences that name the checks whose wrong results only follow from another check's, such as those of a kernel
-        whose plain call is already wrong.
-    """
-
-    answer: str
-    broken: str = ""
-    regions: tuple[Region, ...] = ()
-    follows: tuple[str, ...] = ()
+    answer: str  # whether the implementation is right, and how much was judged
+    broken: str = ""  # what is broken, and where; "" if no result is wrong
+    regions: tuple[Region, ...] = ()  # those of documented corners last, causes before consequences, the largest first
+    follows: tuple[str, ...] = ()  # sentences that name the checks whose wrong results only follow from another check's
 
     @property
     def sentence(self) -> str:
@@ -67,12 +59,7 @@ class Diagnosis:
 
 def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: bool = True) -> Diagnosis:
     """Return the diagnosis of a run's verdicts. KNOWN and declined verdicts have no region. If a verdict is dishonest, there is
-    none.
-
-    Args:
-        verdicts: the verdicts of a run.
-        answer: the first sentences, of `lab.checks.explain.answer`.
-        is_whole: True if no case of the run was left out.
+    none. `answer` has the first sentences, of `lab.checks.explain.answer`. `is_whole`: no case of the run was left out.
     """
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
         return Diagnosis(answer)
@@ -96,9 +83,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: boo
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return the compared results of a verdict. If it has none (a crash, or a verdict from a file), return one result with the
-    features of the case.
-    """
+    """Return the compared results of a verdict, or one with the features of the case (after a crash, or from a file)."""
     if verdict.judged.results:
         return verdict.judged.results
     held = "return" if verdict.outcome is Outcome.FAILED else "output"
@@ -118,28 +103,23 @@ def _without_places(features: Features) -> dict[str, Value]:
 class _Units(NamedTuple):
     """The units that a rule divides into wrong and right ones. A unit is one request of a result, or a whole result if its
     requests were not compared one by one.
-
-    Attributes:
-        results: the results to which the units belong.
-        features, wrong: features of each unit, and whether it is wrong.
-        result_of, case_of: for each unit, the index of its result in `results`, and the number of its case.
     """
 
     results: list[CaseResult]
-    features: list[Features]
-    wrong: Bits
-    result_of: Bits
-    case_of: list[int]
+    features: list[Features]  # of each unit
+    wrong: Bits  # bool [units]
+    result_of: Bits  # for each unit, the index of its result in `results`
+    case_of: list[int]  # for each unit, the number of its case
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return, for each unit (request or whole result), whether all literals of a rule hold in it: bool [units]."""
+        """Return the units in which all literals of a rule hold: bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Return, for each result, whether one of the given units (its requests, or itself) belongs to it: bool [results]."""
+        """Return the results to which some units belong: bool [results]."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
@@ -228,9 +208,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result with the smallest product of rows, keys and heads, if possible one that an engine sends, and one
-    with a wrong vector.
-    """
+    """Return the wrong result of the smallest case, if possible one that an engine sends, and with a wrong vector."""
 
     def size(each: CaseResult) -> tuple[bool, bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
@@ -244,13 +222,8 @@ def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
 
 
 def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
-    """Return sentences about what is broken: the first region in full, further regions in short, and the number of other wrong
-    results.
-
-    Args:
-        regions: the regions of wrong results, in the order of `Diagnosis.regions`.
-        unexplained: number of wrong results outside the regions of their kind.
-        is_whole: True if no case was left out.
+    """Return sentences about what is broken: the first region in full, further ones in short, and the number of other wrong
+    results, `unexplained`. `is_whole`: no case was left out.
     """
     first, *later = regions
     parts = [f"{first.sentence} ({first.wrong:,} of {counted(first.results, 'result')})"]
@@ -269,9 +242,7 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> str:
-    """Return the sentences of `_broken` for a recording without a right call. They list what all wrong results share. A rule
-    that separates requests of wrong calls may not hold for other calls.
-    """
+    """Return the sentences of `_broken` for a recording without a right call, and what all its wrong results share."""
     first, *_ = regions
     units = _units(results, first.held)
     features = [each for each, is_wrong in zip(units.features, units.wrong, strict=True) if is_wrong]
@@ -283,9 +254,7 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return, for each function, a sentence that lists the checks which add nothing: in each of their wrong cases, the first
-    call, without the check's changes, is wrong already.
-    """
+    """Return, for each function, a sentence that lists the checks whose first call is wrong in each of their wrong cases."""
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
         is_recorded = isinstance(verdict.case, RecordedCase)  # which has no other call

@@ -167,9 +167,7 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return a rule without "is not" and "!=" literals if the fraction of wrong requests or results stays high without
-        them. Such literals may exclude only results that are right by chance.
-        """
+        """Return a rule without its negations if it stays pure: they may exclude only results that are right by chance."""
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -177,9 +175,7 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return a rule of one literal that holds for all wrong results, and fails for more right results than chance explains;
-        () if there is none.
-        """
+        """Return the condition that holds for all wrong results and fails for more right ones than chance explains; or ()."""
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:

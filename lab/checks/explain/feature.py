@@ -134,9 +134,7 @@ class Choice(CaseFeature):
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return one mapping of the features of a call and of its requests. A condition is true if it is true for any request; a
-    number is the largest of all requests.
-    """
+    """Return the features of a call and of its requests: a condition is met if any meets it, a number is the largest."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():

@@ -34,31 +34,22 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """A rule that says where results are wrong, and the numbers of results inside and outside of it.
+    """A rule that says where results are wrong, and the numbers of results inside and outside of it."""
 
-    Attributes:
-        literals: the tests of features in the rule, which must all hold; empty if results are wrong everywhere.
-        held: the kind of results, such as "output" or "LSE", a key of `HELD`.
-        wrong, results: numbers of wrong results and of all results inside the region.
-        right_outside, outside: numbers of right results and of all results outside the region.
-        smallest: the wrong result in the region with the smallest case.
-        is_nan: each wrong result in the region is of a call with NaN in memory that no row may read.
-        is_corner: no engine sends a case with a wrong result in the region, though one sends other cases of the run.
-    """
-
-    literals: Rule
-    held: str
-    wrong: int
-    results: int
+    literals: Rule  # which must all hold; empty if results are wrong everywhere
+    held: str  # the kind of results, such as "output" or "LSE", a key of `HELD`
+    wrong: int  # of the results inside the region
+    results: int  # inside the region
     right_outside: int
     outside: int
-    smallest: CaseResult
-    is_nan: bool = False
-    is_corner: bool = False
+    smallest: CaseResult  # the wrong result in the region with the smallest case
+    is_nan: bool = False  # each wrong result in the region is of a call with NaN in memory that no row may read
+    is_corner: bool = (
+        False  # no engine sends a case of a wrong result in the region, though one sends other cases of the run
+    )
 
     @property
     def what(self) -> str:
-        """Return the beginning of a sentence of what is wrong."""
         return NAN_READ if self.is_nan else HELD[self.held]
 
     @property
@@ -73,7 +64,7 @@ class Region:
 
     @property
     def where(self) -> str:
-        """Return where results are wrong: "wherever ..." only if each result in the region is wrong."""
+        """Return where results are wrong: "wherever ..." if each result in the region is, else "in some cases where ..."."""
         share = self.wrong / self.results
         if self.held == "arguments":  # which are not known
             return f"in {counted(self.wrong, 'case')}"
@@ -85,7 +76,6 @@ class Region:
 
     @property
     def sentence(self) -> str:
-        """Return what is wrong and where."""
         return f"{self.what} {self.where}"
 
     @property

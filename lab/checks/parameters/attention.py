@@ -47,11 +47,9 @@ def balanced(
 
 
 def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:
-    """Return `count` combinations of the values that select a compiled kernel, such as dtypes and head_dims. All values of a
-    parameter occur equally often.
+    """Return `count` combinations of the values that select a compiled kernel, such as dtypes and head_dims.
 
-    There are few combinations, the same for all checks, because many kernels are compiled for each combination. Check K18
-    (combinations) judges all pairs of values.
+    All checks share these few combinations, because kernels are compiled for each. Check K18 judges all pairs of values.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
     names = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
@@ -143,9 +141,7 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model (axes, values and rules) from which random cases are drawn. Its axes are the names in `fields_of`, the
-    number of requests, and lengths.
-    """
+    """Return the model of random cases: its axes are those of `fields_of`, the number of requests, and lengths."""
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
@@ -159,9 +155,7 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
 
 
 def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the attention case of a point of `drawn_model` (a value for each axis). The seed determines the lengths of all
-    requests but the longest, and its place.
-    """
+    """Return the attention case of a point of `drawn_model`. The seed determines the requests that are not the longest."""
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
     rng.shuffle(kv_lens)

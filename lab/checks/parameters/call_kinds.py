@@ -16,15 +16,10 @@ Change = Callable[[AttentionCase], AttentionCase]
 
 @dataclass(frozen=True)
 class CallKind:
-    """A special kind of call, such as one over an NVFP4 cache.
+    """A special kind of call, such as one over an NVFP4 cache."""
 
-    Attributes:
-        interfaces: the functions that have it.
-        forms: returns the changes that make a plain case one of this kind: one for each form within ranges. A change raises
-            ValueError if the plain case cannot have the form.
-    """
-
-    interfaces: tuple[AttentionCall, ...]
+    interfaces: tuple[AttentionCall, ...]  # the functions that have it
+    # Returns, for each form within ranges, the change of a plain case. It raises ValueError if the case cannot have the form.
     forms: Callable[[Ranges], Sequence[Change]]
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
@@ -47,10 +42,6 @@ def _changed(change: Change, plain: Sequence[AttentionCase]) -> AttentionCase | 
     return None
 
 
-def _nvfp4(ranges: Ranges) -> list[Change]:
-    return [partial(replace, kv_dtype=NVFP4, arithmetic=None)] if True in ranges.nvfp4 else []
-
-
 def _selected_entries(ranges: Ranges) -> list[Change]:
     top_ks = cycle([top_k for top_k in ranges.top_ks if top_k] or [0])
     forms = [(entries, lens) for lens in (False, True) for entries in Entries if not (lens and entries.has_gaps)]
@@ -59,14 +50,6 @@ def _selected_entries(ranges: Ranges) -> list[Change]:
         for (entries, lens), top_k in zip(forms, top_ks, strict=False)
         if top_k
     ]
-
-
-def _block_sparse(_: Ranges) -> list[Change]:
-    return [partial(replace, head_pages=each, window_left=-1) for each in HeadPages]
-
-
-def _one_rank(_: Ranges) -> list[Change]:
-    return [partial(of_rank, rank) for rank in RANKS.values() if rank]
 
 
 def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
@@ -79,9 +62,11 @@ def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)
 
 
-NVFP4_CACHE = CallKind(MHA, _nvfp4)
+NVFP4_CACHE = CallKind(
+    MHA, lambda ranges: [partial(replace, kv_dtype=NVFP4, arithmetic=None)] if True in ranges.nvfp4 else []
+)
 SELECTED_ENTRIES = CallKind((AttentionCall.MLA_DECODE,), _selected_entries)
-BLOCK_SPARSE = CallKind((AttentionCall.DECODE,), _block_sparse)
-ONE_RANK = CallKind(DECODES, _one_rank)
+BLOCK_SPARSE = CallKind(MHA[:1], lambda _: [partial(replace, head_pages=each, window_left=-1) for each in HeadPages])
+ONE_RANK = CallKind(DECODES, lambda _: [partial(of_rank, rank) for rank in RANKS.values() if rank])
 WITHOUT_RANKS = (NVFP4_CACHE, SELECTED_ENTRIES, BLOCK_SPARSE)
 KINDS = (*WITHOUT_RANKS, ONE_RANK)

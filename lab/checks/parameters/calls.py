@@ -81,9 +81,7 @@ def judge_built(run: CaseRun, call: BuiltCall) -> None:
 
 
 def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
-    """Yield a sentence for each error of the returned values: an LSE that was not requested, a wrong shape, or bits that differ
-    from those in the caller's buffer.
-    """
+    """Yield a sentence for each error of the returned values, such as a wrong shape or other bits than in `out`."""
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
     heads = list(call.given["query"].shape[-2:-1])
@@ -126,9 +124,7 @@ def _plain_values(call: BuiltCall) -> None:
 
 
 def _query(call: BuiltCall) -> None:
-    """Pass the query in the layout that the axis "query" names, with padding after its rows. Rows of requests without keys are
-    NaN.
-    """
+    """Pass the query in its layout, with padding after its rows. Rows of requests without keys are NaN."""
     query = with_nan(call.given["query"], rows_without_keys(call.inputs.q_lens, call.inputs.kv_lens))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
     query = query if padding is None else padded(query, padding)
@@ -136,9 +132,7 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Pass offsets of pages in place of keys, `seq_lens` as uint32, or lengths and offsets as parts of larger tensors with
-    wrong values around them, if the configuration says so.
-    """
+    """Pass offsets of pages, lengths as uint32, or lengths and offsets as parts of larger tensors of wrong values."""
     lengths, form = call.given["seq_lens"], call.forms.get("seq_lens")
     if call.forms.get("key_offsets") == KeyOffsets.PAGES:
         call.given["cum_seq_lens_kv"] = exclusive_cumsum(num_pages(lengths, call.inputs.case.page_size))
@@ -189,9 +183,7 @@ def _skip_softmax(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a scale as a number, or as one element of a larger tensor of NaN, as if a model had one scale per layer in a
-    tensor.
-    """
+    """Return a scale as a number, or as one element of a larger tensor of NaN, such as one of a scale per layer."""
     if shape is None:
         return value
     return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
@@ -205,9 +197,7 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Pass `out_dtype`, or an `unwritten` buffer as `out`, or neither. If the buffer is a view, the memory around it must stay
-    unchanged.
-    """
+    """Pass `out_dtype` or an `unwritten` buffer as `out`. The memory around a view must stay unchanged."""
     form: Output = call.forms["out"]
     if form == Output.NONE:
         return
@@ -222,9 +212,7 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Request the LSE, and pass an `unwritten` buffer for it, if the configuration says so. The memory around the buffer, and
-    gaps in it, must stay unchanged.
-    """
+    """Request the LSE, and pass an `unwritten` buffer for it. The memory around it and in its gaps must stay unchanged."""
     form: Lse = call.forms.get("lse", Lse.NONE)
     query = call.given["query"]
     if form == Lse.NONE:

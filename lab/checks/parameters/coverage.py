@@ -39,9 +39,7 @@ class Coverage:
     impossible: Mapping[str, int]  # the number of pairs and triples that a rule makes impossible, by the rule's reason
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data: the values of each axis grouped by their `Reach`, counts, and some blind spots
-        (pairs that no judged case has, although each of the two values was judged).
-        """
+        """Return the coverage as JSON data: the values of each axis grouped by their `Reach`, counts, and some blind spots."""
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
             "values": {axis: _by_reach(values) for axis, values in self.values.items()},
@@ -114,9 +112,7 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model restricted to values that were judged, and its pairs and triples that were not judged. Return None if no
-    value of an axis was judged.
-    """
+    """Return the model restricted to judged values, and its tuples that were not judged; None if an axis has no such value."""
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
     return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])
@@ -127,7 +123,6 @@ def _reach(goal: Values, judged: Collection[Values], declined: Collection[Values
 
 
 def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:
-    """Return the names of the values, grouped by what happened to them: "judged", "declined", "left out" or "impossible"."""
     return {
         reach.value: found
         for reach in Reach

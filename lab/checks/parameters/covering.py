@@ -125,16 +125,12 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model restricted to the values in `taken`, each given as ((axis, value),); None if an axis would have no
-        value.
-        """
+        """Return the model restricted to the values in `taken`, each as ((axis, value),); None if an axis would have none."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if the values in `point`, which may lack axes, satisfy all rules between its axes. If `added` names an
-        axis, test only rules on that axis.
-        """
+        """Return True if a point, which may lack axes, breaks no rule. If `added` names an axis, test only rules on it."""
         return next(self._broken(point, added), None) is None
 
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
@@ -163,9 +159,7 @@ class Model:
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return the allowed point with these values and, where the rules permit, the default for all other axes; None if no
-        point is allowed.
-        """
+        """Return the allowed point with these values, and defaults where rules permit; None if no point is allowed."""
         if not self.fits(values):
             return None
         point = dict(values)
@@ -174,9 +168,7 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the axes that are not in `names`. Axes that share rules with `names` come first, so that a conflict is found
-        early.
-        """
+        """Return the other axes, those that share rules with `names` first, so that a conflict is found early."""
         reached = list(names)
         found = set(reached)
         for name in reached:
@@ -238,9 +230,7 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return a text for each pair and declared triple: the reason of the rule that forbids it, or "" if a valid point
-        contains it.
-        """
+        """Return, for each pair and declared triple, the reason of the rule that forbids it, or "" if a valid point has it."""
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     @functools.cached_property
@@ -315,8 +305,7 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int | None) -> Point | None:
-        """Return a point that contains a goal, or None if there is none. The values of the remaining axes are chosen one by
-        one, to contain further goals.
+        """Return a point that contains a goal, or None if there is none. Each further value is chosen to contain further goals.
 
         The axes of the largest triples are chosen first, while the further axes of these triples are still free.
         """
@@ -363,9 +352,7 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
-        """Return how many open goals `point` would newly cover if `axis` had this value. A goal without a value of each of the
-        groups is not covered.
-        """
+        """Return how many goals, with a value of each of the groups, `point` would newly cover if `axis` had this value."""
         has = point.items()
         goals = self._others.get((axis, value), {})
         found = (goal for goal, others in goals.items() if all(each in has for each in others))

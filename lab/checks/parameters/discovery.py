@@ -30,14 +30,11 @@ def is_mostly_declined(verdicts: Sequence["CaseVerdict"]) -> bool:
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
     """Return the ranges that a function accepts. Each value is tried in a case that the function accepts with another value of
-    the same field.
-
-    A value with which the call fails is not refused: it stays in the ranges, so that the failure is judged.
+    the same field. A value with which the call fails is not refused: it stays, so that the failure is judged.
 
     Args:
         submit: submits one case of a check for judging, such as `lab.checks.run.workers.Workers.submit`.
-        interface: the function.
-        ranges: the ranges to narrow.
+        interface, ranges: the function, and the ranges to narrow.
         taken: cases that the function accepted earlier.
 
     Returns:
@@ -60,9 +57,7 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the values of one call that the function accepts: of a case in `taken`, or else of the most usual combination of
-    values that it accepts. Return None if it accepts none.
-    """
+    """Return the values of a call that is accepted: of a case in `taken`, or the most usual ones; None if none is."""
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
     within = (each for each in known if all(each[name] in getattr(ranges, name) for name in names))
@@ -86,9 +81,7 @@ def _place(likely: tuple[Any, ...], value: Any) -> int:
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    """Judge a call with two short requests for each point (a value for each field), and return the outcomes in
-    the same order.
-    """
+    """Judge a call with two short requests for each point (a value for each field), and return the outcomes."""
     waiting = []
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1

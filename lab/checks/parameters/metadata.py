@@ -166,7 +166,6 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 
 
 def _build(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> BuiltPass:
-    """Build and judge the metadata of a pass."""
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
     built = BuiltPass.of(batch, pool, metadata)
     run.judged += 1
@@ -268,9 +267,7 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
 
 
 def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
-    """Set the slots of one page of each request to -1. If slots are virtual, every other request keeps them, and their page has
-    no page of the pool.
-    """
+    """Set the slots of one page of each request to -1; where slots are virtual, of every other request the page in v2p."""
     for number, row in enumerate(rows):
         first = number % 3 * pool.page_size
         slots = pool.req_to_token[row, first : first + pool.page_size]
@@ -304,9 +301,7 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return the SpecInfo that the batch of a CUDA graph has: its numbers of rows do not match this pass, and the draft of a
-    verification is longer than this pass's.
-    """
+    """Return the SpecInfo of a CUDA graph's batch: its numbers of rows, and of draft tokens, are not those of this pass."""
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()
@@ -342,9 +337,7 @@ def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
 def _renumbering(
     num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps each slot to the same offset in another page, by a random permutation of
-    pages. -1 stays -1.
-    """
+    """Return a function that maps each slot to the same offset in another page. -1 stays -1."""
     others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
     others = others.to(device)
 

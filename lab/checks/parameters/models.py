@@ -19,28 +19,16 @@ from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 
-def _whole(model: Model) -> Callable[[Ranges], Model]:
-    """Return a function that takes any ranges and returns this model unchanged."""
-    return lambda _: model
-
-
 @dataclass(frozen=True)
 class CallFamily:
-    """What the judge knows of one of FlashInfer's calls.
+    """What the judge knows of one of FlashInfer's calls."""
 
-    Attributes:
-        model: returns the parameters (axes) of the call, their values and the rules between them, within ranges.
-        inputs: makes the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`.
-        forms: functions that pass arguments of this call alone in the form that a configuration gives them.
-        redrawn: makes the inputs of a case with other lengths and another seed, for a replay; None: K9 does not judge the call.
-        replayed_cases: makes the cases of K9 of a call without a paged cache.
-    """
-
-    model: Callable[[Ranges], Model]
-    inputs: Callable[..., Any]
-    forms: tuple[Callable[[BuiltCall], None], ...]
+    model: Callable[[Ranges], Model]  # returns the model of the call within ranges
+    inputs: Callable[..., Any]  # makes the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
+    forms: tuple[Callable[[BuiltCall], None], ...]  # pass arguments of this call alone in a configuration's form
+    # Makes the inputs of a case with other lengths and another seed, for a replay; None: K9 does not judge the call.
     redrawn: Callable[..., Any] | None = None
-    replayed_cases: Callable[..., Iterator[Any]] | None = None
+    replayed_cases: Callable[..., Iterator[Any]] | None = None  # makes the cases of K9 of a call without a paged cache
 
 
 _cached = functools.lru_cache(maxsize=8)
@@ -54,10 +42,10 @@ FAMILIES: Mapping[AttentionCall, CallFamily] = {
     ),
     AttentionCall.DSV4_DECODE: CallFamily(_cached(dsv4_model), dsv4_inputs, DSV4_FORMS),
 }
+FIXED = {MetadataFunction.DRAFT_KV_INDICES: LISTS, **METADATA}  # models that do not depend on ranges
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
     {
         **{each: family.model for each, family in FAMILIES.items()},
-        MetadataFunction.DRAFT_KV_INDICES: _whole(LISTS),
-        **{each: _whole(model) for each, model in METADATA.items()},
+        **{each: functools.partial(lambda model, _: model, model) for each, model in FIXED.items()},
     }
 )

@@ -236,9 +236,7 @@ def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Return inputs in which the last page of each request repeats the page before it, if there is one, in the page table and
-    in the histories.
-    """
+    """Return inputs in which the last page of each request, if it has several, is the page before it."""
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)
     for request, kv_len in enumerate(inputs.case.kv_lens):
@@ -253,9 +251,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Pass the backend's name if it is not "auto", and arguments that an engine passes in every call, such as
-    the counter buffer.
-    """
+    """Pass the backend's name if it is not "auto", and arguments that an engine passes in every call."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]
@@ -312,9 +308,7 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _selection(call: BuiltCall) -> None:
-    """Add rows of entries far outside the pool for the query's rows of padding, and pass
-    `sparse_mla_top_k_lens` as a part of a larger tensor.
-    """
+    """Add entries far outside the pool for rows of padding, and pass `sparse_mla_top_k_lens` as a part of a larger tensor."""
     if not call.inputs.case.top_k:
         return
     padding = {"block_tables": FAR_ENTRY, "sparse_mla_top_k_lens": call.inputs.case.top_k}

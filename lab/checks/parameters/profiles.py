@@ -28,17 +28,11 @@ OF_LENGTHS = ("no_keys", "fewer_keys", "no_rows")  # which say something of a ca
 
 @dataclass(frozen=True)
 class Parameter:
-    """The values that an engine passes for one parameter.
+    """The values that an engine passes for one parameter."""
 
-    Attributes:
-        values: texts separated by " | ", alone or after "any but "; "any" for every value, "" for none.
-        source: file and lines in the engine's folder.
-        remark: the forward modes that pass the values, or another remark.
-    """
-
-    values: str
-    source: str
-    remark: str
+    values: str  # texts separated by " | ", alone or after "any but "; "any" for every value, "" for none
+    source: str  # file and lines in the engine's folder
+    remark: str  # the forward modes that pass the values, or another remark
 
     def has(self, value: Any) -> bool:
         """Return True if the engine passes the value."""
@@ -48,17 +42,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one release of a serving engine sends.
-
-    Attributes:
-        name, version: the engine's name, and its release.
-        folder: folder of the sources in the engine's package.
-        functions: parameters by their names; by the short names of the functions to which they belong, or by `EVERY`.
-    """
+    """What one release of a serving engine sends."""
 
     name: str
     version: str
-    folder: str
+    folder: str  # of the sources in the engine's package
+    # Parameters by their names; by the short names of the functions to which they belong, or by `EVERY`.
     functions: Mapping[str, Mapping[str, Parameter]]
 
     def __str__(self) -> str:

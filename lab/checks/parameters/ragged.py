@@ -111,7 +111,6 @@ def ragged_model(ranges: Ranges) -> Model:
 
 
 def _keys(requests: int, lengths: Any) -> int:
-    """Estimate the number of keys of a call."""
     return (
         requests * FEW_KEYS if requests > REQUESTS else REQUESTS * SHORT + (lengths if isinstance(lengths, int) else 0)
     )
@@ -216,9 +215,7 @@ def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Return the inputs with one coordinate of queries and keys replaced, so that all logits of a row lie between LOWEST and
-    HIGHEST.
-    """
+    """Return the inputs with one coordinate replaced, so that all logits of a row lie between LOWEST and HIGHEST."""
     query, parts = inputs.query.float(), []
     query[..., 0] = QUERY_COORDINATE
     for keys, values in inputs.parts:

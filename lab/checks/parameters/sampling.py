@@ -26,9 +26,7 @@ class DrawnPoint:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["DrawnPoint"]:
-        """Yield samples that fit the model's rules and have another value of an axis: its default, then smaller sizes, the
-        smallest first.
-        """
+        """Yield allowed samples with another value of an axis: its default, then smaller sizes, the smallest first."""
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
