@@ -17,7 +17,6 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.models import FAMILIES
 from lab.checks.parameters.paged_axes import NEAR, USUAL
-from lab.checks.parameters.paged_calls import rows_without_keys
 from lab.checks.parameters.values import (
     Bound,
     KeyOffsets,
@@ -43,8 +42,6 @@ PADDED_ROWS: dict[Any, float] = {
     **dict.fromkeys((Offsets.PADDED, RaggedPadding.ROWS, RaggedPadding.BOTH), 100.0),
     **dict.fromkeys((Offsets.PADDED_WITH_NAN, RaggedPadding.NAN), math.nan),
 }
-
-
 LONGEST_OF_A_MODEL = 2**18  # keys
 
 
@@ -109,7 +106,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
     factors = of["bmm1_scale"].factor, of["bmm2_scale"].factor
     inputs = replace(inputs, sinks=sinks, causal=of.get("causal", True), factors=factors)
     call = BuiltCall(of, inputs, inputs.arguments())
-    forms = (_plain_values, *family.forms, _query, _lengths, _bounds, _scales, _skip_softmax, _sinks, _out, _lse, _far)
+    forms = (_plain_values, *family.forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse, _far)
     for form in forms:
         form(call)
     return call
@@ -125,7 +122,8 @@ def _plain_values(call: BuiltCall) -> None:
 
 def _query(call: BuiltCall) -> None:
     """Pass the query in its layout, with padding after its rows. Rows of requests without keys are NaN."""
-    query = with_nan(call.given["query"], rows_without_keys(call.inputs.q_lens, call.inputs.kv_lens))
+    without = torch.tensor([kv_len == 0 for kv_len in call.inputs.kv_lens])
+    query = with_nan(call.given["query"], without.repeat_interleave(torch.tensor(call.inputs.q_lens)))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
     query = query if padding is None else padded(query, padding)
     call.given["query"] = call.forms["query"].of(query)
@@ -161,7 +159,7 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Pass both scales with the size and in the form that the configuration has: numbers, tensors, or `bmm1_scale_log2`."""
+    """Pass the scales with their sizes, as numbers, tensors or `bmm1_scale_log2`, and the factor of skip-softmax."""
     for name in ("bmm1_scale", "bmm2_scale"):
         if (size := call.forms[name.replace("scale", "size")]) != USUAL:
             call.given[name] = call.rules[name] = math.copysign(size, call.given[name])
@@ -175,9 +173,6 @@ def _scales(call: BuiltCall) -> None:
         call.given["bmm2_scale"] = call.rules["bmm2_scale"] = 1
     else:
         call.given["bmm2_scale"] = _scale(call, call.given["bmm2_scale"], call.forms["bmm2_scale"].shape)
-
-
-def _skip_softmax(call: BuiltCall) -> None:
     if (factor := call.forms.get("skip_softmax")) is not None:
         call.given["skip_softmax_threshold_scale_factor"] = call.rules["skip_softmax"] = factor
 

@@ -3,7 +3,6 @@
 A form that is right for short requests may be wrong where keys are split.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,15 +58,11 @@ class Circumstance:
 
     @property
     def goals(self) -> list[Values]:
-        """Return what the cases of the circumstance contain, of it the goals of the model's shard: each value with which a call
-        computes something, and `WINDOW` with each place of the longest requests.
-        """
+        """Return the shard's goals: each value with which a call computes something, and `WINDOW` with each longest request."""
         axes = self.model.axes
-        pairs = itertools.product(
-            [("window_left", WINDOW)], [("longest_request", place) for place in axes["longest_request"]]
-        )
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
-        goals += [pair for pair in pairs if WINDOW in axes.get("window_left", ())]
+        if WINDOW in axes.get("window_left", ()):
+            goals += [(("window_left", WINDOW), ("longest_request", place)) for place in axes["longest_request"]]
         return [goal for goal in goals if self.model.shard.has(goal)]
 
     def points(self, seed: int, goals: list[Values], chosen: int | None = None) -> Iterator[Point]:

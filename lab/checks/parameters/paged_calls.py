@@ -109,20 +109,16 @@ def q_lens_of(of: Chosen) -> tuple[int, ...]:
     """Return the number of query rows of each request in a paged call."""
     if of.interface is AttentionCall.CONTEXT:
         return rows_of_prompts(of)
-    count = of["requests"]
-    q_lens = [of["q_len"]] * count
-    if of["offsets"] == Offsets.UNEQUAL:
-        q_lens = [1 + (request + of.seed) % of["q_len"] for request in range(count)]
+    is_unequal, most = of["offsets"] == Offsets.UNEQUAL, of["q_len"]
+    q_lens = [1 + (request + of.seed) % most if is_unequal else most for request in range(of["requests"])]
     return emptied(q_lens, of["offsets"])
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
     """Return the number of query rows of each request in a call that takes prompts (context or ragged)."""
-    count = of["requests"]
-    rows = {Rows.UNEQUAL: CONTEXT_ROWS, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
-    if count > REQUESTS:
-        rows = (1, 2, 3) if of["rows"] == Rows.UNEQUAL else rows
-    q_lens = [rows[request % len(rows)] for request in range(count)]
+    unequal = CONTEXT_ROWS if of["requests"] <= REQUESTS else (1, 2, 3)
+    rows = {Rows.UNEQUAL: unequal, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
+    q_lens = [rows[request % len(rows)] for request in range(of["requests"])]
     if isinstance(of["rows"], int):
         of_prompt = next(iter(longest_requests(of)))
         q_lens[0], q_lens[of_prompt] = q_lens[of_prompt], q_lens[0]
@@ -149,12 +145,6 @@ def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> Non
         kv_lens[request] = longest() // (1 + number % 2)
 
 
-def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
-    """Return bool [num_rows], True for rows whose request has no keys."""
-    without = torch.tensor([kv_len == 0 for kv_len in kv_lens], dtype=torch.bool)
-    return without.repeat_interleave(torch.tensor(q_lens, dtype=torch.int64))
-
-
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
     """Return a number of keys for each request: in turn one and two fewer than its rows, but at least 1 for several rows."""
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
@@ -164,14 +154,18 @@ def generator(of: Chosen) -> random.Random:
     return random.Random(repr((of.interface.name, of.seed)))
 
 
+def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
+    """Draw numbers of keys near ends of tiles; in a large batch, from `least` on in turn."""
+    if len(least) > REQUESTS:
+        return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
+    edges = edge_lengths(tile, EQUAL)
+    return [rng.choice(edges) for _ in least]
+
+
 def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     """Return the number of keys of each request in a paged call, as the axis "lengths" says."""
     lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], generator(of)
-    if count > REQUESTS:
-        kv_lens = [8 + 3 * request % 47 for request in range(count)]
-    else:
-        edges = edge_lengths(page_size, EQUAL)
-        kv_lens = [rng.choice(edges) for _ in q_lens]
+    kv_lens = short_lens(rng, page_size, [8] * count)
     if isinstance(lengths, int):
         with_long(kv_lens, of, lambda: lengths + rng.randrange(page_size))
     elif count > REQUESTS:

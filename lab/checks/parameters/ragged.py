@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import (
-    EQUAL,
     LSE,
     NEAR,
     OUT,
@@ -29,7 +27,15 @@ from lab.checks.parameters.paged_axes import (
     WINDOWS,
     softmax_axes,
 )
-from lab.checks.parameters.paged_calls import Lens, emptied, fewer_than_rows, generator, rows_of_prompts, with_long
+from lab.checks.parameters.paged_calls import (
+    Lens,
+    emptied,
+    fewer_than_rows,
+    generator,
+    rows_of_prompts,
+    short_lens,
+    with_long,
+)
 from lab.checks.parameters.values import (
     KV,
     Bound,
@@ -197,11 +203,7 @@ def ragged_case(of: Chosen) -> RaggedCase:
 def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     """Return the number of keys of each request in a ragged call, as the axis "lengths" says."""
     lengths, rng = of["lengths"], generator(of)
-    if len(q_lens) > REQUESTS:
-        kv_lens = [rows + 3 * request % 47 for request, rows in enumerate(q_lens)]
-    else:
-        edges = edge_lengths(TILE, EQUAL)
-        kv_lens = [rng.choice(edges) for _ in q_lens]
+    kv_lens = short_lens(rng, TILE, q_lens)
     longest = lengths if isinstance(lengths, int) else SHORT - 20  # a window hides something of it
     with_long(kv_lens, of, lambda: longest + rng.randrange(20))
     kv_lens = list(map(max, kv_lens, q_lens))
