@@ -82,29 +82,21 @@ def metadata_case(of: Configuration) -> MetadataCase:
     return MetadataCase(ForwardMode[of["mode"]], tuple(prefixes), tuple(q_lens), step, page_size, rows[0])
 
 
-@dataclass(frozen=True, eq=False)
-class BuiltPass:
-    """A pass, the metadata that was built for it, and copies of the metadata's tensors at that time, by name."""
+class Snapshot:
+    """Copies of the tensors that some objects have now, by name."""
 
-    batch: ForwardBatch
-    pool: KVPool
-    metadata: Any
-    before: dict[str, Tensor]
+    def __init__(self, *of: Any) -> None:
+        self._of = of
+        self.before = {name: tensor.clone() for name, tensor in self.tensors().items()}
 
-    @classmethod
-    def of(cls, batch: ForwardBatch, pool: KVPool, metadata: Any) -> "BuiltPass":
-        """Return a pass with copies of the tensors that its metadata has now."""
-        return cls(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()})
+    def tensors(self) -> dict[str, Tensor]:
+        named = {f"{type(each).__name__}.{name}": value for each in self._of for name, value in vars(each).items()}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def changed(self) -> list[str]:
-        """Return the names of the metadata's tensors that differ from their copies in `before`."""
-        now = _tensors(self.metadata)
+        """Return the names of the tensors that differ from their copies."""
+        now = self.tensors()
         return [name for name, tensor in self.before.items() if not torch.equal(tensor, now[name])]
-
-
-def _tensors(*of: Any) -> dict[str, Tensor]:
-    named = [(f"{type(each).__name__}.{name}", value) for each in of for name, value in vars(each).items()]
-    return {name: value for name, value in named if isinstance(value, Tensor)}
 
 
 def builder_of(
@@ -116,12 +108,11 @@ def builder_of(
     function = run.function(interface)
 
     def build(batch: ForwardBatch, pool: KVPool, *arguments: Any, **options: Any) -> Any:
-        given = _tensors(*(each for each in (batch, batch.spec_info, pool) if each is not None))
-        before = {name: tensor.clone() for name, tensor in given.items()}
+        given = Snapshot(*filter(None, (batch, batch.spec_info, pool)))
         metadata = function(batch, pool, *arguments, **options)
-        changed = [name for name, tensor in given.items() if not torch.equal(tensor, before[name])]
+        changed = given.changed()
         for name in changed:
-            given[name].copy_(before[name])
+            given.tensors()[name].copy_(given.before[name])
         run.expect(f"the inputs of {what}", [f"building {what} changed {name}" for name in changed], call=features)
         return metadata
 
@@ -137,22 +128,25 @@ def judge_metadata(run: CaseRun) -> None:
     first = metadata_case(of)
     later = first.later(of["later"])
     pool = _pool(of, first, later, of.seed, run.device)
-    built = _build(run, "the metadata", _batch(of, first, pool), pool, _features(run, first))
+    batch = _batch(of, first, pool)
+    built = Snapshot(_built(run, "the metadata", batch, pool, _features(run, first)))
     if of["later"] == Later.RENUMBERED:
-        batch, other = built.batch, pool
         _renumber(batch, pool, of.seed)
     else:
-        other = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == Later.ANOTHER_POOL else pool
-        batch = _batch(of, later, other)
-    again = _build(run, "the metadata of a later pass", batch, other, _features(run, later))
+        pool = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == Later.ANOTHER_POOL else pool
+        batch = _batch(of, later, pool)
+    again = _built(run, "the metadata of a later pass", batch, pool, _features(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed()]
     run.expect("the first pass's metadata", wrongs, "metadata", _features(run, first))
-    expect_own_tensors(run, again, _features(run, later))
+    expect_own_tensors(run, batch, pool, again, _features(run, later))
 
 
-def expect_own_tensors(run: CaseRun, built: BuiltPass, features: CallFeatures | None = None) -> None:
+def expect_own_tensors(
+    run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
+) -> None:
     """Change the tensors of a batch and its pool in place, one after the other. Expect that the metadata does not change."""
-    for name, tensor in _tensors(built.batch, built.pool).items():
+    built = Snapshot(metadata)
+    for name, tensor in Snapshot(batch, pool).tensors().items():
         tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
         wrongs = [f"the metadata's {each} changed with {name}" for each in built.changed()]
         run.expect("own tensors", wrongs, "invariants", features)
@@ -165,12 +159,13 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
     return replace(of_pass, features={**of_pass.features, **run.called.features})
 
 
-def _build(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> BuiltPass:
+def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> Any:
+    """Return the metadata of a pass, after it was judged."""
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
-    built = BuiltPass.of(batch, pool, metadata)
     run.judged += 1
-    run.expect(what, [f"{what}: {each}" for each in _wrong(run.case, built)], "metadata", features)
-    return built
+    wrongs = [f"{what}: {each}" for each in _wrong(run.case, batch, pool, metadata) if each]
+    run.expect(what, wrongs, "metadata", features)
+    return metadata
 
 
 def _options(of: Configuration) -> dict[str, Any]:
@@ -185,18 +180,16 @@ def _options(of: Configuration) -> dict[str, Any]:
     return {"expand_encoder_only_verify": True} if of.get("encoder_only") == "asked for" else {}
 
 
-def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:
-    where, options = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata), _options(of)
+def _wrong(of: Configuration, batch: ForwardBatch, pool: KVPool, metadata: Any) -> Iterable[str | None]:
+    where, options = (_on_cpu(batch), _on_cpu(pool), metadata), _options(of)
     if of.interface is MetadataFunction.MLA_METADATA:
         return wrong_eager_mla_metadata(*where, **options)
     if of.interface is MetadataFunction.MLA_PREFILL:
-        return wrong_mla_prefill_metadata(built.batch, built.metadata, **options)
+        return wrong_mla_prefill_metadata(batch, metadata, **options)
     if of.interface is MetadataFunction.DSV4_METADATA:
-        return filter(None, [wrong_dsv4_metadata(*where)])
-    wrong = wrong_eager_metadata(*where, **({"expand_encoder_only_verify": False} | options)) or wrong_dead_cells(
-        *where
-    )
-    return [wrong] if wrong else []
+        return [wrong_dsv4_metadata(*where)]
+    given = {"expand_encoder_only_verify": False} | options
+    return [wrong_eager_metadata(*where, **given) or wrong_dead_cells(*where)]
 
 
 def _on_cpu(of: Any) -> Any:
@@ -207,9 +200,7 @@ def _on_cpu(of: Any) -> Any:
 
 
 def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
-    """Return a K/V pool with room for both passes, and with the configuration's numbers of spare pages and spare columns. Cells
-    of `req_to_token` beyond a request's tokens hold slots of other requests.
-    """
+    """Return a K/V pool with room for both passes, and with spare pages and columns."""
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
     spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
     pool = new_pool(
@@ -225,9 +216,8 @@ def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int
     )
     # What freed requests leave in an engine's table: slots that belong to other requests by now.
     slots = (pool.num_virtual_pages or pool.num_pages) * pool.page_size
-    left = torch.randint(
-        pool.page_size, slots, (pool.req_to_token.shape[1],), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randint(pool.page_size, slots, (pool.req_to_token.shape[1],), generator=generator)
     pool.req_to_token[1:] = left.to(device)
     return pool
 

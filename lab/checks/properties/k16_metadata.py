@@ -15,7 +15,7 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.call_features import features_of_case
-from lab.checks.parameters.metadata import BuiltPass, builder_of, expect_own_tensors
+from lab.checks.parameters.metadata import builder_of, expect_own_tensors
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -62,7 +62,7 @@ def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any]
     of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
     batch = replace(forward.batch, **of_batch)
     run.judged += 1
-    expect_own_tensors(run, BuiltPass.of(batch, forward.pool, build(batch, forward.pool)))
+    expect_own_tensors(run, batch, forward.pool, build(batch, forward.pool))
 
 
 def expect_attention(run: CaseRun, forward: EnginePass) -> None:
