@@ -35,10 +35,9 @@ def balanced(
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
     all_builds, first = builds(ranges, interface, num_builds), rng.randrange(num_builds)
-    names = [name for name in fields_of(interface) if name in AT_RUN_TIME]
-    columns = {name: _dealt(rng, getattr(ranges, name), count) for name in names}
+    at_run_time = _dealt(rng, ranges, [name for name in fields_of(interface) if name in AT_RUN_TIME], count)
     for number in range(count):
-        values = all_builds[(first + number) % num_builds] | {name: column[number] for name, column in columns.items()}
+        values = all_builds[(first + number) % num_builds] | at_run_time[number]
         q_lens, kv_lens = (lens[number % 3 :] + lens[: number % 3] for lens in _lens(rng, ranges, interface, values))
         page_size = _page_size(values)
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
@@ -52,9 +51,7 @@ def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> lis
     All checks share these few combinations, because kernels are compiled for each. Check K18 judges all pairs of values.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
-    names = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
-    columns = {name: _dealt(rng, getattr(ranges, name), count) for name in names}
-    return [{name: column[number] for name, column in columns.items()} for number in range(count)]
+    return _dealt(rng, ranges, [name for name in fields_of(interface) if name not in AT_RUN_TIME], count)
 
 
 def case_within(
@@ -92,20 +89,19 @@ def case_within(
 
 def values_of(case: AttentionCase) -> Point:
     """Return a case's values by the names in `fields_of`, in the form that `case_within` takes."""
-    shared = {"dtypes": (case.dtype, case.kv_dtype), "q_lens": case.q_lens[0]}
-    if case.is_mla:
-        dims = case.head_dim, case.v_head_dim
-        return {**shared, "mla_head_dims": dims, "mla_heads": case.group, "mla_page_sizes": case.page_size}
-    return {
-        **shared,
-        "groups": case.group,
-        "num_kv_heads": case.num_kv_heads,
+    found: Point = {
+        "dtypes": (case.dtype, case.kv_dtype),
+        "q_lens": case.q_lens[0],
+        "mla_head_dims": (case.head_dim, case.v_head_dim),
         "head_dims": case.head_dim,
-        "page_sizes": case.page_size,
+        **dict.fromkeys(("groups", "mla_heads"), case.group),
+        "num_kv_heads": case.num_kv_heads,
+        **dict.fromkeys(("page_sizes", "mla_page_sizes"), case.page_size),
         "kv_layouts": case.storage.kv_layout,
         "windows": case.window_left >= 0,
         "sinks": case.sinks,
     }
+    return {name: found[name] for name in fields_of(case.interface)}
 
 
 def _page_size(values: Mapping[str, Any]) -> int:
@@ -166,14 +162,16 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
     return case_within(ranges, interface, point, kv_lens, q_lens, window_left=window, seed=seed)
 
 
-def _dealt(rng: random.Random, values: Sequence[Any], count: int) -> list[Any]:
-    """Return `count` values in random order. Each value occurs equally often."""
-    dealt: list[Any] = []
-    while len(dealt) < count:
-        round_ = list(values)
-        rng.shuffle(round_)
-        dealt += round_
-    return dealt[:count]
+def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int) -> list[Point]:
+    """Return `count` points of some fields of the ranges. Each value of a field occurs equally often, in random order."""
+    points: list[Point] = [{} for _ in range(count)]
+    for name in names:
+        values = getattr(ranges, name)
+        for number, point in enumerate(points):
+            if number % len(values) == 0:
+                rng.shuffle(order := [*values])
+            point[name] = order[number % len(values)]
+    return points
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
