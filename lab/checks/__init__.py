@@ -5,7 +5,7 @@ from lab.extras import require
 require("The judge", "numpy", "pebble", "rich")
 
 from lab.calls.problem import AttentionCall
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.checks.properties.check import Level
 from lab.checks.report import Report
 from lab.checks.run.invariance import invariance

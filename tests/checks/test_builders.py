@@ -11,8 +11,8 @@ import torch
 import lab.metadata
 from corpus.kernels import kernel
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.metadata import builder_of
+from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
 from lab.checks.run.judging import run_case

@@ -13,7 +13,7 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import built_call
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.properties.k14_interleaving import PARTS, calls_at_once

@@ -8,7 +8,7 @@ import torch
 from corpus.kernels import kernel
 from corpus.right import KERNELS as RIGHT
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.checks.parameters.values import Cache
 from lab.checks.properties import checks
 from lab.checks.run.judging import run_case

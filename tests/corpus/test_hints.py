@@ -10,8 +10,7 @@ from corpus.right import KERNELS as RIGHT
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
-from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.models import MODELS, Configuration
 from lab.ranges import Ranges
 
 # By argument: the axis and its value, and the wrong kernels with the functions that show them.

@@ -10,7 +10,7 @@ from torch import Tensor
 from lab.calls import AttentionCall, DSV4DecodeCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.kernels import flashinfer_call, portable, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
 from lab.kernels.support import why_not

@@ -5,7 +5,6 @@ A feature is a named property of a subject, which is a case, a call or a request
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -45,49 +44,32 @@ _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
 
 @dataclass(frozen=True)
-class CaseFeature(ABC):
-    """A property of a subject: of a case, a call or a request.
-
-    Attributes:
-        text: words that can follow "wherever".
-    """
-
-    text: str
-    cost: Cost = Cost.ARGUMENT
-
-    @abstractmethod
-    def phrase(self, operator: str, value: Value) -> str:
-        """Return a test of the feature in words that can follow "wherever"."""
-
-    @abstractmethod
-    def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the feature's values in several cases, calls or requests as an array. None (no value) meets no test except "is
-        not".
-        """
-
-    @abstractmethod
-    def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests that can separate the values of a column, each as (operator, value, cost in bits)."""
-
-
-class Condition(CaseFeature):
+class Condition:
     """A feature that is true or false. Its text has both wordings in braces: "{words if true|words if false}"."""
 
+    text: str  # words that can follow "wherever"
+    cost: Cost = Cost.ARGUMENT
+
     def phrase(self, operator: str, value: Value) -> str:
+        """Return a test of the feature in words that can follow "wherever"."""
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
+        """Return the values of several subjects as an array. None (no value) meets no test except "is not"."""
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
+        """Yield the tests that can separate the values of a column, each as (operator, value, cost in bits)."""
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
 
 
 @dataclass(frozen=True)
-class Number(CaseFeature):
+class Number:
     """A feature that is a number. Its text has "{}" in place of the number. `several` is the text of the test "2 or more"."""
 
+    text: str
+    cost: Cost = Cost.ARGUMENT
     several: str = ""
 
     def phrase(self, operator: str, value: Value) -> str:
@@ -109,11 +91,13 @@ class Number(CaseFeature):
 
 
 @dataclass(frozen=True)
-class Choice(CaseFeature):
+class Choice:
     """A feature whose value is a name. Its text is the subject of the words "wherever <text> is <name>". If the names are those
     of an enumeration's members, the members' values up to a colon stand for them.
     """
 
+    text: str
+    cost: Cost = Cost.ARGUMENT
     kinds: type[Enum] | None = None
     is_negated: bool = True  # "is not" says something to a reader
 
@@ -131,6 +115,9 @@ class Choice(CaseFeature):
             yield "==", name, math.log2(len(names))
             if len(names) > 2 and self.is_negated:
                 yield "!=", name, math.log2(len(names)) + NEGATION_BITS
+
+
+CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:

@@ -14,8 +14,7 @@ from torch import Tensor
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.models import FAMILIES
+from lab.checks.parameters.models import FAMILIES, Configuration
 from lab.checks.parameters.paged_axes import NEAR, USUAL
 from lab.checks.parameters.values import (
     Bound,

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Model, Values
-from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges

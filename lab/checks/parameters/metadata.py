@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.call_features import CallFeatures, features_of_case
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.metadata_axes import DIVISIBLE, DTYPES, ROWS, TWICE, VIRTUAL_WITH_HOLES, WITH_HOLES
+from lab.checks.parameters.models import Configuration
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows

@@ -1,4 +1,4 @@
-"""The model (parameters with their values, and rules between them) of each function that can be judged, limited to ranges."""
+"""The model (parameters with their values, and rules) of each function that can be judged, and the cases that it describes."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +14,7 @@ from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
 from lab.checks.parameters.paged_calls import PAGED_FORMS, paged_inputs, redrawn_paged
 from lab.checks.parameters.ragged import RAGGED_FORMS, ragged_inputs, ragged_model, redrawn_ragged, replayed_cases
+from lab.checks.parameters.values import Chosen, DtypePair, HeadDims
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
@@ -49,3 +50,48 @@ MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
         **{each: functools.partial(lambda model, _: model, model) for each, model in FIXED.items()},
     }
 )
+
+
+@dataclass(frozen=True)
+class Configuration(Chosen):
+    """One call as a value for each axis (parameter) of its function's model. Its `repr` is an expression that builds it again,
+    and leaves out defaults.
+
+    Raises:
+        ValueError: `values` names an axis that the function's model does not have.
+    """
+
+    def __post_init__(self) -> None:
+        default, declared = _declared(self.interface)
+        if missing := sorted(set(self.values) - set(default)):
+            raise ValueError(f"{self.interface.value} has no axis {missing[0]!r}: it has {', '.join(default)}")
+        given = {name: _read(value, declared[name]) for name, value in self.values.items()}
+        object.__setattr__(self, "values", {**default, **given})
+
+    @property
+    def non_default(self) -> dict[str, Any]:
+        """Return the values that are not the defaults, by the names of their axes."""
+        default, _ = _declared(self.interface)
+        return {name: value for name, value in self.values.items() if value != default[name]}
+
+    def __repr__(self) -> str:
+        seed = f", seed={self.seed}" if self.seed else ""
+        return f"Configuration({self.interface!r}, {self.non_default!r}{seed})"
+
+
+@functools.cache
+def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
+    """Return two mappings by axis, for a function's model in the default ranges: the default value, and all values.
+
+    The second maps each value to itself, so that a text finds the value that equals it.
+    """
+    model = MODELS[interface](Ranges())
+    return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}
+
+
+def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
+    """Return the declared value that equals a text. If there is none, convert the text to a value of the same kind."""
+    first = next(iter(declared))
+    if value in declared or not isinstance(value, str):
+        return declared.get(value, value)
+    return type(first)(value) if isinstance(first, DtypePair | HeadDims) else value

@@ -14,7 +14,7 @@ from typing import Any
 from lab.calls.problem import AttentionCall
 from lab.checks.explain.call_features import features_of_case
 from lab.checks.explain.feature import Features
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.checks.run.verdicts import CaseVerdict
 from lab.files import read_json
 from lab.recorded.case import RecordedCase

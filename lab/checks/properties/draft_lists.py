@@ -11,8 +11,8 @@ import torch
 
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.call_features import CallFeatures, features_of_case
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.lists import FIELDS, NARROW, lens_of
+from lab.checks.parameters.models import Configuration
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import MetadataFunction

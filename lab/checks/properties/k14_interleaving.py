@@ -17,9 +17,8 @@ import torch
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun, as_result
 from lab.checks.parameters.calls import built_call, judge_built
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Point
-from lab.checks.parameters.models import FAMILIES, MODELS
+from lab.checks.parameters.models import FAMILIES, MODELS, Configuration
 from lab.checks.parameters.values import Mask
 from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.properties.k18_combinations import JUDGES

@@ -25,12 +25,11 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Model, Point, Shard
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
-from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.properties.check import Check, Level, Scope

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.values import KeyOffsets, Mask, Sinks
 from lab.checks.run.verdicts import CaseVerdict, Outcome

@@ -28,7 +28,7 @@ from lab.checks.explain.call_features import (
 )
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
 from lab.checks.run.judging import run_case

@@ -11,7 +11,7 @@ from lab import references
 from lab.calls import AttentionCall, DSV4DecodeCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import built_call, judge_call
-from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.models import Configuration
 from lab.checks.properties import mla_modes
 from lab.checks.properties.mla_modes import two_pool_cases
 from lab.ranges import Ranges
