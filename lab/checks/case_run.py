@@ -287,7 +287,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record an error for each sentence in `wrongs`. `kind` is a key of `explain.region.HELD`."""
+        """Record an error for each sentence in `wrongs`. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, bool(found), call)

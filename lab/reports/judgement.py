@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.checks.explain.answer import SHOWN_CHARACTERS as SHOWN_REASON
+from lab.checks.explain.diagnosis import CaseResult
 from lab.checks.explain.failure_rules import Literal
-from lab.checks.explain.region import CaseResult
 from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.parameters.discovery import is_mostly_declined
 from lab.checks.properties import checks_by_key

@@ -23,8 +23,7 @@ import torch
 
 from corpus.kernels import MUTANTS, kernel
 from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, ranges_of
-from lab.checks.explain.diagnosis import diagnose
-from lab.checks.explain.region import Region
+from lab.checks.explain.diagnosis import Region, diagnose
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.run.judging import run_case

@@ -62,7 +62,7 @@ class CheckedResult:
     """One comparison in a case, such as the output of a call with the expected output."""
 
     name: str  # of the call, within its check
-    held: str  # what it is compared with, a key of `lab.checks.explain.region.HELD`
+    held: str  # what it is compared with, a key of `lab.checks.explain.diagnosis.HELD`
     features: Features = field(hash=False)  # of the case and the call
     wrong: bool
     # Each request's features, and whether its rows are wrong; empty where only all rows were compared.

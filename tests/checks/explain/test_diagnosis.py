@@ -11,10 +11,9 @@ from corpus.kernels import MUTANTS, kernel
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Outcome, Ranges, judge
-from lab.checks.explain.diagnosis import Diagnosis, _broken, diagnose
+from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, diagnose
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.explain.features import feature_named
-from lab.checks.explain.region import CaseResult, Region
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
