@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from lab.checks.explain.answer import SHOWN_CHARACTERS as SHOWN_REASON
 from lab.checks.explain.diagnosis import CaseResult
 from lab.checks.explain.failure_rules import Literal
+from lab.checks.parameters.attention import is_mostly_declined
 from lab.checks.parameters.coverage import Coverage, Reach
-from lab.checks.parameters.discovery import is_mostly_declined
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Level
 from lab.checks.report import Report

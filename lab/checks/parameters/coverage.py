@@ -3,7 +3,7 @@ which were not.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,20 +70,21 @@ def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage
 def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]) -> Coverage:
     """Return the coverage of a function's model: which values, pairs and triples occur in the cases of these verdicts."""
     judged, declined = tuples_by_outcome(model, verdicts)
+
+    def reach_of(goal: Values, is_possible: bool) -> Reach:
+        if not is_possible:
+            return Reach.IMPOSSIBLE
+        return Reach.JUDGED if goal in judged else Reach.DECLINED if goal in declined else Reach.LEFT_OUT
+
     of_values = {
-        axis: {
-            value: Reach.IMPOSSIBLE
-            if model.nearest[axis, value] is None
-            else _reach(((axis, value),), judged, declined)
-            for value in values
-        }
+        axis: {value: reach_of(((axis, value),), model.nearest[axis, value] is not None) for value in values}
         for axis, values in model.axes.items()
     }
     why: Counter[str] = Counter()
     counts: dict[int, Counter[Reach]] = {2: Counter(), 3: Counter()}
     blind: list[tuple[Values, Reach]] = []
     for goal, sentence in model.why_not.items():
-        reach = Reach.IMPOSSIBLE if sentence else _reach(goal, judged, declined)
+        reach = reach_of(goal, not sentence)
         counts[len(goal)][reach] += 1
         why.update([sentence] if sentence else ())
         alone = (of_values[axis][value] for axis, value in goal)
@@ -99,15 +100,13 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
     """
     # Of a failed case that compared nothing, nothing was held to anything.
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
-    cases = {
-        is_declined: [each.case.values for each in held if (each.outcome is Outcome.DECLINED) is is_declined]
+    of_judged, of_declined = (
+        [each.case.values for each in held if (each.outcome is Outcome.DECLINED) is is_declined]
         for is_declined in (False, True)
-    }
-    apart = model.apart_from({value for values in cases[False] for value in values.items()})
-    judged, declined = (
-        {each for values in cases[which] for each in model.tuples_of(values, apart)} for which in (False, True)
     )
-    return judged, declined
+    apart = model.apart_from({value for values in of_judged for value in values.items()})
+    judged = {each for values in of_judged for each in model.tuples_of(values, apart)}
+    return judged, {each for values in of_declined for each in model.tuples_of(values, apart)}
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
@@ -115,10 +114,6 @@ def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
     return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])
-
-
-def _reach(goal: Values, judged: Collection[Values], declined: Collection[Values]) -> Reach:
-    return Reach.JUDGED if goal in judged else Reach.DECLINED if goal in declined else Reach.LEFT_OUT
 
 
 def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:

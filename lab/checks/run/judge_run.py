@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lab.checks.parameters.attention import discover, is_mostly_declined
 from lab.checks.parameters.covering import Shard
-from lab.checks.parameters.discovery import discover, is_mostly_declined
 from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
 from lab.checks.properties.check import Check, Following, Level

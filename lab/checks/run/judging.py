@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.discovery import DISCOVERY
+from lab.checks.parameters.attention import DISCOVERY
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Check
 from lab.checks.run.support_protocol import (
@@ -72,7 +72,7 @@ def _check(key: str) -> Check:
 
 def _call_once(run: CaseRun) -> None:
     """Make the call of a case once. The case counts as judged if the call returns, whatever its result.
-    `lab.checks.parameters.discovery` uses this as a check to find out what a function accepts.
+    `lab.checks.parameters.attention.discover` uses this as a check to find out what a function accepts.
     """
     run.call(run.build())
     run.judged += 1

@@ -8,7 +8,7 @@ import torch
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import Ranges, judge
-from lab.checks.parameters.discovery import discover
+from lab.checks.parameters.attention import discover
 from lab.checks.run.workers import Workers
 from lab.ranges import options_of
 from lab.workloads.interfaces import Interface
