@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4, AttentionCall
+from lab.calls.problem import E4M3, NVFP4
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
@@ -19,6 +19,7 @@ from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.references.errors import Truth
 from lab.references.quantization import rounded
 from lab.references.softmax_attention import Rules
@@ -58,7 +59,7 @@ class EnginePass:
     @property
     def functions(self) -> list[str]:
         """Return the names of the attention functions that the pass calls."""
-        return [AttentionCall.MLA_DECODE.value]
+        return [self.case.interface.value]
 
     @property
     def pool_bytes(self) -> int:
@@ -230,8 +231,13 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     build = build_metadata or case.backend().build_metadata
     batch, metadata = admit_and_write(case, pool, cache, stored, build)
     _poison_table_tails(metadata, cache, case)
-    rows = torch.cat([query, query.new_full((case.num_padding_rows, *query.shape[1:]), float("nan"))]).to(case.dtype)
+    rows = with_padding_rows(query, case.num_padding_rows).to(case.dtype)
     return ForwardPass(case, pool, batch, metadata, layer, cache, rows, histories)
+
+
+def with_padding_rows(query: Tensor, count: int) -> Tensor:
+    """Return the query followed by `count` rows of NaN."""
+    return torch.cat([query, query.new_full((count, *query.shape[1:]), float("nan"))])
 
 
 def stored_width(case: ForwardCase) -> int:
@@ -263,7 +269,7 @@ def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
 def admit_and_write(
     case: PassCase,
     pool: KVPool,
-    cache: PagedKVCache | PagedLatentCache | ShardedLatentCache,
+    cache: PagedKVCache | PagedLatentCache | ShardedLatentCache | DSV4Cache,
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:
@@ -271,12 +277,14 @@ def admit_and_write(
     and its metadata.
 
     The tokens before the query rows are written before the metadata is built. If there is a window, the pages before it are
-    given back first. The query rows' own tokens are written to the batch's slots or, with a window, to the metadata's slots.
+    given back first; pages of DeepSeek-V4 after the tokens are written. The query rows' own tokens are written to the batch's
+    slots or, with a window, to the metadata's slots.
     """
     fill(cache.storage)
     if isinstance(cache, NVFP4KVCache):
         fill(cache.scale_factors)
-    has_window = case.window_left >= 0
+    has_two_pools = isinstance(cache, DSV4Cache)
+    has_window = case.window_left >= 0 and not has_two_pools
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     first_kept = requests.evict(case.window_left) if has_window else None
     before = [
@@ -284,6 +292,8 @@ def admit_and_write(
         for history, first in zip(histories, requests.first_written, strict=True)
     ]
     requests.write(cache, before, first_kept, sliding_window=has_window)
+    if has_two_pools:
+        requests.evict(case.window_left)
     batch = requests.batch(case.mode, case.num_padding_rows)
     # A prefill with padding requests is vLLM's. SGLang pads other modes, after it built the metadata.
     if case.num_padding_requests and case.mode.is_prefill:

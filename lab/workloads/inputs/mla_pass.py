@@ -1,7 +1,6 @@
 """The tensors of an MLA forward pass, whose cache has latent entries. `forward_pass` makes those of a pass over K and V."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_cache import PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.calls import MLALayer
@@ -21,12 +20,18 @@ from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_
 from lab.references.errors import Truth
 from lab.references.quantization import rounded
 from lab.references.softmax_attention import Rules
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, as_stored, fill
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, as_stored
 from lab.workloads.inputs.expected import truth_of_requests
-from lab.workloads.inputs.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
+from lab.workloads.inputs.forward_pass import (
+    EnginePass,
+    admit_and_write,
+    limits_of,
+    new_poisonable_pool,
+    with_padding_rows,
+)
 from lab.workloads.inputs.needles import draw_histories
 from lab.workloads.mla_case import LatentLayer, MLACase
-from lab.workloads.requests import History, admit
+from lab.workloads.requests import History
 
 # Of a batch and a pool, and for MLA's decode call of `DraftAttention`.
 BuildMLAMetadata = Callable[..., Any]
@@ -42,15 +47,22 @@ class MLAPass(EnginePass):
     cache: PagedLatentCache
 
     def stored(self, *sides: Tensor) -> History:
-        return tuple(as_stored(side, E4M3_K_SCALE, self.case.kv_dtype) for side in sides)
+        return tuple(as_stored(side, self.layer.k_scale, self.case.kv_dtype) for side in sides)
+
+    def selected(self, requests: Sequence[int]) -> Tensor | None:
+        """Return the entries that the rows of these requests select, as in `mla_truth`."""
+        return None
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        case, entries = self.case, [entries for (entries,) in histories]
+        case = self.case
         unseen = [case.kv_lens[request] - case.seen_lens[request] for request in requests]
-        seen_lens = tuple(len(each) - left_out for each, left_out in zip(entries, unseen, strict=True))
+        seen = [
+            tuple(side[: len(side) - left_out] for side in history)
+            for history, left_out in zip(histories, unseen, strict=True)
+        ]
         query = rounded(query, case.query_dtype or self.query.dtype)
-        q_lens = tuple(case.q_lens[request] for request in requests)
-        return mla_truth(query, self.query.dtype, entries, seen_lens, q_lens, self.layer)
+        q_lens = [case.q_lens[request] for request in requests]
+        return mla_truth(query, self.query.dtype, seen, q_lens, self.layer, self.selected(requests))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +86,20 @@ class ShardedMLAPass(MLAPass):
 
 @dataclass(frozen=True, eq=False)
 class SparseMLAPass(MLAPass):
-    """A pass of DeepSeek sparse attention: each query row sees only the entries at its positions in `topk_indices`.
+    """A pass whose rows select entries.
+
+    In DeepSeek sparse attention (DSA) a row sees the entries at its positions. In DeepSeek-V4 it sees the tokens of its window,
+    and compressed entries. A history of V4 is (entries, compressed entries), [kv_len, head_dim] both: the group that ends at a
+    token has its entry there.
 
     Attributes:
-        topk_indices: int32 [rows of the requests, top_k], -1 for no position.
+        topk_indices: int32 [rows of the requests, top_k], -1 for none: positions, or numbers of groups of V4; without an
+            indexer a row has all groups, and rows of padding follow.
     """
 
     metadata: Any
     topk_indices: Tensor
+    cache: Any
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
         return super().arguments(out) | {"topk_indices": self.topk_indices}
@@ -89,40 +107,9 @@ class SparseMLAPass(MLAPass):
     def inputs(self) -> dict[str, Tensor]:
         return super().inputs() | {"topk_indices": self.topk_indices}
 
-    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        case, rows = self.case, list(itertools.accumulate(self.case.q_lens, initial=0))
-        own = torch.cat([self.topk_indices[rows[each] : rows[each + 1]] for each in requests])
-        entries = [entries for request, (entries,) in zip(requests, histories, strict=True)]
-        of_rows = [each for each, request in zip(entries, requests, strict=True) for _ in range(case.q_lens[request])]
-        query = rounded(query, case.query_dtype or self.query.dtype)
-        return sparse_mla_truth(query, self.query.dtype, of_rows, own, self.layer)
-
-
-@dataclass(frozen=True, eq=False)
-class TwoPoolPass(SparseMLAPass):
-    """A pass of DeepSeek-V4: each row sees the tokens of its window, and compressed entries.
-
-    A history is (entries, compressed entries), `[kv_len, head_dim]` both: the group that ends at a token has its entry there.
-    `topk_indices` are numbers of groups; without an indexer a row has all of them.
-    """
-
-    cache: Any
-    layer: DSV4Layer
-
-    @property
-    def functions(self) -> list[str]:
-        return [self.case.interface.value]
-
-    def stored(self, *sides: Tensor) -> History:
-        return tuple(as_stored(side, self.layer.k_scale, self.case.kv_dtype) for side in sides)
-
-    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        of, first = self.case, list(itertools.accumulate(self.case.q_lens, initial=0))
-        rows = [row for each in requests for row in range(first[each], first[each + 1])]
-        of_rows = [each for each, request in zip(histories, requests, strict=True) for _ in range(of.q_lens[request])]
-        query = rounded(query, of.query_dtype or self.query.dtype)
-        seen = [of.row_lens[row] for row in rows]
-        return two_pool_truth(query, self.query.dtype, of_rows, seen, self.topk_indices[rows], self.layer)
+    def selected(self, requests: Sequence[int]) -> Tensor:
+        of_requests = self.rows_of_requests(self.topk_indices).split(self.case.q_lens)
+        return torch.cat([of_requests[request] for request in requests])
 
 
 def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Generator) -> Tensor:
@@ -141,30 +128,6 @@ def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Gen
         own = torch.randperm(count, generator=generator, device=drawn.device)[:columns]
         row[: len(own)] = own.to(torch.int32)
     return drawn
-
-
-def two_pool_truth(
-    query: Tensor,
-    out_dtype: torch.dtype,
-    histories: Sequence[History],
-    row_lens: Sequence[int],
-    groups: Tensor,
-    layer: DSV4Layer,
-) -> Truth:
-    """Return the expected results of query rows of DeepSeek-V4.
-
-    Args:
-        query, out_dtype: as in `mla_truth`.
-        histories: the history of each row's request, as in `TwoPoolPass`.
-        row_lens: how many tokens each row sees.
-        groups: as from `draw_groups`.
-        layer: the layer, with its sinks and the number of tokens of a group.
-    """
-    seen = []
-    for (entries, compressed), length, own in zip(histories, row_lens, groups, strict=True):
-        ends = (own[own >= 0].long() + 1) * layer.compress_ratio - 1
-        seen.append(torch.cat((entries[max(length - WINDOW_COLUMNS, 0) : length], compressed[ends])))
-    return mla_truth(query, out_dtype, seen, tuple(map(len, seen)), (1,) * len(seen), layer)
 
 
 def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generator) -> Tensor:
@@ -187,39 +150,29 @@ def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generato
     return drawn
 
 
-def sparse_mla_truth(
-    query: Tensor, out_dtype: torch.dtype, entries: Sequence[Tensor], topk_indices: Tensor, layer: MLALayer
-) -> Truth:
-    """Return the expected results of query rows, each from the entries of its request at its positions in `topk_indices`.
-
-    Args:
-        query, out_dtype, layer: as in `mla_truth`.
-        entries: the stored entries of each row's request, [kv_len, head_dim].
-        topk_indices: int32 [num_rows, top_k], -1 for no position.
-    """
-    seen = [own[row[row >= 0].long()] for own, row in zip(entries, topk_indices, strict=True)]
-    return mla_truth(query, out_dtype, seen, tuple(map(len, seen)), (1,) * len(seen), layer)
-
-
 def mla_truth(
     query: Tensor,
     out_dtype: torch.dtype,
-    entries: list[Tensor],
-    seen_lens: tuple[int, ...],
-    q_lens: tuple[int, ...],
+    histories: Sequence[History],
+    q_lens: Sequence[int],
     layer: MLALayer,
+    selected: Tensor | None = None,
 ) -> Truth:
     """Return the expected results of the query rows of requests, computed from the requests' latent entries.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the call takes.
         out_dtype: dtype of the output.
-        entries: the stored entries of each request, [kv_len, head_dim].
-        seen_lens: how many entries each request's last row sees.
+        histories: for each request the tokens that its last row sees, stored as in the pass.
         q_lens: query rows of each request.
         layer: the layer, with the length of an entry's latent vector and the scale by which entries were divided.
+        selected: what each row selects, [num_rows, top_k]: as from `draw_positions`, or from `draw_groups` if the layer is
+            DeepSeek-V4's. None: rows see all entries up to their own.
     """
-    seen = [each[:length].unsqueeze(1) for each, length in zip(entries, seen_lens, strict=True)]
+    entries = [history[0] for history in histories]
+    if selected is not None:
+        entries = list(_selected_entries(histories, q_lens, selected, layer))
+        q_lens = (1,) * len(entries)
     k_scale = layer.k_scale if entries[0].dtype == E4M3 else 1.0
     rules = Rules(
         bmm1_scale=layer.softmax_scale * k_scale,
@@ -228,7 +181,24 @@ def mla_truth(
         out_dtype=out_dtype,
         sinks=layer.sinks if isinstance(layer, DSV4Layer) else None,
     )
-    return truth_of_requests(query, [(keys, keys[..., : layer.kv_lora_rank]) for keys in seen], list(q_lens), rules)
+    keys = [each.unsqueeze(1) for each in entries]
+    return truth_of_requests(query, [(each, each[..., : layer.kv_lora_rank]) for each in keys], list(q_lens), rules)
+
+
+def _selected_entries(
+    histories: Sequence[History], q_lens: Sequence[int], selected: Tensor, layer: MLALayer
+) -> Iterator[Tensor]:
+    """Yield the entries that each row sees. The arguments are those of `mla_truth`."""
+    rows = iter(selected)
+    for (entries, *compressed), q_len in zip(histories, q_lens, strict=True):
+        for end in range(len(entries) - q_len + 1, len(entries) + 1):
+            row = next(rows)
+            chosen = row[row >= 0].long()
+            if isinstance(layer, DSV4Layer):
+                groups = compressed[0][(chosen + 1) * layer.compress_ratio - 1]
+                yield torch.cat((entries[max(end - WINDOW_COLUMNS, 0) : end], groups))
+            else:
+                yield entries[chosen]
 
 
 def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata | None = None) -> MLAPass:
@@ -236,89 +206,43 @@ def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLA
     the metadata. By default the lab's builder for the case builds it.
     """
     generator = torch.Generator(device=device).manual_seed(case.seed)
-    query, drawn = draw_histories(
-        case,
-        generator,
-        limits_of(case),
-        case.num_qo_heads,
-        1,
-        [width for (width,) in case.token_shapes],
-        case.softmax_scale,
-    )
-    layer = new_mla_layer(case, generator)
+    widths = [width for (width,) in case.token_shapes]
+    query, drawn = draw_histories(case, generator, limits_of(case), case.num_qo_heads, 1, widths, case.softmax_scale)
+    layer, ranks = new_mla_layer(case, generator), case.dcp_size
     histories = [tuple(as_stored(side.squeeze(1), layer.k_scale, case.kv_dtype) for side in sides) for sides in drawn]
-    if case.compress_ratio is not None:
-        return _build_two_pools(case, device, query.to(case.dtype), histories, layer, build_metadata, generator)
-    if case.dcp_size > 1:
-        return _build_sharded(case, device, query.to(case.dtype), histories, layer)
-    pool = new_poisonable_pool(case, device)
-    cache = pool.new_latent_cache(case.head_dim, case.kv_dtype)
-    is_sparse = case.index_topk is not None
+    pool = new_poisonable_pool(replace(case, page_size=case.page_size * ranks), device)
+    cache: PagedLatentCache | ShardedLatentCache | DSV4Cache
+    if isinstance(layer, DSV4Layer):
+        cache = DSV4Cache.over(pool, case.head_dim, case.kv_dtype, layer.compress_ratio)
+    elif ranks > 1:
+        cache = pool.new_sharded_latent_cache(case.head_dim, case.kv_dtype, ranks)
+    else:
+        cache = pool.new_latent_cache(case.head_dim, case.kv_dtype)
 
     def build(batch: ForwardBatch, pool: KVPool) -> Any:
-        if is_sparse:
+        if ranks > 1:
+            shards = (DecodeContextParallel(ranks, rank) for rank in range(ranks))
+            return [build_mla_dcp_metadata(batch, pool, shard, case.attention) for shard in shards]
+        if case.compress_ratio is not None:
+            return (build_metadata or build_dsv4_metadata)(batch, pool)
+        if case.is_sparse:
             return case.backend().build_metadata(batch, pool)
         return (build_metadata or build_mla_decode_metadata)(batch, pool, case.attention)
 
     batch, metadata = admit_and_write(case, pool, cache, histories, build)
     if case.num_padding_requests:
         batch = pad_requests(batch, batch.batch_size + case.num_padding_requests)
-        metadata = metadata if is_sparse else replan_outgrown(metadata, batch, lambda padded: build(padded, pool))
-    rows = torch.cat([query, query.new_full((batch.num_tokens - len(query), *query.shape[1:]), float("nan"))])
-    made = case, pool, batch, metadata, layer, cache, rows.to(case.dtype), histories
-    if case.index_topk is None:
-        return MLAPass(*made)
-    return SparseMLAPass(*made, draw_positions(case.row_lens, case.index_topk, generator))
-
-
-def _build_sharded(
-    case: MLACase, device: torch.device, query: Tensor, histories: Sequence[History], layer: MLALayer
-) -> ShardedMLAPass:
-    size = case.dcp_size
-    pool = new_poisonable_pool(replace(case, page_size=case.page_size * size), device)
-    cache = pool.new_sharded_latent_cache(case.head_dim, case.kv_dtype, size)
-    ranks = [DecodeContextParallel(size, rank) for rank in range(size)]
-    batch, metadata = admit_and_write(
-        case,
-        pool,
-        cache,
-        histories,
-        lambda batch, pool: [build_mla_dcp_metadata(batch, pool, rank, case.attention) for rank in ranks],
-    )
-    return ShardedMLAPass(case, pool, batch, metadata, layer, cache, query, histories)
-
-
-def _build_two_pools(
-    case: MLACase,
-    device: torch.device,
-    query: Tensor,
-    histories: Sequence[History],
-    layer: MLALayer,
-    build_metadata: BuildMLAMetadata | None,
-    generator: torch.Generator,
-) -> TwoPoolPass:
-    """Return a pass of DeepSeek-V4. Sliding-window pages that no row sees are given back before the metadata is built."""
-    assert isinstance(layer, DSV4Layer)
-    pool = new_poisonable_pool(case, device)
-    cache = DSV4Cache.over(pool, case.head_dim, case.kv_dtype, layer.compress_ratio)
-    fill(cache.storage)
-    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens)
-    parts = [
-        [tuple(side[span] for side in history) for history, span in zip(histories, spans, strict=True)]
-        for spans in (map(slice, requests.first_written), (slice(first, None) for first in requests.first_written))
-    ]
-    requests.write(cache, parts[0])
-    requests.evict(case.window_left)
-    batch = requests.batch(case.mode, case.num_padding_rows)
-    metadata = (build_metadata or build_dsv4_metadata)(batch, pool)
-    cache.write(batch.out_cache_loc, *map(torch.cat, zip(*parts[1], strict=True)))
-    if case.num_padding_requests:
-        batch = pad_requests(batch, batch.batch_size + case.num_padding_requests)
-    rows = torch.cat([query, query.new_full((batch.num_tokens - len(query), *query.shape[1:]), float("nan"))])
+        if not case.is_sparse:
+            metadata = replan_outgrown(metadata, batch, lambda padded: build(padded, pool))
+    rows = with_padding_rows(query, batch.num_tokens - len(query)).to(case.dtype)
+    made = case, pool, batch, metadata, layer, cache, rows, histories
+    if not case.is_sparse:
+        return MLAPass(*made) if ranks == 1 else ShardedMLAPass(*made)
+    if case.compress_ratio is None:
+        return SparseMLAPass(*made, draw_positions(case.row_lens, case.index_topk or 0, generator))
     groups = draw_groups(case.row_lens, case, generator)
     padding = (0, 0, 0, len(metadata.seq_lens) - len(groups))
-    groups = torch.nn.functional.pad(groups, padding, value=NO_ENTRY)
-    return TwoPoolPass(case, pool, batch, metadata, layer, cache, rows, histories, groups)
+    return SparseMLAPass(*made, torch.nn.functional.pad(groups, padding, value=NO_ENTRY))
 
 
 def new_mla_layer(case: LatentLayer, generator: torch.Generator) -> MLALayer:

@@ -29,13 +29,10 @@ from lab.workloads.inputs.mla_pass import (
     draw_positions,
     mla_truth,
     new_mla_layer,
-    sparse_mla_truth,
-    two_pool_truth,
 )
 from lab.workloads.inputs.replay_fixture import (
     DTYPE,
     HUGE,
-    POISONED_LENGTH,
     SIZES,
     Cells,
     ReplayedPass,
@@ -51,6 +48,7 @@ class MHAReplayFixture(ReplayFixture):
     case: GraphCase
     layer: AttentionLayer
     cache: PagedKVCache
+    tables = ("page_table", "swa_page_table", "encoder_page_table")
 
     def _layer(self) -> AttentionLayer:
         model = self.case.model
@@ -66,18 +64,13 @@ class MHAReplayFixture(ReplayFixture):
         (heads, head_dim), _ = self.case.token_shapes
         return self.pool.new_cache(heads, head_dim, DTYPE, KVLayout.NHD, sliding_window=self.case.sliding_window)
 
-    def poison(self, value: float) -> None:
-        self.cache.storage[:, 0].fill_(value)
-        (buffers,) = self._metadata_owners()
-        for name in ("page_table", "swa_page_table", "encoder_page_table"):
-            if (table := getattr(buffers, name)) is not None:
-                table.zero_()
-        for name in ("cache_seqlens_int32", "swa_out_cache_loc", "encoder_cache_seqlens"):
-            if (lengths := getattr(buffers, name)) is not None:
-                lengths.fill_(POISONED_LENGTH)
-        buffers.cu_seqlens_k[1:].fill_(POISONED_LENGTH)
-        if self.case.mode.in_extend_seq_lens:
-            buffers.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
+    @property
+    def rewritten(self) -> tuple[str, ...]:
+        lengths = ("cache_seqlens_int32", "swa_out_cache_loc", "encoder_cache_seqlens", "cu_seqlens_k")
+        return (*lengths, "cu_seqlens_q") if self.case.mode.in_extend_seq_lens else lengths
+
+    def _sinks(self) -> tuple[Tensor, ...]:
+        return (self.cache.storage[:, 0],)
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
         return wrong_metadata(batch, self.pool, result.metadata)
@@ -109,6 +102,8 @@ class MLAReplayFixture(ReplayFixture):
     layer: MLALayer
     cache: PagedLatentCache
     padded_query: Tensor | None = None  # the query of padded rows, which all captured sizes share
+    selected: Tensor | None = None  # what the rows of the last pass select, without padding rows
+    tables = ("block_kv_indices",)
 
     def _layer(self) -> MLALayer:
         return new_mla_layer(self.case, self.generator)
@@ -119,19 +114,23 @@ class MLAReplayFixture(ReplayFixture):
     def _uncounted(self) -> int:
         return uncounted_tokens(self.runner.inputs.view(1), self.case.attention)
 
+    @property
+    def _is_padded(self) -> bool:
+        return self.runner.metadata.layout is QueryLayout.PADDED
+
+    @property
+    def rewritten(self) -> tuple[str, ...]:
+        return ("seq_lens_k", "cu_seqlens_q", "seq_lens_q") if self._is_padded else ("seq_lens_k",)
+
     def poison(self, value: float) -> None:
-        buffers = self.runner.metadata
         # The lengths of a padded draft extend count the padding, so that entries of the sink are keys with weight zero for the
         # requests' own rows. Zero times NaN is NaN, also in the reference. So the sink stays finite, as in an engine.
-        self.cache.storage[0].fill_(HUGE if buffers.layout is QueryLayout.PADDED else value)
-        buffers.block_kv_indices.zero_()
-        for metadata in self._metadata_owners():
-            metadata.seq_lens_k.fill_(POISONED_LENGTH)
-            if metadata.query_layout is QueryLayout.PADDED:
-                metadata.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
-                metadata.seq_lens_q.fill_(POISONED_LENGTH)
+        super().poison(HUGE if self._is_padded else value)
         if self.padded_query is not None:
             self.padded_query.fill_(value)
+
+    def _sinks(self) -> tuple[Tensor, ...]:
+        return (self.cache.storage[0],)
 
     def _metadata_owners(self) -> tuple[Any, ...]:
         return tuple(self.runner.metadata.metadata.values())
@@ -157,24 +156,25 @@ class MLAReplayFixture(ReplayFixture):
         return self._prepare(view, metadata, query, out, padded_query=self.padded_query)
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
-        entries = [entries for (entries,) in seen]
-        return mla_truth(query, query.dtype, entries, tuple(map(len, entries)), tuple(q_lens), self.layer)
+        return mla_truth(query, query.dtype, seen, q_lens, self.layer, self.selected)
 
 
 class DSAReplayFixture(MLAReplayFixture):
-    """A fixture for DeepSeek sparse attention: each pass draws the positions that its rows see. Padding rows select nothing.
-
-    Attributes:
-        selected: the positions of the last pass, without padding rows.
-    """
+    """A fixture for DeepSeek sparse attention: each pass draws the positions that its rows see. Padding rows select nothing."""
 
     selected: Tensor
+    tables = ("page_table_1",)
+    rewritten = ("seq_lens",)
+    _is_padded = False
 
     @functools.cached_property
     def topk_indices(self) -> Tensor:
-        """Return the buffer from which the graphs read positions."""
+        """Return the buffer from which the graphs read what rows select."""
         rows = max(SIZES) * self.width
-        return torch.full((rows, self.case.index_topk or 0), -1, dtype=torch.int32, device=self.device)
+        return torch.full((rows, self._num_columns()), -1, dtype=torch.int32, device=self.device)
+
+    def _num_columns(self) -> int:
+        return self.case.index_topk or 0
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
         self._select(batch)
@@ -186,12 +186,6 @@ class DSAReplayFixture(MLAReplayFixture):
         self._select(batch)
         return super().eager(batch)
 
-    def poison(self, value: float) -> None:
-        self.cache.storage[0].fill_(value)
-        for metadata in self._metadata_owners():
-            metadata.page_table_1.zero_()
-            metadata.seq_lens.fill_(POISONED_LENGTH)
-
     def _select(self, batch: ForwardBatch) -> None:
         none, every = self.topk_indices[:0], self.case.max_context_len
         seen = dsa_forward_metadata(batch, self.pool, none, index_topk=every).seq_lens
@@ -201,27 +195,22 @@ class DSAReplayFixture(MLAReplayFixture):
         return wrong_dsa_metadata(batch, self.pool, result.metadata, self.selected, self.selected.shape[1])
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        lens = self._padded_lens(batch, metadata, length)
+        return lens | {"page_table_1": (metadata.page_table_1[batch.num_tokens :, :length], 0)}
+
+    def _padded_lens(self, batch: ForwardBatch, metadata: Any, length: int, least: int = 0) -> Cells:
         rows, width = batch.num_tokens, self.width
-        lens: Cells = {
-            f"seq_lens of row {j}": (metadata.seq_lens[rows + j :: width], max(length - width + 1 + j, 0))
+        return {
+            f"seq_lens of row {j}": (metadata.seq_lens[rows + j :: width], max(length - width + 1 + j, least))
             for j in range(width)
         }
-        return lens | {"page_table_1": (metadata.page_table_1[rows:, :length], 0)}
 
-    def _prepare(
-        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, **buffers: Tensor
-    ) -> Callable[[], Tensor]:
-        topk_indices = buffers.pop("topk_indices", None)
-        topk_indices = self.selected if topk_indices is None else topk_indices
-        return super()._prepare(batch, metadata, query, out, topk_indices=topk_indices)
+    def _prepare(self, *of_pass: Any, **buffers: Tensor) -> Callable[[], Tensor]:
+        return super()._prepare(*of_pass, **{"topk_indices": self.selected} | buffers)
 
     def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
         rows = view.num_tokens
         return self._prepare(view, metadata, self.query[:rows], self.out[:rows], topk_indices=self.topk_indices[:rows])
-
-    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
-        of_rows = [entries for (entries,), q_len in zip(seen, q_lens, strict=True) for _ in range(q_len)]
-        return sparse_mla_truth(query, query.dtype, of_rows, self.selected, self.layer)
 
 
 class DSV4ReplayFixture(DSAReplayFixture):
@@ -229,14 +218,10 @@ class DSV4ReplayFixture(DSAReplayFixture):
 
     layer: DSV4Layer
     cache: Any
+    tables = ("window", "page_table")
 
-    @functools.cached_property
-    def topk_indices(self) -> Tensor:
-        rows, columns = (
-            max(SIZES) * self.width,
-            draw_groups((self.case.max_context_len,), self.case, self.generator).shape[1],
-        )
-        return torch.full((rows, columns), -1, dtype=torch.int32, device=self.device)
+    def _num_columns(self) -> int:
+        return draw_groups((self.case.max_context_len,), self.case, self.generator).shape[1]
 
     def _new_cache(self) -> Any:
         return DSV4Cache.over(self.pool, self.case.head_dim, DTYPE, self.case.compress_ratio or 0)
@@ -244,13 +229,8 @@ class DSV4ReplayFixture(DSAReplayFixture):
     def _write(self, admitted: Requests) -> None:
         admitted.write(self.cache, self.histories)
 
-    def poison(self, value: float) -> None:
-        for cache in (self.cache.window, self.cache.compressed):
-            cache.storage[0].fill_(value)
-        for metadata in self._metadata_owners():
-            metadata.window.zero_()
-            metadata.page_table.zero_()
-            metadata.seq_lens.fill_(POISONED_LENGTH)
+    def _sinks(self) -> tuple[Tensor, ...]:
+        return self.cache.window.storage[0], self.cache.compressed.storage[0]
 
     def _select(self, batch: ForwardBatch) -> None:
         seen = dsv4_forward_metadata(batch, self.pool, compress_ratio=0).seq_lens
@@ -264,24 +244,12 @@ class DSV4ReplayFixture(DSAReplayFixture):
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
         if batch.forward_mode.query_rows.are_bounded:
             return {}  # rows of padding follow the requests' own, whatever request they are of
-        rows, width = batch.num_tokens, self.width
-        lens: Cells = {
-            f"seq_lens of row {j}": (metadata.seq_lens[rows + j :: width], max(length - width + 1 + j, 1))
-            for j in range(width)
-        }
-        return lens | {
+        rows = batch.num_tokens
+        tables: Cells = {
             "window": (metadata.window[rows:, :1], 0),
             "page_table": (metadata.page_table[rows:, :pages], 0),
         }
-
-    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
-        of_rows = [history for history, q_len in zip(seen, q_lens, strict=True) for _ in range(q_len)]
-        lens = [
-            len(history[0]) - q_len + 1 + row
-            for history, q_len in zip(seen, q_lens, strict=True)
-            for row in range(q_len)
-        ]
-        return two_pool_truth(query, query.dtype, of_rows, lens, self.selected, self.layer)
+        return self._padded_lens(batch, metadata, length, least=1) | tables
 
 
 def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, make: RunnerFactory) -> ReplayFixture:
@@ -289,7 +257,7 @@ def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, mak
     if isinstance(case, GraphCase):
         return MHAReplayFixture(case, implementation, device, make)
     assert isinstance(case, MLAGraphCase)
-    fixture = MLAReplayFixture if case.index_topk is None else DSAReplayFixture
     if case.compress_ratio is not None:
-        fixture = DSV4ReplayFixture
+        return DSV4ReplayFixture(case, implementation, device, make)
+    fixture = MLAReplayFixture if case.index_topk is None else DSAReplayFixture
     return fixture(case, implementation, device, make)

@@ -6,6 +6,7 @@ poison: huge values or NaN. After any replay or eager pass, `ReplayFixture.wrong
 for each backend.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ class ReplayFixture:
 
     layer: Any
     cache: Any
+    tables: tuple[str, ...]  # names of the metadata's page tables
 
     def __init__(
         self, case: Any, implementation: Any, device: torch.device, make: RunnerFactory = right_runner
@@ -165,7 +167,12 @@ class ReplayFixture:
         The cache's page 0, the sink, gets the value. Lengths, write locations and offsets that are not preset get
         `POISONED_LENGTH`. All cells of page tables get page 0. Kernels' scratch is not changed.
         """
-        raise NotImplementedError
+        for page in self._sinks():
+            page.fill_(value)
+        for owner, name in itertools.product(self._metadata_owners(), (*self.tables, *self.rewritten)):
+            if (tensor := getattr(owner, name)) is not None:
+                filled = tensor[1:] if name.startswith("cu_") else tensor
+                filled.fill_(0 if name in self.tables else POISONED_LENGTH)
 
     def wrongs(self, batch: ForwardBatch, result: ReplayedPass) -> Iterator[str]:
         """Yield a sentence for each error of a pass: in the metadata, then in the padding, then in the output."""
@@ -182,6 +189,15 @@ class ReplayFixture:
             for name, value in vars(owner).items():
                 tensors[name if name not in tensors else f"{name} of {number}"] = value
         return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+    @property
+    def rewritten(self) -> tuple[str, ...]:
+        """Return the names of the metadata's lengths, write locations and offsets that each replay writes."""
+        raise NotImplementedError
+
+    def _sinks(self) -> tuple[Tensor, ...]:
+        """Return page 0 of each pool of the cache."""
+        raise NotImplementedError
 
     def _layer(self) -> Any:
         raise NotImplementedError
