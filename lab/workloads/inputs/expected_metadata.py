@@ -1,7 +1,7 @@
 """Compare the metadata of a pass with the expected metadata, which loops of `lab.references.forward_metadata` compute."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
     """
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
-    pairs: dict[str, tuple[Any, Any]] = {
+    pairs: Pairs = {
         "rows": (shard.rows.tolist(), rows),
         "max_seq_len_q": (shard.metadata.max_seq_len_q, expected.max_seq_len_q),
         "num_padded_rows, the rank with the most rows and up to a multiple,": (
@@ -63,11 +63,10 @@ def wrong_metadata(
         expected: the expected metadata; None: computed for the whole batch.
     """
     expected = forward_metadata(batch, pool) if expected is None else expected
-    n = len(expected.cache_seqlens)
-    pairs: dict[str, tuple[Any, Any]] = {
-        "cache_seqlens": (metadata.cache_seqlens_int32[:n].tolist(), expected.cache_seqlens),
-        "cu_seqlens_q": (metadata.cu_seqlens_q[: n + 1].tolist(), expected.cu_seqlens_q),
-        "cu_seqlens_k": (metadata.cu_seqlens_k[: n + 1].tolist(), expected.cu_seqlens_k),
+    pairs = {
+        **_leading("cache_seqlens", metadata.cache_seqlens_int32, expected.cache_seqlens),
+        **_leading("cu_seqlens_q", metadata.cu_seqlens_q, expected.cu_seqlens_q),
+        **_leading("cu_seqlens_k", metadata.cu_seqlens_k, expected.cu_seqlens_k),
     }
     for name in ("swa_page_table", "swa_out_cache_loc"):
         pairs[f"there being a {name}"] = (getattr(metadata, name) is not None, getattr(expected, name) is not None)
@@ -79,10 +78,10 @@ def wrong_metadata(
         pairs["swa_out_cache_loc"] = (locations, expected.swa_out_cache_loc)
     if metadata.encoder_cache_seqlens is not None and metadata.encoder_page_table is not None:
         lens, rows = encoder_only_verify(batch, pool)
-        pairs["encoder_cache_seqlens"] = (metadata.encoder_cache_seqlens[: len(lens)].tolist(), lens)
+        pairs |= _leading("encoder_cache_seqlens", metadata.encoder_cache_seqlens, lens)
         tables["encoder_page_table"] = (metadata.encoder_page_table, rows)
     for name, (table, pages) in tables.items():
-        pairs |= {f"{name}[{i}]": (table[i, : len(row)].tolist(), row) for i, row in enumerate(pages)}
+        pairs |= _rows(name, table, pages)
     return _first_difference(pairs)
 
 
@@ -115,7 +114,7 @@ def wrong_eager_metadata(
         max_seq_len_q = batch.spec_info.num_draft_tokens  # the host knows only this number
     shape = [n, -(-pool.max_context_len // pool.page_size)]
     locations = metadata.swa_out_cache_loc
-    pairs: dict[str, tuple[Any, Any]] = {
+    pairs: Pairs = {
         "max_seq_len_q": (metadata.max_seq_len_q, max_seq_len_q),
         **{f"the shape of {name}": (list(found[name].shape), [n + name.startswith("cu")]) for name in lengths},
         **{f"the shape of {name}": (list(found[name].shape), shape) for name in tables},
@@ -158,18 +157,15 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error in the MLA backend's metadata, in cells that belong to requests; "" if there is
-    none.
+    """Do for the MLA backend's metadata what `wrong_metadata` does.
 
     Args:
-        batch, pool, metadata: as in `wrong_metadata`.
         attention: decides whether the lengths in a draft step count the drafted tokens.
         block: query rows per request with which a graph was captured; None for an eager pass.
     """
-    n = batch.batch_size
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
-    pairs: dict[str, tuple[Any, Any]] = {
-        "seq_lens_k": (metadata.seq_lens_k[:n].tolist(), expected.seq_lens_k),
+    pairs = {
+        **_leading("seq_lens_k", metadata.seq_lens_k, expected.seq_lens_k),
         "max_seq_len_q": (metadata.max_seq_len_q, expected.max_seq_len_q),
         "tokens of a row of the table beyond whole blocks": (
             metadata.block_kv_indices.shape[1] * pool.page_size % BLOCK_TABLE_TOKENS,
@@ -178,10 +174,8 @@ def wrong_mla_metadata(
     }
     if batch.forward_mode.query_rows.in_extend_seq_lens:
         assert metadata.cu_seqlens_q is not None
-        pairs["cu_seqlens_q"] = (metadata.cu_seqlens_q[: n + 1].tolist(), expected.cu_seqlens_q)
-    for i, pages in enumerate(expected.block_table):
-        pairs[f"block_kv_indices[{i}]"] = (metadata.block_kv_indices[i, : len(pages)].tolist(), pages)
-    return _first_difference(pairs)
+        pairs |= _leading("cu_seqlens_q", metadata.cu_seqlens_q, expected.cu_seqlens_q)
+    return _first_difference(pairs | _rows("block_kv_indices", metadata.block_kv_indices, expected.block_table))
 
 
 def wrong_eager_mla_metadata(
@@ -217,20 +211,11 @@ def wrong_eager_mla_metadata(
 def wrong_dsa_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor, index_topk: int
 ) -> str:
-    """Return a sentence about the first error in the lengths or places of a sparse pass; "" if there is none.
-
-    Args:
-        batch, pool, metadata: as in `wrong_metadata`.
-        topk_indices, index_topk: as in `dsa_forward_metadata`.
-    """
+    """Do for the lengths and places of a sparse pass what `wrong_metadata` does, with arguments of `dsa_forward_metadata`."""
     expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=index_topk)
-    rows = len(expected.seq_lens)
-    return _first_difference(
-        {
-            "seq_lens": (metadata.seq_lens[:rows].tolist(), expected.seq_lens),
-            "the places of the selected entries": (metadata.places(topk_indices)[:rows].tolist(), expected.places),
-        }
-    )
+    lens = _leading("seq_lens", metadata.seq_lens, expected.seq_lens)
+    places = _leading("the places of the selected entries", metadata.places(topk_indices), expected.places)
+    return _first_difference(lens | places)
 
 
 def wrong_dsv4_metadata(
@@ -240,10 +225,9 @@ def wrong_dsv4_metadata(
     compress_ratio: int | None = None,
     topk_indices: torch.Tensor | None = None,
 ) -> str:
-    """Return a sentence about the first error in the lengths or places of a pass of DeepSeek-V4; "" if there is none.
+    """Do for the lengths and places of a pass of DeepSeek-V4 what `wrong_metadata` does.
 
     Args:
-        batch, pool, metadata: as in `wrong_metadata`.
         compress_ratio: as in `DSV4Metadata.sparse_indices`; None: 0 for a draft model, and 128 for others.
         topk_indices: as in `dsv4_forward_metadata`.
     """
@@ -259,15 +243,12 @@ def wrong_dsv4_metadata(
         top_k = topk_indices.shape[1]
         topk_indices = torch.nn.functional.pad(topk_indices, (0, 0, 0, len(metadata.seq_lens) - rows))
     table = metadata.sparse_indices(compress_ratio, topk_indices)
-    lens = metadata.sparse_topk_lens(compress_ratio, top_k)[:rows].tolist()
-    pairs: dict[str, tuple[Any, Any]] = {
+    lens = metadata.sparse_topk_lens(compress_ratio, top_k)
+    pairs = {
         "dtypes": ({each.dtype for each in (metadata.seq_lens, table)}, {torch.int32}),
-        "seq_lens": (metadata.seq_lens[:rows].tolist(), expected.seq_lens),
-        "sparse_topk_lens": (lens, [len(cells) for cells in expected.sparse_indices]),
-        **{
-            f"sparse_indices[{row}]": (table[row, : len(cells)].tolist(), cells)
-            for row, cells in enumerate(expected.sparse_indices)
-        },
+        **_leading("seq_lens", metadata.seq_lens, expected.seq_lens),
+        **_leading("sparse_topk_lens", lens, list(map(len, expected.sparse_indices))),
+        **_rows("sparse_indices", table, expected.sparse_indices),
     }
     if mode.is_prefill:
         pairs |= {
@@ -332,7 +313,20 @@ def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Itera
         yield f"rows of {rows} are viewed as equally many"
 
 
-def _first_difference(pairs: dict[str, tuple[Any, Any]]) -> str:
+Pairs = dict[str, tuple[Any, Any]]  # by name: the actual and the expected value
+
+
+def _leading(name: str, tensor: torch.Tensor, expected: Sequence[Any]) -> Pairs:
+    """Return the pair of a tensor's first elements, as many as are expected."""
+    return {name: (tensor[: len(expected)].tolist(), expected)}
+
+
+def _rows(name: str, table: torch.Tensor, expected: Sequence[Sequence[int]]) -> Pairs:
+    """Return the pairs of the first cells of a table's rows."""
+    return {f"{name}[{row}]": (table[row, : len(cells)].tolist(), cells) for row, cells in enumerate(expected)}
+
+
+def _first_difference(pairs: Pairs) -> str:
     """Return a sentence about the first pair (actual, expected) whose values differ; "" if all are equal."""
     for name, (got, wanted) in pairs.items():
         if got != wanted:
