@@ -16,6 +16,7 @@ import lab.references
 from corpus.kernels import kernel
 from lab.checks import Contents, ForwardCase, Level, Outcome, Ranges, judge_forward
 from lab.checks.properties import forward_modes
+from lab.kernels import portable
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.reports.judgement import reproduction
@@ -25,39 +26,45 @@ from lab.workloads.pass_case import PASS_CONTENTS
 
 CPU = torch.device("cpu")
 P = 16
+EXTENDED = ((15, 0, 40), (33, 1, 16))
+DRAFTED = ((13, 0, 50), (4, 1, 3))
+VERIFIED = ((13, 0, 16, 200), (4,) * 4)
+RAGGED = (VERIFIED[0], (4, 1, 3, 4))
+MIXED = ((15, 31, 40), (20, 1, 1))
+
+
+def case_of(mode: str, lens: tuple[tuple[int, ...], tuple[int, ...]], **settings: Any) -> ForwardCase:
+    return ForwardCase(ForwardMode[mode], "tiny", *lens, page_size=P, **settings)
+
+
 # Offsets that cross a page for some request of each pass: 15 + 1, 13 + 4, 14 + 2.
 CASES = {
-    "decode": ForwardCase(ForwardMode.DECODE, "tiny", (15, 16, 50, 200), (1,) * 4, page_size=P),
-    "draft_decode_0": ForwardCase(ForwardMode.DECODE, "tiny", (15, 16, 50), (1,) * 3, draft_step=0, page_size=P),
-    "draft_decode_2": ForwardCase(ForwardMode.DECODE, "tiny", (14, 16, 50), (1,) * 3, draft_step=2, page_size=P),
-    "frozen_kv_draft": ForwardCase(
-        ForwardMode.DECODE, "tiny", (1, 1, 16, 16, 50, 50), (1,) * 6, draft_step=FROZEN_KV_STEP, topk=2, page_size=P
+    "decode": case_of("DECODE", ((15, 16, 50, 200), (1,) * 4)),
+    "draft_decode_0": case_of("DECODE", ((15, 16, 50), (1,) * 3), draft_step=0),
+    "draft_decode_2": case_of("DECODE", ((14, 16, 50), (1,) * 3), draft_step=2),
+    "frozen_kv_draft": case_of("DECODE", ((1, 1, 16, 16, 50, 50), (1,) * 6), draft_step=FROZEN_KV_STEP, topk=2),
+    "target_verify": case_of("TARGET_VERIFY", VERIFIED),
+    "draft_extend_v1": case_of("DRAFT_EXTEND", DRAFTED),
+    "draft_extend_v1_on_decode": case_of("DRAFT_EXTEND", DRAFTED, draft_extend=AttentionCall.DECODE),
+    "draft_extend_v2": case_of("DRAFT_EXTEND_V2", (DRAFTED[0], (4,) * 3)),
+    "draft_extend_v2_on_context": case_of(
+        "DRAFT_EXTEND_V2", (DRAFTED[0], (4,) * 3), draft_extend=AttentionCall.CONTEXT
     ),
-    "target_verify": ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (13, 0, 16, 200), (4,) * 4, page_size=P),
-    "draft_extend_v1": ForwardCase(ForwardMode.DRAFT_EXTEND, "tiny", (13, 0, 50), (4, 1, 3), page_size=P),
-    "draft_extend_v1_on_decode": ForwardCase(
-        ForwardMode.DRAFT_EXTEND, "tiny", (13, 0, 50), (4, 1, 3), page_size=P, draft_extend=AttentionCall.DECODE
-    ),
-    "draft_extend_v2": ForwardCase(ForwardMode.DRAFT_EXTEND_V2, "tiny", (13, 0, 50), (4,) * 3, page_size=P),
-    "draft_extend_v2_on_context": ForwardCase(
-        ForwardMode.DRAFT_EXTEND_V2, "tiny", (13, 0, 50), (4,) * 3, page_size=P, draft_extend=AttentionCall.CONTEXT
-    ),
-    "ragged_verify": ForwardCase(ForwardMode.RAGGED_VERIFY, "tiny", (13, 0, 16, 200), (4, 1, 3, 4), page_size=P),
-    "ragged_verify_padded": ForwardCase(
-        ForwardMode.RAGGED_VERIFY, "tiny", (13, 0, 16, 200), (4, 1, 3, 4), page_size=P, num_padding_rows=5
-    ),
-    "extend": ForwardCase(ForwardMode.EXTEND, "tiny", (0, 0, 0), (33, 1, 16), page_size=P),
-    "extend_prefix": ForwardCase(ForwardMode.EXTEND, "tiny", (15, 0, 40), (33, 1, 16), page_size=P),
-    "mixed": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P),
-    "padding_rows": ForwardCase(ForwardMode.EXTEND, "tiny", (13, 0, 50), (4, 20, 3), page_size=P, num_padding_rows=5),
-    "encoder_only_extend": ForwardCase(
-        ForwardMode.EXTEND, "tiny", (15, 0, 40), (33, 1, 16), page_size=P, encoder_only=True
-    ),
-    "encoder_only_verify": ForwardCase(
-        ForwardMode.TARGET_VERIFY, "tiny", (13, 0, 16, 200), (4,) * 4, page_size=P, encoder_only=True
-    ),
-    "mixed_tail": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P, split_mixed_tail=True),
+    "ragged_verify": case_of("RAGGED_VERIFY", RAGGED),
+    "ragged_verify_padded": case_of("RAGGED_VERIFY", RAGGED, num_padding_rows=5),
+    "extend": case_of("EXTEND", ((0, 0, 0), EXTENDED[1])),
+    "extend_prefix": case_of("EXTEND", EXTENDED),
+    "mixed": case_of("MIXED", MIXED),
+    "padding_rows": case_of("EXTEND", (DRAFTED[0], (4, 20, 3)), num_padding_rows=5),
+    "encoder_only_extend": case_of("EXTEND", EXTENDED, encoder_only=True),
+    "encoder_only_verify": case_of("TARGET_VERIFY", VERIFIED, encoder_only=True),
+    "mixed_tail": case_of("MIXED", MIXED, split_mixed_tail=True),
 }
+
+
+def expect_right(implementation: Any, case: ForwardCase, *device: torch.device) -> None:
+    verdict = judge_forward(implementation, case, *device)
+    assert verdict.outcome is Outcome.RIGHT, str(verdict)
 
 
 def variants(case: ForwardCase) -> list[ForwardCase]:
@@ -72,17 +79,13 @@ def variants(case: ForwardCase) -> list[ForwardCase]:
 @pytest.mark.parametrize("mode", CASES)
 def test_references_are_right(mode: str) -> None:
     for case in variants(CASES[mode]):
-        verdict = judge_forward(lab.references, case, CPU)
-        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+        expect_right(lab.references, case, CPU)
 
 
 @pytest.mark.parametrize("mode", CASES)
 def test_portable_kernel_is_right(mode: str) -> None:
-    from lab.kernels import portable
-
     for case in variants(CASES[mode])[1:3]:  # full with needles, window with random inputs
-        verdict = judge_forward(portable, case)
-        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+        expect_right(portable, case)
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128])
@@ -92,26 +95,21 @@ def test_page_sizes_and_layouts(page_size: int, layout: KVLayout) -> None:
         prefix_lens = (page_size - 3, 0, 2 * page_size)
         q_lens = CASES[mode].q_lens[: len(prefix_lens)]
         case = replace(CASES[mode], page_size=page_size, layout=layout, prefix_lens=prefix_lens, q_lens=q_lens)
-        verdict = judge_forward(lab.references, case, CPU)
-        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+        expect_right(lab.references, case, CPU)
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn)])
 def test_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    from lab.kernels import portable
-
     for implementation in (lab.references, portable):
         case = replace(CASES["target_verify"], dtype=dtype, kv_dtype=kv_dtype)
-        verdict = judge_forward(implementation, case)
-        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+        expect_right(implementation, case)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "gpt-oss-120b", "gemma-3-27b"])
 def test_real_geometries(name: str) -> None:
     for mode in ("decode", "target_verify", "extend_prefix"):
         case = replace(CASES[mode], geometry=name, tensor_parallel=8)
-        verdict = judge_forward(lab.references, case, CPU)
-        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+        expect_right(lab.references, case, CPU)
 
 
 def full_cases(**axes: Any) -> list[ForwardCase]:
@@ -200,15 +198,21 @@ def last_row_unwritten(out: torch.Tensor) -> None:
     out[-1] = float("nan")
 
 
-def written_before(out: torch.Tensor) -> None:
-    torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).fill_(0.0)
+def written_before(out: torch.Tensor, value: float = 0.0) -> None:
+    torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).fill_(value)
 
 
 def nan_written_before(out: torch.Tensor) -> None:
-    torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).fill_(float("nan"))
+    written_before(out, float("nan"))
 
 
 OUTPUT_DEFECTS = (nan_in_one_vector, zero, last_row_unwritten, written_before, nan_written_before)
+
+
+def wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Return the references, each wrapped."""
+    names = ("trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache")
+    return SimpleNamespace(__name__="defective", **{name: wrap(getattr(lab.references, name)) for name in names})
 
 
 def with_changed_arguments(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -226,25 +230,11 @@ def with_changed_arguments(change: Callable[[dict[str, Any]], dict[str, Any]]) -
 
         return call
 
-    return SimpleNamespace(
-        __name__="defective",
-        trtllm_batch_decode_with_kv_cache=wrap(lab.references.trtllm_batch_decode_with_kv_cache),
-        trtllm_batch_context_with_kv_cache=wrap(lab.references.trtllm_batch_context_with_kv_cache),
-    )
+    return wrapped(wrap)
 
 
 def with_changed_output(change: Callable[[torch.Tensor], None]) -> Any:
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(**arguments: Any) -> None:
-            change(function(**arguments))
-
-        return call
-
-    return SimpleNamespace(
-        __name__="defective",
-        trtllm_batch_decode_with_kv_cache=wrap(lab.references.trtllm_batch_decode_with_kv_cache),
-        trtllm_batch_context_with_kv_cache=wrap(lab.references.trtllm_batch_context_with_kv_cache),
-    )
+    return wrapped(lambda function: lambda **arguments: change(function(**arguments)))
 
 
 @pytest.mark.parametrize("mode", ["decode", "target_verify", "extend_prefix"])
