@@ -54,6 +54,11 @@ class TableTail(NamedEnum):
     NEGATIVE = "-1"
     FAR = "2**30, far outside the pool"
 
+    @property
+    def page_id(self) -> int | None:
+        """Return the id that all of these columns hold; None if they hold different ones."""
+        return {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}.get(self)
+
 
 class Entries(NamedEnum):
     """The keys that each row of a sparse call selects, and the columns in which they stand. A row uses the columns up to its

@@ -14,7 +14,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.softmax_attention import Rules
-from lab.workloads.attention_case import AttentionCase, TableTail
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.encoding import (
     E4M3_K_SCALE,
     E4M3_V_SCALE,
@@ -205,6 +205,11 @@ class AttentionInputs:
             factors = factors[0], factors[1].flip(0)
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
+    def with_tail(self, places: Tensor, is_used: Tensor) -> Tensor:
+        """Return places with the case's `table_tail` where `is_used` is False. A foreign place is that of the next row."""
+        page_id = self.case.storage.table_tail.page_id
+        return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
+
     def places(self) -> Tensor:
         """Return the entries that rows select as places in the pool, int32 [num_rows, top_k], -1 for none."""
         size, rows = self.case.page_size, []
@@ -221,10 +226,7 @@ class AttentionInputs:
         places, lens = self.places(), {}
         if case.top_k_lens:
             is_entry = places >= 0
-            tail = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}.get(
-                case.storage.table_tail, places[:, :1].roll(-1, 0)
-            )
-            places = torch.where(is_entry, places, tail)
+            places = self.with_tail(places, is_entry)
             lens = {"sparse_mla_top_k_lens": is_entry.sum(dim=1, dtype=torch.int32)}
         places = places if case.offsets else places.view(len(case.q_lens), case.q_lens[0], case.top_k)
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens

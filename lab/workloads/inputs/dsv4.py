@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
-from lab.workloads.attention_case import AttentionCase, TableTail
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace, running_sum
 
 
@@ -92,6 +92,4 @@ def _entries_first(selected: Tensor) -> Tensor:
 def _with_tail(inputs: AttentionInputs, used: Tensor) -> Tensor:
     """Return the places of one pool, with the case's `table_tail` in the columns of each row after its first `used`."""
     places = inputs.places()
-    tails = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
-    tail = tails.get(inputs.case.storage.table_tail, places[:, :1].roll(-1, 0))
-    return torch.where(torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1), places, tail)
+    return inputs.with_tail(places, torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1))

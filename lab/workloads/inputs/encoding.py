@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
-from lab.workloads.attention_case import AttentionCase, Dead, TableTail
+from lab.workloads.attention_case import AttentionCase, Dead
 
 # Finite values, so large that one poisoned value in a product changes the result. e4m3's maximum is 448. e2m1's maximum is 6:
 # the byte holds two sixes, and poisoned scale factors make them large.
@@ -104,12 +104,12 @@ def block_tables(
         device: where the tables are.
     """
     width = most_pages + case.storage.spare_columns
-    if case.storage.table_tail is TableTail.FOREIGN:
+    page_id = case.storage.table_tail.page_id
+    if page_id is None:
         cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
         filled = cells[: len(tables) * width].view(len(tables), width).flip(0)
     else:
-        value = -1 if case.storage.table_tail is TableTail.NEGATIVE else 2**30
-        filled = torch.full((len(tables), width), value, dtype=torch.int32)
+        filled = torch.full((len(tables), width), page_id, dtype=torch.int32)
     for row, table in enumerate(tables):
         filled[row, : len(table)] = table
     return filled.to(device)

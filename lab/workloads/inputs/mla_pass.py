@@ -10,7 +10,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.kv_cache import PagedLatentCache, ShardedLatentCache
+from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.calls import MLALayer
@@ -211,7 +211,7 @@ def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLA
     layer, ranks = new_mla_layer(case, generator), case.dcp_size
     histories = [tuple(as_stored(side.squeeze(1), layer.k_scale, case.kv_dtype) for side in sides) for sides in drawn]
     pool = new_poisonable_pool(replace(case, page_size=case.page_size * ranks), device)
-    cache: PagedLatentCache | ShardedLatentCache | DSV4Cache
+    cache: Any
     if isinstance(layer, DSV4Layer):
         cache = DSV4Cache.over(pool, case.head_dim, case.kv_dtype, layer.compress_ratio)
     elif ranks > 1:

@@ -48,7 +48,7 @@ class MHAReplayFixture(ReplayFixture):
     case: GraphCase
     layer: AttentionLayer
     cache: PagedKVCache
-    tables = ("page_table", "swa_page_table", "encoder_page_table")
+    tables: tuple[str, ...] = ("page_table", "swa_page_table", "encoder_page_table")
 
     def _layer(self) -> AttentionLayer:
         model = self.case.model
@@ -103,7 +103,7 @@ class MLAReplayFixture(ReplayFixture):
     cache: PagedLatentCache
     padded_query: Tensor | None = None  # the query of padded rows, which all captured sizes share
     selected: Tensor | None = None  # what the rows of the last pass select, without padding rows
-    tables = ("block_kv_indices",)
+    tables: tuple[str, ...] = ("block_kv_indices",)
 
     def _layer(self) -> MLALayer:
         return new_mla_layer(self.case, self.generator)
@@ -163,7 +163,7 @@ class DSAReplayFixture(MLAReplayFixture):
     """A fixture for DeepSeek sparse attention: each pass draws the positions that its rows see. Padding rows select nothing."""
 
     selected: Tensor
-    tables = ("page_table_1",)
+    tables: tuple[str, ...] = ("page_table_1",)
     rewritten = ("seq_lens",)
     _is_padded = False
 
@@ -205,8 +205,11 @@ class DSAReplayFixture(MLAReplayFixture):
             for j in range(width)
         }
 
-    def _prepare(self, *of_pass: Any, **buffers: Tensor) -> Callable[[], Tensor]:
-        return super()._prepare(*of_pass, **{"topk_indices": self.selected} | buffers)
+    def _prepare(
+        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, **buffers: Tensor
+    ) -> Callable[[], Tensor]:
+        buffers = {"topk_indices": self.selected} | buffers
+        return super()._prepare(batch, metadata, query, out, **buffers)
 
     def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
         rows = view.num_tokens
@@ -218,7 +221,7 @@ class DSV4ReplayFixture(DSAReplayFixture):
 
     layer: DSV4Layer
     cache: Any
-    tables = ("window", "page_table")
+    tables: tuple[str, ...] = ("window", "page_table")
 
     def _num_columns(self) -> int:
         return draw_groups((self.case.max_context_len,), self.case, self.generator).shape[1]
