@@ -82,32 +82,19 @@ class Entries(NamedEnum):
 
 @dataclass(frozen=True)
 class Storage:
-    """How K and V are stored in memory. The storage may change results only by rounding.
+    """How K and V are stored in memory. The storage may change results only by rounding."""
 
-    Attributes:
-        page_size: tokens per page, a power of two.
-        kv_layout: "HND" or "NHD", the order of a page's axes; not used for MLA.
-        dead: the numbers in cells that no row may read.
-        table_tail: the page ids in the page table's columns after a request's last page; with `top_k_lens` the entries in the
-            columns after a row's last entry.
-        spare_columns: number of columns of the page table after the longest request's pages.
-        page_seed: seed with which the pages are shuffled.
-        gaps_in_scale_factors: the pages of an NVFP4 cache's scale factors are twice as large as needed.
-        stacked: K and V are one tensor [num_pages, 2, ...], with V's page after K's. Otherwise they are two tensors.
-        first_page: number of unused pages at the start of the pool, so that the used pages lie far from its start.
-        one_far: only one of the used pages lies after those unused pages, and the others before them.
-    """
-
-    page_size: int = 16
-    kv_layout: str = "HND"
-    dead: Dead = Dead.HUGE
+    page_size: int = 16  #: tokens per page, a power of two
+    kv_layout: str = "HND"  #: "HND" or "NHD", the order of a page's axes; not used for MLA
+    dead: Dead = Dead.HUGE  #: the numbers in cells that no row may read
+    #: the page ids in the page table's columns after a request's last page; with `top_k_lens` the entries after a row's last
     table_tail: TableTail = TableTail.FOREIGN
-    spare_columns: int = 3
-    page_seed: int = 0
-    gaps_in_scale_factors: bool = False
-    stacked: bool = False
-    first_page: int = 0
-    one_far: bool = False
+    spare_columns: int = 3  #: columns of the page table after the longest request's pages
+    page_seed: int = 0  #: seed with which the pages are shuffled
+    gaps_in_scale_factors: bool = False  #: the pages of an NVFP4 cache's scale factors are twice as large as needed
+    stacked: bool = False  #: K and V are one tensor [num_pages, 2, ...], with V's page after K's; otherwise two tensors
+    first_page: int = 0  #: unused pages at the start of the pool, so that the used pages lie far from its start
+    one_far: bool = False  #: only one of the used pages lies after those unused pages, and the others before them
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
@@ -124,53 +111,36 @@ class AttentionCase:
     """One attention call as data, without tensors. The `repr` of a case is an expression that makes the case again, without
     fields at their default.
 
-    Attributes:
-        interface: DECODE, CONTEXT or MLA_DECODE.
-        kv_lens: keys of each request, including the tokens of its query rows. May be 0, or less than the number of rows.
-        q_lens: query rows of each request; may be 0. Equal for all requests in DECODE and MLA_DECODE without `offsets`.
-        num_kv_heads, group: K/V heads, and query heads per K/V head.
-        head_dim: head_dim of queries and keys.
-        v_head_dim: head_dim of values and outputs, for MLA: V is the first `v_head_dim` elements of K. None: `head_dim`.
-        dtype, kv_dtype: dtype of query and output, and dtype of the cache; uint8 is NVFP4.
-        arithmetic: the dtype to which the kernel is known to round the operands of Q·K^T and P·V. The control, whose error
-            bounds the kernel's error, rounds them too. None: `dtype`.
-        window_left: how many keys before its own position a row sees; -1 for all.
-        sinks: True if each head has a sink, a further logit in the softmax's denominator.
-        offsets: True if a decode call has `cum_seq_lens_q`, the offsets of the requests' rows. A context call always has it.
-        top_k: columns of the entries that each row of an MLA call selects (`sparse_mla_top_k`); 0: rows see all keys up to
-            their position.
-        entries: the keys that rows select; None without top_k.
-        top_k_lens: True if the call has `sparse_mla_top_k_lens`. Each row's entries then stand in its first columns, and each
-            row has one, as FlashInfer 0.7.2 requires.
-        head_pages: the pages that each K/V head selects in a block-sparse DECODE; None: every head sees all pages.
-        rank: (rank, number of ranks) of a decode with context parallelism, or None. `kv_lens` are then the rank's keys.
-        contents, seed: the kind of numbers in the tensors, and the seed with which they are drawn.
-        storage: how K and V are stored.
-
     Raises:
         ValueError: the numbers contradict each other or are out of range.
     """
 
-    interface: AttentionCall
-    kv_lens: tuple[int, ...]
-    q_lens: tuple[int, ...]
+    interface: AttentionCall  #: DECODE, CONTEXT or MLA_DECODE
+    kv_lens: tuple[int, ...]  #: keys of each request, its query rows' own included; may be 0, or fewer than the rows
+    q_lens: tuple[int, ...]  #: query rows of each request; may be 0. Equal in DECODE and MLA_DECODE without `offsets`
     num_kv_heads: int = 2
-    group: int = 4
-    head_dim: int = 64
-    v_head_dim: int | None = None
-    dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype = torch.bfloat16
+    group: int = 4  #: query heads per K/V head
+    head_dim: int = 64  #: of queries and keys
+    v_head_dim: int | None = None  #: of values and outputs, for MLA: V is the first elements of K. None: `head_dim`
+    dtype: torch.dtype = torch.bfloat16  #: of query and output
+    kv_dtype: torch.dtype = torch.bfloat16  #: of the cache; uint8 is NVFP4
+    #: the dtype to which the kernel is known to round the operands of Q·K^T and P·V. The control, whose error bounds the
+    #: kernel's error, rounds them too. None: `dtype`
     arithmetic: torch.dtype | None = None
-    window_left: int = -1
-    sinks: bool = False
+    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    sinks: bool = False  #: each head has a sink, a further logit in the softmax's denominator
+    #: a decode call has `cum_seq_lens_q`, the offsets of the requests' rows, as context calls have
     offsets: bool = False
+    #: columns of the entries that each row of an MLA call selects (`sparse_mla_top_k`); 0: rows see all keys
     top_k: int = 0
-    entries: Entries | None = None
+    entries: Entries | None = None  #: the keys that rows select; None without top_k
+    #: the call has `sparse_mla_top_k_lens`. Each row's entries then stand in its first columns, and each row has one, as
+    #: FlashInfer 0.7.2 requires
     top_k_lens: bool = False
-    head_pages: HeadPages | None = None
-    rank: tuple[int, int] | None = None
-    contents: Contents = Contents.RANDOM
-    seed: int = 0
+    head_pages: HeadPages | None = None  #: the pages that K/V heads select in a block-sparse DECODE; None: all pages
+    rank: tuple[int, int] | None = None  #: (rank, ranks) with context parallelism: `kv_lens` are then the rank's keys
+    contents: Contents = Contents.RANDOM  #: the kind of numbers in the tensors
+    seed: int = 0  #: seed of these numbers
     storage: Storage = field(default_factory=Storage)
 
     def __post_init__(self) -> None:

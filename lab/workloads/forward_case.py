@@ -48,66 +48,51 @@ class GroupedLayer:
 class ForwardCase(GroupedLayer, PassCase):
     """One forward pass over paged K and V, as data.
 
-    Attributes:
-        mode: one of `ATTENDING_MODES`.
-        geometry: a name of `lab.workloads.GEOMETRIES`.
-        prefix_lens, q_lens, draft_step, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`; kv_dtype may also be
-            uint8, which is NVFP4.
-        topk: branches of each request in a frozen-KV draft; 1 in other modes. prefix_lens and q_lens then have one entry per
-            branch. The branches of a request are neighbours and have equal lengths.
-        page_size, layout: tokens per page of the K/V pool, a power of two, and the pool's layout.
-        tensor_parallel: number of ranks; the layer is one rank's slice of the geometry.
-        sliding_window: the layer has a sliding window and reads the sliding-window pool.
-        draft_extend: the attention call that a draft extend makes, decode or context; None: the engine's choice, or another
-            mode.
-        split_mixed_tail: the last requests with one new token each are computed by a decode call. Possible only in extends
-            without speculation, and if the query, after its cast, and the cache have the same dtype
-            (`lab.metadata.mha.settings.splits_mixed_tail`).
-        num_padding_rows: padding rows after the requests' query rows in the call. Engines pad extends for data parallelism, and
-            ragged verifications for planning.
-        encoder_only: each row sees all keys of its request, as in the draft of a block. Possible only in extends and in
-            TARGET_VERIFY, without a window.
-        decode_splits: the number of calls into which the engine divides a decode call, with requests sorted by length; 1: no
-            division.
-        context_parallel: number of ranks among which the new tokens are divided in zigzag order, in EXTEND and MIXED; 1 for
-            none.
-        query_dtype: e4m3 if the engine casts the query to e4m3 over a quantised cache, as SGLang does for trtllm-gen and
-            fmha_v2; else None. Over an NVFP4 cache the output is then e4m3 too, before it is converted.
-        engine: the engine that makes the pass's calls. A pass of vLLM has the mode EXTEND, whatever its requests' rows are.
-        decode_threshold: in vLLM, the most rows of a request that the decode call computes.
-        num_padding_requests: in vLLM, requests without rows and keys after the others, as in a CUDA graph. Only a pass that
-            makes the decode call alone has them. `num_padding_rows` are their rows in the graph.
-        arithmetic: the dtype to which the control, whose error bounds the kernel's error, rounds the operands of Q·K^T and P·V:
-            the query's dtype after its cast, or a lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to
-            e4m3 for an e4m3 cache and one query token).
+    `prefix_lens`, `q_lens` and `draft_step` are as in `PassCase`.
 
     Raises:
         TypeError: an argument has another type, or the judge has no error bound for a dtype.
         ValueError: a number is out of range, or an argument has no meaning in the mode and would be ignored.
     """
 
-    mode: ForwardMode
-    geometry: str
+    mode: ForwardMode  #: one of `ATTENDING_MODES`
+    geometry: str  #: a name of `lab.workloads.GEOMETRIES`
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
+    #: branches of each request in a frozen-KV draft; 1 in other modes. prefix_lens and q_lens then have one entry per branch.
+    #: The branches of a request are neighbours and have equal lengths
     topk: int = 1
-    page_size: int = 64
-    layout: KVLayout = KVLayout.NHD
-    tensor_parallel: int = 1
-    sliding_window: bool = False
+    page_size: int = 64  #: tokens per page, a power of two
+    layout: KVLayout = KVLayout.NHD  #: of the pool
+    tensor_parallel: int = 1  #: number of ranks; the layer is one rank's slice of the geometry
+    sliding_window: bool = False  #: the layer has a sliding window and reads the sliding-window pool
+    #: the attention call that a draft extend makes, decode or context; None: the engine's choice, or another mode
     draft_extend: AttentionCall | None = None
+    #: the last requests with one new token each are computed by a decode call. Possible only in extends without speculation,
+    #: and if the query, after its cast, and the cache have the same dtype (`lab.metadata.mha.settings.splits_mixed_tail`)
     split_mixed_tail: bool = False
+    #: padding rows after the requests' query rows in the call. Engines pad extends for data parallelism, and ragged
+    #: verifications for planning
     num_padding_rows: int = 0
+    #: each row sees all keys of its request, as in the draft of a block. Only in extends and TARGET_VERIFY, without a window
     encoder_only: bool = False
-    decode_splits: int = 1
-    context_parallel: int = 1
+    decode_splits: int = 1  #: calls into which the engine divides a decode call, with requests sorted by length
+    context_parallel: int = 1  #: ranks among which the new tokens are divided in zigzag order, in EXTEND and MIXED
     dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16  #: as in `PassCase`, or uint8, which is NVFP4
+    #: e4m3 if the engine casts the query to e4m3 over a quantised cache, as SGLang does for trtllm-gen and fmha_v2; else None.
+    #: Over an NVFP4 cache the output is then e4m3 too, before it is converted
     query_dtype: torch.dtype | None = None
+    #: makes the calls; a pass of vLLM has the mode EXTEND, whatever its requests' rows are
     engine: Engine = Engine.SGLANG
-    decode_threshold: int = 1
+    decode_threshold: int = 1  #: in vLLM, the most rows of a request that the decode call computes
+    #: in vLLM, requests without rows and keys after the others, as in a CUDA graph. Only a pass that makes the decode call
+    #: alone has them. `num_padding_rows` are their rows in the graph
     num_padding_requests: int = 0
+    #: the dtype to which the control, whose error bounds the kernel's error, rounds the operands of Q·K^T and P·V: the query's
+    #: dtype after its cast, or a lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3
+    #: cache and one query token)
     arithmetic: torch.dtype | None = None
     virtual_slots: bool = False
     contents: Contents = Contents.RANDOM

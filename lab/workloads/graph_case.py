@@ -35,24 +35,17 @@ class ReplaySequence(NamedEnum):
 class ReplayCase:
     """A replay sequence of CUDA graphs in one forward mode. Each backend has a subclass. The `repr` of a case is an expression
     that makes the case again.
-
-    Attributes:
-        mode: the forward mode of the graphs, their query rows per request, and their draft step.
-        sequence: the sequence of replays.
-        place: where the metadata is rebuilt: before the replay, or inside the graph.
-        page_size: tokens per page.
-        num_pages: number of pages of each request's history, and so of the longest length.
-        padded_seq_len: length of padding requests, see `lab.metadata.engine.graph_inputs.StaticInputs`; 0 in vLLM.
-        seed: seed of all random numbers.
     """
 
-    mode: GraphMode
+    mode: GraphMode  #: the forward mode of the graphs, their query rows per request, and their draft step
     sequence: ReplaySequence
+    #: where the metadata is rebuilt: before the replay, or inside the graph
     place: MetadataPlace = MetadataPlace.IN_GRAPH
-    page_size: int = 16
-    num_pages: int = 6
+    page_size: int = 16  #: tokens per page
+    num_pages: int = 6  #: pages of each request's history, and so of the longest length
+    #: length of padding requests, see `lab.metadata.engine.graph_inputs.StaticInputs`; 0 in vLLM
     padded_seq_len: int = PADDED_SEQ_LEN
-    seed: int = 0
+    seed: int = 0  #: seed of all random numbers
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -64,21 +57,13 @@ class ReplayCase:
 
 @dataclass(frozen=True, repr=False)
 class GraphCase(GroupedLayer, ReplayCase):
-    """A replay sequence of the MHA backend.
+    """A replay sequence of the MHA backend."""
 
-    Attributes:
-        geometry: a name of `lab.workloads.GEOMETRIES`.
-        sliding_window: the layer has a sliding window and a pool of its own.
-        decode_splits: the number of calls into which the engine divides a decode call, with requests sorted by length.
-        encoder_only: in a verification, rows of the layer see all keys of their request.
-        virtual_slots: the pool has virtual pages, which its `v2p` maps to pages of the cache.
-    """
-
-    geometry: str = "tiny"
-    sliding_window: bool = False
-    decode_splits: int = 1
-    encoder_only: bool = False
-    virtual_slots: bool = False
+    geometry: str = "tiny"  #: a name of `lab.workloads.GEOMETRIES`
+    sliding_window: bool = False  #: the layer has a sliding window and a pool of its own
+    decode_splits: int = 1  #: calls into which the engine divides a decode call, with requests sorted by length
+    encoder_only: bool = False  #: in a verification, rows of the layer see all keys of their request
+    virtual_slots: bool = False  #: the pool has virtual pages, which its `v2p` maps to pages of the cache
 
     @property
     def interface(self) -> AttentionCall:
@@ -94,16 +79,12 @@ class GraphCase(GroupedLayer, ReplayCase):
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
     """A replay sequence of the MLA backend or, if rows select entries, of the DSA or DSV4 backend. Pages have 32 or 64 tokens,
-    or with DSV4 128.
-
-    Attributes:
-        attention: decides whether the lengths in a draft step count the drafted tokens.
-        num_qo_heads, kv_lora_rank, qk_rope_head_dim, index_topk, compress_ratio: as in `LatentLayer`.
+    or with DSV4 128. The sizes are those of `LatentLayer`.
     """
 
     page_size: int = 32
     num_pages: int = 5
-    attention: DraftAttention = DraftAttention.MLA
+    attention: DraftAttention = DraftAttention.MLA  #: decides whether lengths in a draft step count the drafted tokens
     index_topk: int | None = None
     compress_ratio: int | None = None
     num_qo_heads: int = 4

@@ -20,20 +20,14 @@ from lab.workloads.pass_case import PassCase
 class LatentLayer:
     """The sizes of a layer of latent attention (MLA) on the decode kernel: a base class of cases. A subclass is a frozen
     dataclass that has these fields.
-
-    Attributes:
-        num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64,
-            DeepSeek-V4 512 and 0.
-        index_topk: largest number of entries that an indexer selects for each row (DeepSeek sparse attention); None: no
-            indexer.
-        compress_ratio: the layer is DeepSeek-V4's, whose compressed entries stand for so many tokens each; 0: it has none.
-            None: the layer is another.
     """
 
-    num_qo_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
+    num_qo_heads: int  #: sizes of one layer on one GPU: DeepSeek-V3 has 128 heads
+    kv_lora_rank: int  #: DeepSeek-V3 and V4 have 512
+    qk_rope_head_dim: int  #: DeepSeek-V3 has 64, DeepSeek-V4 0
+    #: most entries that an indexer selects for each row (DeepSeek sparse attention); None: no indexer
     index_topk: int | None
+    #: the layer is DeepSeek-V4's, whose compressed entries stand for so many tokens each; 0: it has none. None: another layer
     compress_ratio: int | None
 
     @property
@@ -91,45 +85,36 @@ class LatentLayer:
 
 @dataclass(frozen=True, repr=False)
 class MLACase(LatentLayer, PassCase):
-    """One forward pass over paged latent entries on the MLA decode kernel, as data.
-
-    Attributes:
-        mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2. If
-            rows select entries, a prefill does too.
-        prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`.
-        attention: decides whether the lengths in a draft step count the drafted tokens. With MLA (SGLang's backend) they do
-            not, with MLA_WITH_OFFSET they do.
-        page_size: tokens per page of one GPU, 32 or 64; with `compress_ratio` a multiple of 128.
-        num_padding_requests: number of padding requests for data parallelism. They are added after the metadata was built.
-        num_padding_rows: query rows after the requests' rows of a ragged verification, which belong to no request.
-        index_topk, compress_ratio: as in `LatentLayer`. A draft model has no compressed entries.
-        dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
-        query_dtype: e4m3 if the engine casts the query to e4m3 over an e4m3 cache, as SGLang does; else None.
-        num_qo_heads, kv_lora_rank, qk_rope_head_dim: as in `LatentLayer`.
+    """One forward pass over paged latent entries on the MLA decode kernel, as data. Fields without a comment are as in
+    `PassCase` and `LatentLayer`; a draft model has no compressed entries.
 
     Raises:
         TypeError: the judge has no error bound for a dtype.
         ValueError: a number is out of range, or an argument has no meaning in the mode.
     """
 
+    #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2, which run on the decode kernel; if rows select
+    #: entries, a prefill too
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
     num_draft_tokens: int | None = None
+    #: decides whether the lengths in a draft step count the drafted tokens: not with MLA (SGLang's backend)
     attention: DraftAttention = DraftAttention.MLA
-    page_size: int = 64
+    page_size: int = 64  #: tokens per page of one GPU, 32 or 64; with `compress_ratio` a multiple of 128
     index_topk: int | None = None
     compress_ratio: int | None = None
-    dcp_size: int = 1
-    num_padding_requests: int = 0
+    dcp_size: int = 1  #: GPUs of decode context parallelism that share each request
+    num_padding_requests: int = 0  #: of data parallelism; they are added after the metadata was built
+    #: query rows after the requests' rows of a ragged verification, which belong to no request
     num_padding_rows: int = 0
     num_qo_heads: int = 16
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
-    query_dtype: torch.dtype | None = None
+    query_dtype: torch.dtype | None = None  #: e4m3 if the engine casts the query, as SGLang does over an e4m3 cache
     virtual_slots: bool = False
     contents: Contents = Contents.RANDOM
     seed: int = 0

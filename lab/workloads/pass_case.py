@@ -19,32 +19,22 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 class PassCase(PassLens):
     """A forward pass as data: the base class of a frozen dataclass for each backend. The `repr` of a case is an expression that
-    makes an equal case.
-
-    Attributes:
-        mode: the forward mode.
-        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`. There is at least one request. In DECODE all q_lens
-            are 1.
-        page_size: tokens per page.
-        dtype, kv_dtype: dtype of query and output (float16 or bfloat16), and dtype of the cache (the same or float8_e4m3fn).
-        virtual_slots: the pool has virtual pages, which its `v2p` maps to pages of the cache, as in SGLang's unified pool.
-        contents: contents of the tensors, one of `PASS_CONTENTS`.
-        seed: seed of all random numbers.
+    makes an equal case. There is at least one request. In DECODE all q_lens are 1.
     """
 
     mode: ForwardMode
-    page_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    virtual_slots: bool
-    contents: Contents
-    seed: int
-    # A subclass that supports these declares the field. num_padding_rows: query rows after the requests' rows, which belong to
-    # no request. num_padding_requests: requests after these, without rows and keys. encoder_only: rows see all keys of their
-    # request.
-    num_padding_rows: int = 0
-    num_padding_requests: int = 0
-    encoder_only: bool = False
+    page_size: int  #: tokens per page
+    dtype: torch.dtype  #: of query and output, float16 or bfloat16
+    kv_dtype: torch.dtype  #: of the cache: the same or float8_e4m3fn
+    virtual_slots: (
+        bool  #: the pool has virtual pages, which its `v2p` maps to pages of the cache, as in SGLang's unified pool
+    )
+    contents: Contents  #: one of `PASS_CONTENTS`
+    seed: int  #: seed of all random numbers
+    # A subclass that supports one of these declares the field.
+    num_padding_rows: int = 0  #: query rows after the requests' rows, which belong to no request
+    num_padding_requests: int = 0  #: requests after these, without rows and keys
+    encoder_only: bool = False  #: rows see all keys of their request
 
     def __repr__(self) -> str:
         return short_repr(self)

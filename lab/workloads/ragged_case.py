@@ -15,33 +15,22 @@ class RaggedCase(PassLens):
     """One prefill of latent attention by `trtllm_ragged_attention_deepseek`. The `repr` of a case is an expression that makes
     the case again.
 
-    Attributes:
-        prefix_lens: cached tokens of each of at least one request. A negative number means fewer keys than query rows.
-        q_lens: new tokens of each request; may be 0.
-        chunk: largest number of cached tokens of a request in one call.
-        num_heads, group: number of K/V heads, and of query heads per K/V head.
-        head_dim, v_head_dim: head_dim of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
-        dtype: dtype of all tensors, float16, bfloat16 or float8_e4m3fn.
-        window_left: how many keys before its own position a row sees; -1 for all.
-        contents: contents of the tensors, one of `PASS_CONTENTS`.
-        seed: seed of all random numbers.
-
     Raises:
         TypeError: the judge has no error bound for the dtype.
         ValueError: a number is out of range.
     """
 
-    prefix_lens: tuple[int, ...]
-    q_lens: tuple[int, ...]
-    chunk: int = 64
-    num_heads: int = 2
-    group: int = 1
-    head_dim: int = 192
-    v_head_dim: int = 128
-    dtype: torch.dtype = torch.bfloat16
-    window_left: int = -1
-    contents: Contents = Contents.RANDOM
-    seed: int = 0
+    prefix_lens: tuple[int, ...]  #: cached tokens of each of at least one request; negative: fewer keys than query rows
+    q_lens: tuple[int, ...]  #: new tokens of each request; may be 0
+    chunk: int = 64  #: largest number of cached tokens of a request in one call
+    num_heads: int = 2  #: number of K/V heads
+    group: int = 1  #: query heads per K/V head
+    head_dim: int = 192  #: of queries and keys; 192 is DeepSeek-V3's
+    v_head_dim: int = 128  #: of values and outputs; 128 is DeepSeek-V3's
+    dtype: torch.dtype = torch.bfloat16  #: of all tensors: float16, bfloat16 or float8_e4m3fn
+    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    contents: Contents = Contents.RANDOM  #: one of `PASS_CONTENTS`
+    seed: int = 0  #: seed of all random numbers
 
     interface = AttentionCall.RAGGED_CONTEXT
 

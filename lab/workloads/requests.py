@@ -38,22 +38,15 @@ History = tuple[Tensor, ...]
 class PassLens:
     """The lengths of a forward pass's requests, and lengths that follow from them. It is a base class of dataclasses with these
     fields.
-
-    Attributes:
-        prefix_lens: tokens of each request before the pass.
-        q_lens: query rows of each request, its newest tokens.
-        draft_step: number s of a draft step, from 0: its row is the token after the prefix and s drafted tokens. In
-            `FROZEN_KV_STEP` the row is at the last token of the prefix and has no K and V of its own. None in other passes.
-        num_draft_tokens: largest number of rows that a ragged verification permits; None: the largest number in `q_lens`.
-        topk: number of branches of each request. The lengths have one entry per branch, and the branches of a request are
-            neighbours.
     """
 
-    prefix_lens: tuple[int, ...]
-    q_lens: tuple[int, ...]
+    prefix_lens: tuple[int, ...]  #: tokens of each request before the pass
+    q_lens: tuple[int, ...]  #: query rows of each request, its newest tokens
+    #: number s of a draft step, from 0: its row is the token after the prefix and s drafted tokens. In `FROZEN_KV_STEP` the row
+    #: is at the last token of the prefix and has no K and V of its own. None in other passes
     draft_step: int | None = None
-    num_draft_tokens: int | None = None
-    topk: int = 1
+    num_draft_tokens: int | None = None  #: most rows that a ragged verification permits; None: the largest of `q_lens`
+    topk: int = 1  #: branches of each request: neighbours, each with an entry of the lengths
 
     @cached_property
     def new_tokens(self) -> tuple[int, ...]:
@@ -80,19 +73,14 @@ class PassLens:
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """The requests of one forward pass in a pool.
-
-    Attributes:
-        pool: the pool that holds the requests. It may hold more tokens of a request than the pass sees.
-        rows: ``req_pool_index`` of each request. There is at least one.
-        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`.
+    """The requests of one forward pass in a pool. There is at least one.
 
     Raises:
         ValueError: there is no request, or the lengths are not one per request.
     """
 
-    pool: KVPool
-    rows: tuple[int, ...]
+    pool: KVPool  #: holds the requests, and may hold more tokens of a request than the pass sees
+    rows: tuple[int, ...]  #: ``req_pool_index`` of each request
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None

@@ -73,37 +73,28 @@ def itself(case: AttentionCase) -> AttentionCase:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: the cases that show one kind of mistake, and the function that judges them.
+    """One check: the cases that show one kind of mistake, and the function that judges them."""
 
-    Attributes:
-        key: the check's short name, such as "K4".
-        name: the check's name in snake_case, such as "poison".
-        doc: the first line of the module's docstring, which says what the check catches.
-        fixed: yields the fixed cases for a scope (function, ranges and level). They are the same in every run.
-        judge: judges one case: it makes calls by the methods of a `CaseRun`, and gives it the expected results. It raises
-            `Unsupported` if nothing could be judged.
-        interfaces: the functions that the check judges.
-        drawn: turns a random attention case into a case of this check; None for a check without random cases.
-        draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
-        more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
-            rounds, and returns the cases of its round. At the full level the rounds follow the smoke level's cases, which at
-            the quick level are the last round: each shard has all of them. Of other rounds a shard has the cases of its own
-            goals.
-        quick: number of cases at the quick level, spread over the fixed ones; a check with `more` has its own.
-        kinds: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind,
-            at the full level one of each form of it.
-    """
-
-    key: str
-    name: str
-    doc: str | None
+    key: str  #: the check's short name, such as "K4"
+    name: str  #: the check's name in snake_case, such as "poison"
+    doc: str | None  #: the docstring of the module, whose first line says what the check catches
+    #: yields the fixed cases for a scope (function, ranges and level). They are the same in every run
     fixed: Callable[[Scope], Iterable[Any]]
+    #: judges one case: it makes calls by the methods of a `CaseRun`, and gives it the expected results. It raises `Unsupported`
+    #: if nothing could be judged
     judge: Callable[[CaseRun], None]
-    interfaces: tuple[Interface, ...] = PAGED_CALLS
+    interfaces: tuple[Interface, ...] = PAGED_CALLS  #: the functions that the check judges
+    #: turns a random attention case into a case of this check; None for a check without random cases
     drawn: Callable[[AttentionCase], Any] | None = None
+    #: by the level, one function for each further round of cases. A function gets the verdicts of all earlier rounds, and
+    #: returns the cases of its round. At the full level the rounds follow the smoke level's cases, which at the quick level are
+    #: the last round: each shard has all of them. Of other rounds a shard has the cases of its own goals
     more: Mapping[Level, Sequence[Following]] = field(default_factory=dict, hash=False)
-    quick: int = 2
+    quick: int = 2  #: cases at the quick level, spread over the fixed ones; a check with `more` has its own
+    #: yields further random cases, which are judged after the level's cases if the run has time left
     draw_on: DrawOn = lambda *_: ()
+    #: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind, at the
+    #: full level one of each form of it
     kinds: tuple[CallKind, ...] = KINDS
 
     @property

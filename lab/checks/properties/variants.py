@@ -24,21 +24,14 @@ def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A call that differs from a base call in one factor.
+    """A call that differs from a base call in one factor."""
 
-    Attributes:
-        what: the difference in words, such as "request 0 alone".
-        inputs: the inputs of the call.
-        changes: arguments by name that replace those of `inputs`.
-        rows: int64 [num_rows], for each row the row of the base call that has the same expected result, or -1; None: the rows
-            of both calls are the same.
-        make: returns a function that makes the call: eagerly, or by replaying a CUDA graph of it.
-    """
-
-    what: str
+    what: str  #: the difference in words, such as "request 0 alone"
     inputs: CallInputs
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  #: arguments by name that replace those of `inputs`
+    #: int64 [num_rows], for each row the row of the base call that has the same expected result, or -1; None: the same rows
     rows: Tensor | None = None
+    #: returns a function that makes the call: eagerly, or by replaying a CUDA graph of it
     make: Callable[[CaseRun, GivenCall], Callable[[], Result]] = eager
 
 

@@ -38,22 +38,17 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 class EnginePass:
     """An engine's state before a pass, and the histories (each request's tokens) from which it was made. Each backend has a
     subclass.
-
-    Attributes:
-        case: the pass as data.
-        pool, batch, metadata, layer, cache: the engine's objects.
-        query: [num_rows, num_qo_heads, head_dim]; rows after the requests' rows are padding, filled with NaN.
-        histories: each request's tokens, [kv_len, ...], as the cache stores them. A kernel multiplies them by the layer's
-            scales. For an NVFP4 cache they are already multiplied by its scale factors.
     """
 
-    case: Any
+    case: Any  #: the pass as data
     pool: KVPool
     batch: ForwardBatch
     metadata: Any
     layer: Any
     cache: Any
-    query: Tensor
+    query: Tensor  #: [num_rows, num_qo_heads, head_dim]; rows after the requests' rows are padding, filled with NaN
+    #: each request's tokens, [kv_len, ...], as the cache stores them. A kernel multiplies them by the layer's scales. For an
+    #: NVFP4 cache they are already multiplied by its scale factors
     histories: Sequence[History]
 
     @property

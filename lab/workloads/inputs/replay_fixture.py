@@ -39,18 +39,12 @@ class ReplayedPass:
 
     After a replay, `metadata` and `view` are the runner's buffers. The next replay overwrites them, so judge the pass before
     it.
-
-    Attributes:
-        query: [num_rows, num_qo_heads, head_dim].
-        out: [num_rows, num_qo_heads, out_head_dim].
-        metadata: the backend's metadata.
-        view: the batch that the replayed graph reads; None for an eager pass.
     """
 
-    query: Tensor
-    out: Tensor
-    metadata: Any
-    view: ForwardBatch | None = None
+    query: Tensor  #: [num_rows, num_qo_heads, head_dim]
+    out: Tensor  #: [num_rows, num_qo_heads, out_head_dim]
+    metadata: Any  #: the backend's metadata
+    view: ForwardBatch | None = None  #: the batch that the replayed graph reads; None for an eager pass
 
 
 def right_runner(
