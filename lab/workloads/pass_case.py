@@ -26,9 +26,8 @@ class PassCase(PassLens):
     page_size: int  #: tokens per page
     dtype: torch.dtype  #: of query and output, float16 or bfloat16
     kv_dtype: torch.dtype  #: of the cache: the same or float8_e4m3fn
-    virtual_slots: (
-        bool  #: the pool has virtual pages, which its `v2p` maps to pages of the cache, as in SGLang's unified pool
-    )
+    #: the pool has virtual pages, which its `v2p` maps to pages of the cache, as in SGLang's unified pool
+    virtual_slots: bool
     contents: Contents  #: one of `PASS_CONTENTS`
     seed: int  #: seed of all random numbers
     # A subclass that supports one of these declares the field.
