@@ -120,10 +120,8 @@ class PassCase(PassLens):
             )
 
     def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
-        """Raise TypeError if the judge has no error bound for a dtype, and ValueError if a pass cannot have the contents.
-
-        Args:
-            quantised: dtypes that a cache may have in addition to the query's dtype.
+        """Raise TypeError if the judge has no error bound for a dtype, and ValueError if a pass cannot have the contents. A
+        cache has the query's dtype or a `quantised` one.
         """
         check_contents(self.contents)
         check_dtype(self.dtype)

@@ -127,13 +127,8 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write the tokens of each history into its request's slots.
-
-        Args:
-            cache: a cache of the pool.
-            histories: one history per request, not longer than the request in the pool.
-            first: position of the first token that is written in each request; None: 0.
-            sliding_window: the cache belongs to the sliding-window pool.
+        """Write the tokens of each history, from the position `first` on (None: 0), into its request's slots of a cache of the
+        pool. A history is not longer than its request in the pool. `sliding_window`: the cache belongs to that pool.
         """
         starts = (0,) * len(self.rows) if first is None else first
         tokens = [[side[start:] for side in history] for history, start in zip(histories, starts, strict=True)]
@@ -146,11 +141,8 @@ class Requests(PassLens):
             cache.write(of_request, *sides)
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
-        """Return a `ForwardBatch` of these requests in a forward mode, with new tensors.
-
-        Args:
-            mode: a mode that computes attention.
-            num_padding_rows: query rows after the requests' rows. They belong to no request and have no slot.
+        """Return a `ForwardBatch` of these requests, with new tensors, in a mode that computes attention. Rows of padding
+        follow the requests' rows, belong to no request and have no slot.
 
         Raises:
             ValueError: the mode does not allow these rows, or the pool does not hold the tokens.
@@ -260,8 +252,7 @@ def forward_batch(
         slots: slots of the query rows, [sum(q_lens)] int64.
         prefix_lens_cpu: `prefix_lens` on the host; prefills need it.
         draft_step: the number of a draft step, or `FROZEN_KV_STEP`, in DECODE; else None.
-        num_draft_tokens: largest number of rows that RAGGED_VERIFY permits; None: the largest number in `q_lens`.
-        num_padding_rows: query rows after the requests' rows.
+        num_draft_tokens, num_padding_rows: as in `PassLens` and `Requests.batch`.
 
     Raises:
         ValueError: the mode does not allow these rows.

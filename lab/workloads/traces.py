@@ -162,12 +162,8 @@ def _ticks(column: str, value: str, where: str) -> int:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the cached tokens (prompt, and tokens generated so far) of each request that runs at the time `at_ms`.
-
-    Args:
-        requests: the trace.
-        at_ms: the moment.
-        ms_per_token: time of one generated token. A request runs for output_length times this time.
+    """Return the cached tokens (prompt, and tokens generated so far) of each request that runs at the time `at_ms`. A request
+    runs for output_length times `ms_per_token`, the time of one generated token.
 
     Raises:
         ValueError: `ms_per_token` is not finite and positive.

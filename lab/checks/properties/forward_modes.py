@@ -39,15 +39,9 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield passes of one model in the forward modes that the MHA backend runs. Prefixes are empty, end at a page edge or
-    one token from it, or are longer than the sliding window.
-
-    Args:
-        name: name of the model's geometry (heads, head_dim, sliding window).
-        page_size: tokens per page.
-        q_lens: numbers of query rows per request. A mode in which all requests must have equally many query rows gets one pass
-            for each entry.
-        long: lengths of long prefixes, beyond the geometry's window.
+    """Yield passes of one geometry, by its name, in the forward modes that the MHA backend runs. Prefixes are empty, end at a
+    page edge or one token from it, or have the lengths `long`, beyond the geometry's window. A mode in which all requests must
+    have equally many query rows gets one pass for each number in `q_lens`.
     """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:

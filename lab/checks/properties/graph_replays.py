@@ -36,10 +36,7 @@ def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, 
 
     The full level has every sequence in every mode, with every number of query rows per request and several draft steps. The
     smoke level has each sequence in two modes, which alternate. Sequences run in bfloat16, so there are none if the ranges lack
-    bfloat16.
-
-    Args:
-        more: further modes, which only the caller's backend has.
+    bfloat16. `more` are modes that only the caller's backend has.
     """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:

@@ -60,13 +60,7 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
 
 
 def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
-    """Record an error for each counter buffer that is not zero after a call.
-
-    Args:
-        run: the run of the case.
-        what: the call, in words.
-        counters: the buffers, by the names that errors use.
-    """
+    """Record an error for each counter buffer, by its name, that is not zero after the call `what`."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
@@ -75,13 +69,7 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
     """Repeat a call, once with scratch full of NaN and once full of large values. Expect the same bits as in the first call.
-    Return the scratch tensor.
-
-    Args:
-        run: the run of the case.
-        call: the call.
-        first: the result of the first call.
-        counts: True if the workspace begins with the kernel's counters. These are not overwritten.
+    Return the scratch tensor. If the workspace begins with the kernel's counters (`counts`), these are not overwritten.
     """
     scratch = scratch_of(call.given["workspace_buffer"], counts)
     for what in filled(scratch):

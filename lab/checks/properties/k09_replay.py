@@ -80,14 +80,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Judge a captured call in replays of several batches, and calls that are made eagerly, prepared or planned.
-
-    Args:
-        run: the run of the case.
-        make: makes the inputs of a batch from its lengths.
-        forms: the optional parts of each call.
-        room: lengths of the largest batch, which fills the call's tensors.
-        waits: a replay may have requests with fewer query rows than at capture.
+    """Judge a captured call in replays of several batches, and calls that are made eagerly, prepared or planned. `room` are the
+    lengths of the largest batch, which fills the call's tensors. If `waits`, a replay may have requests with fewer query rows
+    than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
@@ -234,16 +229,9 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """A call that always has the same tensors, as a captured call must. Each batch is written into these tensors.
-
-    Args:
-        run: the run of the case, with the implementation.
-        room: the call of the largest batch. All batches are written into its tensors.
-        first: the batch with which the call is captured, prepared or planned.
-        make: returns a function that replays the call: `captured`, `made_again`, or `made_ready` with its form.
-
-    Raises:
-        Unsupported, KernelError: see `CaseRun.call`.
+    """A call that always has the same tensors, as a captured call must: those of `room`, the call of the largest batch. Each
+    batch is written into them. The call is captured, prepared or planned with the batch `first`. `make` returns a function that
+    replays it: `captured`, `made_again`, or `made_ready` with its form. The errors are those of `CaseRun.call`.
     """
 
     def __init__(

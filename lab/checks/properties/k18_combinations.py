@@ -120,13 +120,8 @@ def _left_in_circumstances(
 def _again(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain each pair and triple of judged values that no judged case contains so far.
-
-    Args:
-        chosen: the largest number of axes of a case that may differ from their default; None: all axes.
-        interface, ranges: the function and the ranges of its arguments.
-        verdicts: the verdicts so far.
-        shard: whose pairs and triples the cases contain.
+    """Yield cases that together contain each pair and triple of judged values, of the shard, that no judged case contains so
+    far. At most `chosen` axes of a case differ from their default; None: all may.
     """
     if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
         taken, goals = found

@@ -22,13 +22,8 @@ from lab.workloads.mla_case import MLACase
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
     """Yield passes in every forward mode that runs on the MLA decode kernel. Prefixes are empty, end at a page edge or one
-    token from it, or have some hundred tokens.
-
-    Args:
-        page_size: tokens per page.
-        q_lens: numbers of query rows per request. A mode in which all requests must have equally many query rows gets one pass
-            for each entry.
-        dims: sizes of the layer, fields of `MLACase`.
+    token from it, or have some hundred tokens. A mode in which all requests must have equally many query rows gets one pass for
+    each number in `q_lens`. `dims` are sizes of the layer, fields of `MLACase`.
     """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:

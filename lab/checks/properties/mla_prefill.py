@@ -133,11 +133,8 @@ class _Backend:
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
-        """Compute the new tokens' attention to each other. The result has an LSE if a request has a cached prefix.
-
-        Args:
-            query: the query rows of the new tokens.
-            parts: keys and values of each request's new tokens.
+        """Compute the new tokens' attention to each other, from their query rows and `parts`, keys and values of each request.
+        The result has an LSE if a request has a cached prefix.
         """
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer

@@ -45,8 +45,7 @@ def part(
     """Return the variant that has some requests of a call, in any order, or some rows of its requests.
 
     Args:
-        inputs: the inputs of the call.
-        what: the difference in words.
+        inputs, what: the inputs of the call, and the difference in words.
         requests: indices of the requests. An index may repeat, after all requests of the call; the rows of its later places
             are not in `Variant.rows`.
         rows: for each of `requests` its query rows, counted from its first one; None: all rows.

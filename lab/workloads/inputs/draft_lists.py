@@ -168,11 +168,8 @@ class DraftLists:
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return a number that makes slots exceed 32 bits if added to the entries of `source`; 0 if the dtypes are too small.
-
-        Args:
-            source: the name of the tensor.
-            tokens: tokens per entry.
+        """Return a number that makes slots exceed 32 bits if added to the entries of the tensor `source`, which stand for
+        `tokens` each; 0 if the dtypes are too small.
         """
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most

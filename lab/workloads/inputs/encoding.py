@@ -94,14 +94,8 @@ def new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
 def block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return page tables, int32 [len(tables), columns], whose columns after the pages in `tables` hold what the case says.
-
-    Args:
-        case: says how many columns follow `most_pages`, and what they hold.
-        tables: the page ids of each row.
-        most_pages: number of pages of the longest request.
-        live: ids of pages that some row lists.
-        device: where the tables are.
+    """Return page tables, int32 [len(tables), columns]: each row has its page ids in `tables`, then what the case says. As many
+    columns as the case says follow `most_pages`, the pages of the longest request. `live` are ids of pages that some row lists.
     """
     width = most_pages + case.storage.spare_columns
     page_id = case.storage.table_tail.page_id

@@ -19,11 +19,7 @@ SMALL_BYTES = 2**20  # tensors up to this size are summed together
 
 class LateTruth:
     """The expected results of a call, with the attributes of a `Truth`. The first use of an attribute computes the results, and
-    keeps their bytes for later uses.
-
-    Args:
-        make: computes the results.
-        made_from: the tensors from which `make` computes the results. They must not change.
+    keeps their bytes for later uses. The tensors `made_from`, from which `make` computes the results, must not change.
     """
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:

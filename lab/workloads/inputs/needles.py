@@ -17,13 +17,8 @@ HEIGHT = 10.0  # a needle's logit above the other logits
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles: the first and last keys that rows see, edges of pages and tiles between them, and the
-    neighbours of all these positions.
-
-    Args:
-        kv_len, q_len: keys and query rows of the request. The rows belong to its newest tokens.
-        page_size: tokens per page.
-        window_left: how many keys before its own position a row sees; -1 for all.
+    """Return positions for needles of a request, whose rows belong to its newest tokens: the first and last keys that rows see,
+    edges of pages and tiles between them, and the neighbours of all these positions.
     """
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
@@ -34,11 +29,8 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query with a multiple of its K/V head's direction added to each row, so that needles get large logits.
-
-    Args:
-        query: [num_rows, num_qo_heads, head_dim].
-        directions: [num_kv_heads, head_dim], each of length 1.
+    """Return the query, [num_rows, num_qo_heads, head_dim], with a multiple of its K/V head's direction added to each row, so
+    that needles get large logits. `directions` is [num_kv_heads, head_dim], each of length 1.
     """
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
@@ -66,7 +58,6 @@ def draw_histories(
         lens: the lengths of the pass.
         generator: draws the query first, then the needles' directions, then each request's tokens.
         needles: positions of each request's needles; None: no needles.
-        num_qo_heads, num_kv_heads, softmax_scale: numbers of the layer.
         head_dims: head_dim of K and of V, or only of a latent entry. The query has the first.
 
     Returns:
