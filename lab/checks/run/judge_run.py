@@ -101,6 +101,7 @@ class Run:
             self._take_turns([each.plan(self.report.ranges) for each in runs])
             for interface in interfaces if discovers else ():
                 self._narrow(interface)
+            self._take_turns(each.rest() for each in runs)
             self._take_turns(each.go_on(random_until) for each in self._runs.values())
             self._audit()
         except KeyboardInterrupt:
@@ -224,9 +225,7 @@ class CheckRun:
         """Make the check's cases within ranges, without those of earlier calls. Return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
-        rounds = [*self._check.more.get(level, ())]
-        if level is Level.QUICK:
-            rounds.append(lambda interface, of_cases, *_: self._check.cases(interface, of_cases, Level.SMOKE))
+        rounds = [*self._check.more.get(level, ()), *([self._of_smoke] if self.is_telling else [])]
         first = Level.SMOKE if rounds and level is Level.FULL else level  # the rounds follow the smoke level's cases
         shard = self._shard if level is first else Shard()
         cases = self._check.cases(self.interface, self._ranges_of_cases, first, shard)
@@ -235,6 +234,16 @@ class CheckRun:
         samples = [sample for sample in drawn if self._is_chosen(sample.case)]
         self.planned += len(samples)
         return self._turns(self._planned(cases, is_divided=not rounds), rounds, samples)
+
+    def rest(self) -> Waits:
+        """Judge, at the quick level, the smoke level's cases that were not planned yet. They follow the telling checks' because
+        those cost a third of these, and find more.
+        """
+        if self._run.report.level is Level.QUICK:
+            yield from self._turns((), [self._of_smoke], ())
+
+    def _of_smoke(self, interface: Interface, ranges: Ranges, *_: Any) -> Iterable[Any]:
+        return self._check.cases(interface, ranges, Level.SMOKE)
 
     @property
     def _ranges_of_cases(self) -> Ranges:

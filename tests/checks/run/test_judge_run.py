@@ -110,6 +110,7 @@ def test_the_quick_level_begins_with_the_telling_check_and_goes_on_with_the_smok
     assert told[0] == 20
     assert [case for case in told if case < 20] == [0, 3, 6, 1, 2, 4, 5, 7, 8, 9]
     assert [case for case in told if case >= 20] == [20, 22, 21]
+    assert told.index(21) < told.index(1)  # the smoke cases of others follow
 
 
 def test_a_case_that_runs_on_after_the_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
