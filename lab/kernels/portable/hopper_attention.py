@@ -70,11 +70,12 @@ from lab.kernels.portable.hopper_pieces import (
     nth_tile,
     piece_at,
     positive_scale,
+    store_piece,
     sums_by_thread,
     wait_for,
     with_weights,
 )
-from lab.kernels.portable.partial_results import await_launch_before, slot_of, store_share, store_unit_shares
+from lab.kernels.portable.partial_results import await_launch_before
 from lab.kernels.portable.rows import row_bounds
 from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_scale, softmax_step
 
@@ -248,7 +249,9 @@ def _consume(
             gl.convert_layout(gl.sum(denominator, 1), gl.SliceLayout(1, SUMS)),
             sums,
         )
-        _store(state, piece, place, share_places, batch, terms, WHICH, SUMS, GROUP, TILE)
+        heads = (piece.kv_head, batch[4])
+        FIRST_ROW: gl.constexpr = WHICH * CONSUMER_ROWS
+        store_piece(state, piece, heads, place, share_places, terms, FIRST_ROW, 0, None, SUMS, GROUP, TILE)
 
 
 @gluon.jit
@@ -269,40 +272,6 @@ def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.cons
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, rings.v.index(number % TILE.stages), sums, is_async=True)
-
-
-@gluon.jit
-def _store(
-    state,
-    piece,
-    place,
-    share_places,
-    batch,
-    terms,
-    WHICH: gl.constexpr,
-    SUMS: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Write a consumer's rows of one piece: some key tiles of one request and K/V head, with a block of query rows.
-
-    They go to the output if the piece has all of the rows' keys, otherwise to the slot of a partial result.
-    """
-    num_kv_heads = batch[4]
-    sinks, scales, results, partials = terms
-    block_row = WHICH * CONSUMER_ROWS + consumer_rows(SUMS)
-    row = piece.q_block * TILE.rows + block_row
-    token = row // GROUP
-    head = piece.kv_head * GROUP + row % GROUP
-    row_head = (piece.q_start + token) * (num_kv_heads * GROUP) + head
-    dims = gl.arange(0, state[2].shape[1], gl.SliceLayout(0, SUMS))
-    is_whole = (piece.first_tile == 0) & (piece.end_tile == piece.num_tiles)
-    slot = slot_of(gl.program_id(1), piece.q_block, gl.num_programs(0), piece.first_tile == 0)
-    rows = (row_head, head, token < piece.q_len, slot * TILE.rows + block_row)
-    store_share(state, rows, dims, is_whole, sinks, scales[1], results, partials)
-    if partials is not None and WHICH == 0 and piece.first_tile == 0:
-        unit = piece.request * num_kv_heads + piece.kv_head
-        store_unit_shares(partials.of_units, unit, place, piece.num_tiles, share_places)
 
 
 # As of the plain kernel: what varies from call to call must not compile again.

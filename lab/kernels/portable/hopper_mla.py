@@ -53,11 +53,11 @@ from lab.kernels.portable.hopper_pieces import (
     nth_tile,
     piece_at,
     positive_scale,
+    store_piece,
     sums_by_thread,
     wait_for,
     with_weights,
 )
-from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import row_bounds
 from lab.kernels.portable.softmax import rounded, softmax_step
 
@@ -201,7 +201,8 @@ def _consume_left(
         sent += 1
         largest = gl.convert_layout(largest, gl.SliceLayout(1, SUMS))
         denominator = gl.convert_layout(denominator, gl.SliceLayout(1, SUMS))
-        _store((largest, denominator, sums), piece, place, share_places, terms, 0, SUMS, HEADS, TILE)
+        state = (largest, denominator, sums)
+        store_piece(state, piece, (0, 1), place, share_places, terms, 0, 0, 2 * HALF, SUMS, HEADS, TILE)
 
 
 @gluon.jit
@@ -282,38 +283,8 @@ def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE:
         denominator = message.factors.index(1).load(ROWS)
         mbarrier.arrive(message.empty)
         received += 1
-        _store((largest, denominator, sums), piece, place, share_places, terms, 1, SUMS, HEADS, TILE)
-
-
-@gluon.jit
-def _store(
-    state,  # (largest, denominator, sums of one half of the columns)
-    piece,
-    place,
-    share_places,
-    terms,
-    WHICH: gl.constexpr,
-    SUMS: gl.constexpr,
-    HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Write one half of the columns of a block of rows.
-
-    They go to the output if the program has all keys of the rows, else to a partial result. Both consumers write the same LSE.
-    """
-    HALF: gl.constexpr = state[2].shape[1]
-    sinks, scales, results, partials = terms
-    block_row = consumer_rows(SUMS)
-    row = piece.q_block * TILE.rows + block_row
-    token = row // HEADS
-    head = row % HEADS
-    dims = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
-    is_whole = (piece.first_tile == 0) & (piece.end_tile == piece.num_tiles)
-    slot = slot_of(gl.program_id(1), piece.q_block, gl.num_programs(0), piece.first_tile == 0)
-    rows = ((piece.q_start + token) * HEADS + head, head, token < piece.q_len, slot * TILE.rows + block_row)
-    store_share(state, rows, dims, is_whole, sinks, scales[1], results, partials, 2 * HALF)
-    if partials is not None and WHICH == 0 and piece.first_tile == 0:
-        store_unit_shares(partials.of_units, piece.request, place, piece.num_tiles, share_places)
+        state = (largest, denominator, sums)
+        store_piece(state, piece, (0, 1), place, share_places, terms, 0, HALF, 2 * HALF, SUMS, HEADS, TILE)
 
 
 # As of the plain kernel: what varies from call to call must not compile again.

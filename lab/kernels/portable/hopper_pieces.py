@@ -12,14 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from lab.kernels.portable.key_shares import (
-    BLOCK_REQUESTS,
-    begin_share,
-    first_tile_from,
-    next_unit,
-    reach_of,
-    tiles_in_reach,
-)
+from lab.kernels.portable.key_shares import BLOCK_REQUESTS, begin_at_tile, next_unit, reach_of, tiles_in_reach
+from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import block_at, keys_of_block, q_lens_of_kind, request_rows, tile_begin
 from lab.kernels.portable.softmax import logit_scale
 
@@ -70,19 +64,10 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
     if SHARED:
-        START_PLACES: gl.constexpr = TILE.start_keys // TILE.keys
-        reach = reach_of(window_left, kind[2])
-        place, end, last, unit_places, request, request_begin = begin_share(
-            gl.program_id(1).to(gl.int64),
-            (seq_lens, batch_size, reach, num_kv_heads, kind, lanes),
-            num_shares,
-            least_tiles,
-            TILE,
-            False,
+        requests = (seq_lens, batch_size, reach_of(window_left, kind[2]), num_kv_heads, kind, lanes)
+        place, end, last, _, request, request_begin = begin_at_tile(
+            gl.program_id(1).to(gl.int64), requests, num_shares, least_tiles, TILE, False
         )
-        begun_len = gl.load(seq_lens + gl.minimum(request, batch_size - 1))
-        begun_tiles = tiles_in_reach(begun_len, reach, TILE.keys)[1]
-        place = first_tile_from(place, request_begin, begun_tiles, unit_places, START_PLACES)
     else:
         place = gl.program_id(0)
         request, request_begin, last, blocks = block_at(
@@ -326,3 +311,40 @@ def with_weights(denominator, rescale, weights):
     It has one sum for each row and thread, as `sums_by_thread` returns them.
     """
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)
+
+
+@gluon.jit
+def store_piece(
+    state,  # (largest, denominator, sums [CONSUMER_ROWS, elements]) of a softmax
+    piece,
+    heads,  # (the piece's K/V head, the number of K/V heads)
+    place,
+    share_places,
+    terms,  # (sinks, scales, results, partials)
+    FIRST_ROW: gl.constexpr,  # of the block, and
+    FIRST_DIM: gl.constexpr,  # of the output's elements, which `state` begins with
+    ROW_DIMS: gl.constexpr,  # elements of an output row; None: as many as the state has
+    SUMS: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Write a consumer's rows of one piece.
+
+    They go to the output if the piece has all of the rows' keys, otherwise to the slot of a partial result. If several
+    consumers write parts of the same rows, they write the same LSE.
+    """
+    kv_head, num_kv_heads = heads
+    sinks, scales, results, partials = terms
+    block_row = FIRST_ROW + consumer_rows(SUMS)
+    row = piece.q_block * TILE.rows + block_row
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_head = (piece.q_start + token) * (num_kv_heads * GROUP) + head
+    dims = FIRST_DIM + gl.arange(0, state[2].shape[1], gl.SliceLayout(0, SUMS))
+    is_whole = (piece.first_tile == 0) & (piece.end_tile == piece.num_tiles)
+    slot = slot_of(gl.program_id(1), piece.q_block, gl.num_programs(0), piece.first_tile == 0)
+    rows = (row_head, head, token < piece.q_len, slot * TILE.rows + block_row)
+    store_share(state, rows, dims, is_whole, sinks, scales[1], results, partials, ROW_DIMS)
+    if partials is not None and FIRST_ROW + FIRST_DIM == 0 and piece.first_tile == 0:
+        unit = piece.request * num_kv_heads + kv_head
+        store_unit_shares(partials.of_units, unit, place, piece.num_tiles, share_places)

@@ -239,23 +239,27 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL
 
 
 @triton.jit
+def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
+    """Return what `begin_share` returns, with the place of the next key tile if the share begins at an empty place."""
+    START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
+    seq_lens, batch_size, reach, _, _, _ = batch
+    place, end, share_places, unit_places, request, request_begin = begin_share(
+        share, batch, num_shares, least_tiles, TILE, SMALL
+    )
+    kv_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
+    num_tiles = tiles_in_reach(kv_len, reach, TILE.keys)[1]
+    before = places_before(num_tiles, unit_places, START_PLACES)
+    place = tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
+    return place, end, share_places, unit_places, request, request_begin
+
+
+@triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return the number of empty places before the first key tile of a request and K/V head.
 
     An empty place stands for the time that a program needs to begin a request. `unit_places` is from `begin_share`.
     """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
-
-
-@triton.jit
-def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return `place`, or the place of the next key tile if `place` is empty.
-
-    A place is a position in the sequence of all key tiles and empty places. `num_tiles` is the number of key tiles of the
-    request that `place` belongs to, `unit_places` is from `begin_share`.
-    """
-    before = places_before(num_tiles, unit_places, START_PLACES)
-    return tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
 
 
 @triton.jit

@@ -11,8 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
-    begin_share,
-    first_tile_from,
+    begin_at_tile,
     next_unit,
     place_in_unit,
     places_before,
@@ -110,11 +109,8 @@ def _attention_kernel(
     if SHARED:
         # The blocks of one share read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
-        place, end, share_places, unit_places, request, request_begin = begin_share(
-            share, batch, num_shares, least_tiles, TILE, LANES > 0
-        )
-        begun_tiles = tiles_in_reach(tl.load(seq_lens + tl.minimum(request, num_requests - 1)), reach, BLOCK_KEYS)[1]
-        place = first_tile_from(place, request_begin, begun_tiles, unit_places, START_PLACES)
+        begun = begin_at_tile(share, batch, num_shares, least_tiles, TILE, LANES > 0)
+        place, end, share_places, unit_places, request, request_begin = begun
     else:
         q_block, place, end, share_places, request, request_begin = _begin_block(batch, share, GROUP, TILE)
         unit_places = request_begin
@@ -132,11 +128,7 @@ def _attention_kernel(
         kv_len = tl.load(seq_lens + request).to(tl.int32)
         first_in_reach, num_tiles = tiles_in_reach(kv_len, reach, BLOCK_KEYS)
         before = places_before(num_tiles, unit_places, START_PLACES)
-        kv_head, in_unit = place_in_unit(place, request_begin, num_tiles + before)
-        of_rows = request  # the request that has the query rows
-        if BY_HEAD:
-            kv_head = request // batch_size
-            of_rows = request % batch_size
+        of_rows, kv_head, in_unit = _unit_at(place, request, request_begin, num_tiles + before, batch_size, BY_HEAD)
         first_tile = in_unit - before
         end_tile = tl.minimum(num_tiles, first_tile + end - place)
         q_start, q_len = request_rows(cu_seqlens_q, of_rows, max_q_len)
@@ -216,6 +208,16 @@ def _attention_kernel(
             )
     if OVERLAPPED:
         await_launch_before()
+
+
+@triton.jit
+def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
+    """Return (request that has the query rows, K/V head, index of `place` among the places of that head)."""
+    kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
+    if BY_HEAD:
+        kv_head = request // batch_size
+        request = request % batch_size
+    return request, kv_head, in_unit
 
 
 @triton.jit
