@@ -347,7 +347,8 @@ class TestFlexAttention:
         rows = flex_attention._rows_of(problem)
         num_tokens = problem.k_cache.shape[0] * problem.page_size
         blocks = flex_attention._block_mask(problem, rows, num_tokens)
-        seen = create_mask(blocks.mask_mod, len(rows.grid), 1, len(rows.grid[0]), num_tokens, device="cpu")
+        num_entries, num_rows = rows.request.shape
+        seen = create_mask(blocks.mask_mod, num_entries, 1, num_rows, num_tokens, device="cpu")
         assert seen.any()
         some_are_whole = False
         places = torch.cartesian_prod(*map(torch.arange, (seen.shape[0], blocks.kv_num_blocks.shape[2])))

@@ -15,12 +15,12 @@ that NaN in a page's unused cells reaches the output: the judge's check K4 (pois
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
@@ -67,7 +67,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
         "options": {
             "BLOCK_N": min(problem.page_size, MOST_KEYS, MOST_ELEMENTS // problem.head_dim),
             # torch splits keys for fewer rows than 128, and has no such kernel if they, times the heads of a group, are more.
-            "FORCE_USE_FLEX_ATTENTION": len(rows.grid[0]) * problem.group > Q_BLOCK,
+            "FORCE_USE_FLEX_ATTENTION": rows.request.shape[1] * problem.group > Q_BLOCK,
         },
     }
     attend = _attend
@@ -122,80 +122,65 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
     return tokens.transpose(0, 1).unsqueeze(0)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One query row: its request, and the first and last position that it may see.
-
-    Padding has positions 0 and -1, so that it sees none.
-    """
-
-    request: int = 0
-    first: int = 0
-    last: int = -1
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Rows:
-    """All query rows, as a grid [entries, rows of an entry] for `flex_attention`. An entry is an index of its batch axis.
+    """All query rows, each tensor int32 [entries, rows of an entry]. An entry is an index of `flex_attention`'s batch axis.
 
     There is one entry per request if all requests have equally many rows, otherwise a single entry.
 
     Attributes:
-        grid: the rows of each entry.
-        kv_lens, q_lens: the numbers of keys and query rows of each request.
+        request: the request of each row.
+        first, last: the first and last position that each row may see. Padding has 0 and -1, so that it sees none.
+        whole_to: the last position up to which a row sees each one from `first` on; behind it, a draft mask decides.
     """
 
-    grid: list[list[_Row]]
-    kv_lens: list[int]
-    q_lens: list[int]
+    request: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+    whole_to: torch.Tensor
 
     def unflattened(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a tensor [num_rows, ...] as a view [entries, rows of an entry, ...]."""
-        return rows.unflatten(0, (len(self.grid), len(self.grid[0])))
-
-    def column(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return one attribute of every `_Row`, such as "first", as int32 [entries, rows of an entry]."""
-        listed = [[getattr(row, name) for row in entry] for entry in self.grid]
-        return torch.tensor(listed, dtype=torch.int32, device=device)
+        return rows.unflatten(0, self.request.shape)
 
 
 def _rows_of(problem: PagedAttention) -> _Rows:
-    offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
-    q_lens = [end - start for start, end in itertools.pairwise(offsets)]
-    sees_ahead = not problem.causal or problem.mask is not None
-    rows = [_Row()] * problem.num_rows
-    for request, (start, q_len, kv_len) in enumerate(zip(offsets, q_lens, kv_lens, strict=False)):
-        for place in range(q_len):
-            position = kv_len - q_len + place
-            first = max(0, position - problem.window_left) if problem.window_left >= 0 else 0
-            rows[start + place] = _Row(request, first, kv_len - 1 if sees_ahead else position)
+    offsets = torch.tensor(problem.row_offsets(), device=problem.query.device)
+    q_lens, kv_lens = offsets.diff(), offsets.new_tensor(problem.seq_lens.tolist())
+    request = torch.arange(problem.batch_size, device=offsets.device).repeat_interleave(q_lens)
+    end = kv_lens[request]
+    position = end - offsets[request + 1] + torch.arange(len(request), device=offsets.device)
+    first = (position - problem.window_left).clamp(min=0) if problem.window_left >= 0 else torch.zeros_like(position)
+    last = position if problem.causal and problem.mask is None else end - 1
+    whole_to = last if problem.mask is None else end - q_lens[request] - 1
     width = problem.max_q_len if problem.cu_seqlens_q is None else problem.num_rows
-    grid = [rows[start : start + width] for start in range(0, len(rows), width)]
-    return _Rows(grid, kv_lens, q_lens)
+    padding = (0, problem.num_rows - len(request))
+    columns = ((request, 0), (first, 0), (last, -1), (whole_to, -1))
+    return _Rows(*(pad(column.to(torch.int32), padding, value=value).view(-1, width) for column, value in columns))
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask`: the mask function, and which pages each block of query rows sees in part or in whole."""
+    """Return torch's `BlockMask`: the mask function, and which pages each block of query rows sees in part or in whole.
+
+    Pages that every row of a block sees whole are listed apart: the mask function is not called for them.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    device, page_size = problem.query.device, problem.page_size
-    most = max(-(-kv_len // page_size) for kv_len in rows.kv_lens)
-    table = problem.k_block_tables[:, :most].tolist()
-    _check_pages_are_once(table, rows.kv_lens, page_size)
-    num_blocks = -(-len(rows.grid[0]) // Q_BLOCK)
-    partial: list[list[int]] = []
-    full: list[list[int]] = []
-    for entry, block in itertools.product(rows.grid, range(num_blocks)):
-        for kind, pages in zip(
-            (partial, full), _pages_of(problem, rows, entry[block * Q_BLOCK :][:Q_BLOCK]), strict=True
-        ):
-            kind.append([table[request][page] for request, page in pages])
-    shape = (len(rows.grid), 1, num_blocks, num_tokens // page_size)
-    # Requests may share
-    num_partial, partial_ids = _lists([list(dict.fromkeys(pages)) for pages in partial], shape, device)
-    num_full, full_ids = _lists(full, shape, device)
+    num_entries, num_rows = rows.request.shape
+    num_blocks, page_size = -(-num_rows // Q_BLOCK), problem.page_size
+    pages = _page_in_request(problem, num_tokens // page_size)
+    partial, full = pages.new_zeros((2, num_entries, 1, num_blocks, pages.shape[1]), dtype=torch.bool)
+    for entry, block in itertools.product(range(num_entries), range(num_blocks)):
+        of_rows = entry, slice(block * Q_BLOCK, (block + 1) * Q_BLOCK)
+        page = pages[rows.request[of_rows]]
+        begin, end = page * page_size, (page + 1) * page_size - 1
+        first, last, whole_to = (each[of_rows].unsqueeze(1) for each in (rows.first, rows.last, rows.whole_to))
+        full[entry, 0, block] = ((page >= 0) & (begin >= first) & (end <= whole_to)).all(0)
+        partial[entry, 0, block] = ((page >= 0) & (begin <= last) & (end >= first)).any(0)
+    num_partial, partial_ids = _lists(partial & ~full)
+    num_full, full_ids = _lists(full)
     return BlockMask(
-        seq_lengths=(len(rows.grid[0]), num_tokens),
+        seq_lengths=(num_rows, num_tokens),
         kv_num_blocks=num_partial,
         kv_indices=partial_ids,
         full_kv_num_blocks=num_full,
@@ -205,83 +190,55 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
         full_q_num_blocks=None,
         full_q_indices=None,
         BLOCK_SIZE=(Q_BLOCK, page_size),
-        mask_mod=_mask(problem, rows, num_tokens // page_size),
+        mask_mod=_mask(problem, rows, pages),
     )
 
 
-def _check_pages_are_once(table: list[list[int]], kv_lens: list[int], page_size: int) -> None:
-    """Raise NotImplementedError if a request has a page twice: the mask function finds only one position of a page."""
-    for request, (pages, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
-        twice = [page for page, times in Counter(pages[: -(-kv_len // page_size)]).items() if times > 1]
-        if twice:
+def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
+    """Return the index of each page of the pool among a request's pages, int32 [batch_size, num_pages]; -1 for other pages.
+
+    Raises:
+        NotImplementedError: a request has a page twice, of which the mask function would find only one position.
+    """
+    found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
+    for request, kv_len in enumerate(problem.seq_lens.tolist()):
+        live = problem.k_block_tables[request, : -(-kv_len // problem.page_size)].to(torch.int64)
+        twice = (live.bincount() > 1).nonzero()
+        if len(twice):
             raise NotImplementedError(
                 f"torch's flex_attention finds a page's place in its request by the page's id: request {request} must not "
-                f"have page {twice[0]} twice"
+                f"have page {int(twice[0])} twice"
             )
+        found[request, live] = torch.arange(len(live), dtype=torch.int32, device=found.device)
+    return found
 
 
-def _pages_of(
-    problem: PagedAttention, rows: _Rows, block: list[_Row]
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the (request, page) pairs that a block of query rows reads, as two lists.
-
-    Pages of the first list need the mask function, because not every row of the block sees all their tokens. Every row sees all
-    tokens of the pages of the second list.
-    """
-    partial: list[tuple[int, int]] = []
-    full: list[tuple[int, int]] = []
-    groups = [list(group) for _, group in itertools.groupby(block, key=lambda row: row.request)]
-    seeing = [group for group in ([row for row in group if row.last >= row.first] for group in groups) if group]
-    for group in seeing:
-        request, page_size = group[0].request, problem.page_size
-        all_see_from, all_see_to = max(row.first for row in group), min(row.last for row in group)
-        if problem.mask is not None:
-            all_see_to = rows.kv_lens[request] - rows.q_lens[request] - 1
-        first, last = min(row.first for row in group), max(row.last for row in group)
-        for page in range(first // page_size, last // page_size + 1):
-            whole = all_see_from <= page * page_size and (page + 1) * page_size - 1 <= all_see_to
-            is_full = whole and len(seeing) == 1 and len(group) == len(block)
-            (full if is_full else partial).append((request, page))
-    return partial, full
+def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (number of pages that are seen, page ids, those first), int32, from bool [entries, 1, blocks, pages]."""
+    ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
+    return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 
 
-def _lists(pages: list[list[int]], shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (number of pages, page ids) of each block of query rows, int32, in the form of torch's `BlockMask`.
-
-    Lists are padded with 0 to the number of all pages, with which `shape` ends.
-    """
-    padded = [each + [0] * (shape[-1] - len(each)) for each in pages]
-    counts = torch.tensor([len(each) for each in pages], dtype=torch.int32, device=device)
-    return counts.view(shape[:-1]), torch.tensor(padded, dtype=torch.int32, device=device).view(shape)
-
-
-def _mask(problem: PagedAttention, rows: _Rows, num_pages: int) -> Callable[..., torch.Tensor]:
+def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Return the mask function of `flex_attention`: True where a query row sees a token.
 
-    It takes (batch entry, head, row of the entry, token), the token as an index into the pool.
+    It takes (batch entry, head, row of the entry, token), the token as an index into the pool. `pages` is the result of
+    `_page_in_request`.
     """
-    device, page_size = problem.query.device, problem.page_size
-    request_of, first, last = (rows.column(name, device) for name in ("request", "first", "last"))
-    page_in_request = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=device)
-    for request, kv_len in enumerate(rows.kv_lens):
-        live = problem.k_block_tables[request, : -(-kv_len // page_size)].to(torch.int64)
-        page_in_request[request, live] = torch.arange(len(live), dtype=torch.int32, device=device)
+    page_size = problem.page_size
 
     def sees(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        page = page_in_request[request_of[entry, row], token // page_size]
+        page = pages[rows.request[entry, row], token // page_size]
         position = page * page_size + token % page_size
-        return (page >= 0) & (position >= first[entry, row]) & (position <= last[entry, row])
+        return (page >= 0) & (position >= rows.first[entry, row]) & (position <= rows.last[entry, row])
 
     if problem.mask is None:
         return sees
-    prefix = torch.tensor(
-        [k - q for k, q in zip(rows.kv_lens, rows.q_lens, strict=True)], dtype=torch.int32, device=device
-    )
     shown = shown_draft_tokens(problem.mask.to(torch.int32))
 
     def sees_draft(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        page = page_in_request[entry, token // page_size]
-        draft = page * page_size + token % page_size - prefix[entry]
+        page = pages[entry, token // page_size]
+        draft = page * page_size + token % page_size - rows.whole_to[entry, row] - 1
         in_draft = shown[entry, row, draft.clamp(0, shown.shape[2] - 1)]
         return sees(entry, head, row, token) & ((draft < 0) | in_draft)
 
