@@ -55,15 +55,14 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call for a problem without query rows. The call returns empty results and never calls FlashInfer."""
+    """Return a prepared call for a problem without query rows, which returns empty results and never calls FlashInfer."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
     """Return the TRT-LLM kernel that FlashInfer runs for a call on its device with this `backend` argument.
 
-    Raises:
-        NotImplementedError: there is no GPU, or the kernel does not support the call.
+    Raises NotImplementedError if there is no GPU, or the kernel does not support the call.
     """
     of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
@@ -72,10 +71,7 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a prepared call of a FlashInfer function, after checking that the installed version takes these keywords.
-
-    Raises what `installed_taking` raises.
-    """
+    """Return a prepared call of a FlashInfer function that takes these keywords. Raise what `installed_taking` raises."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
@@ -119,10 +115,7 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments after `changes`, without those that equal their default.
-
-    An older FlashInfer may lack parameters for the arguments that are left out.
-    """
+    """Return a call's arguments after `changes`, without those that equal their default: an older FlashInfer may lack them."""
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
@@ -138,7 +131,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def capability_for(device: torch.device) -> Capability:
-    """Return the compute capability (major, minor) of the device. Raise NotImplementedError if it is not a GPU."""
+    """Return the compute capability (major, minor) of a GPU. Raise NotImplementedError if the device is not one."""
     capability = capability_of(device)
     if capability is None:
         raise NotImplementedError(
@@ -198,10 +191,7 @@ def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the memory arguments of a call that runs XQA: the whole workspace, and None for trtllm-gen's counters.
-
-    Raises what `workspace_for` raises.
-    """
+    """Return the memory arguments of a call that runs XQA: the whole workspace, and None for trtllm-gen's counters."""
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
@@ -212,8 +202,6 @@ def trtllm_gen_memory(
 
     If the caller gave no counters, the first bytes of the workspace are the counters, so that no call allocates and zeroes its
     own.
-
-    Raises what `workspace_for` raises.
     """
     # A decode kernel's partial results come after the statistics, where the launcher does not look at their size.
     statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)
@@ -257,18 +245,14 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace after the semaphores, uint8, for kernels that may write anywhere in it.
-
-    Raises what `workspace_for` raises.
-    """
+    """Return the part of a call's workspace after the semaphores, uint8, for kernels that may write anywhere in it."""
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     """Return the workspace argument of a ragged call, which trtllm-gen fills with statistics and scratch.
 
-    A FlashInfer without a separate buffer for counters gets the whole workspace, which begins with zeros for them. Raises what
-    `workspace_for` raises.
+    A FlashInfer without a separate buffer for counters gets the whole workspace, which begins with zeros for them.
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace

@@ -57,10 +57,9 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
-    """Return each module that has kernels for a call, with the reason why it cannot run on a GPU of this compute capability.
+    """Return each module that has kernels for a call, with the sentence why it cannot run on a GPU of this compute capability.
 
-    The reason is a sentence about a missing package or an unsuitable GPU; None if the module can run. The references are left
-    out.
+    None stands for a module that can. The references are left out.
     """
     found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
     return {each.implementation.module: each.why_not for each in found}

@@ -48,7 +48,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return query rows or results in FlashAttention-4's shape: [num_rows, ...] with offsets, else [batch_size, q_len, ...]."""
+    """Return query rows or results as FlashAttention-4 takes them: without offsets, as [batch_size, q_len, ...]."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

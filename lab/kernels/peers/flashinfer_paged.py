@@ -147,9 +147,7 @@ def _planned_alike(problem: PagedAttention) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
-    """Return draft masks as FlashInfer's custom mask, bool [sum of q_len * kv_len]: each row also sees all keys before the
-    draft.
-    """
+    """Return draft masks as FlashInfer's custom mask, bool [sum of q_len * kv_len]: rows also see all keys before the draft."""
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []

@@ -27,13 +27,10 @@ class PlannedWrapper:
     """
 
     def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
-        """Add the functions `<name>` and `plan_<name>` for each call to this object.
+        """Add the functions `<name>` and `plan_<name>` for each class of calls in `lab.calls` to this object.
 
-        Args:
-            module: the name of the module that has this object; the object is named after it.
-            call_types: classes of calls in `lab.calls`.
-            plan: plans a call for a backend, and returns the ready call.
-            backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
+        `module` is the name of the module that has the object, which is named after it. `backend` is "fa2" or "fa3"; "" for FA3
+        on SM90 and FA2 elsewhere.
         """
 
         def planned(call: Any, problem: Any) -> Ready:

@@ -92,10 +92,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
     """Return True if some row sees neither a token before the draft nor a token of the draft. Waits for the GPU.
 
-    Args:
-        shown: draft masks, bool [batch_size, q_len, q_len].
-        window_left: window of the rows; -1 for no window.
-        kv_lens: numbers of keys of the requests.
+    `shown` are draft masks, bool [batch_size, q_len, q_len].
     """
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
@@ -107,7 +104,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return the tokens that a request's rows may see, from the first that its first row sees, as SGLang lists them."""
+    """Return the tokens of a request from the first that its first row sees, as SGLang lists them."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -153,10 +150,7 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
-    """Return the number of key splits of each request, int32 [batch_size]. SGLang's kernel computes it.
-
-    On a CPU it is `MOST_SPLITS`.
-    """
+    """Return the number of key splits of each request, int32 [batch_size]: SGLang's kernel's, on a CPU `MOST_SPLITS`."""
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -199,10 +193,7 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return a request's draft mask in the form of SGLang's custom mask: flat bool, row after row.
-
-    A row has True for each token of the prefix, then its draft mask.
-    """
+    """Return a request's draft mask as SGLang's custom mask: flat bool, row after row, each of the prefix and the draft."""
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 

@@ -122,7 +122,7 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True if a tile of `keys` keys consists of whole TMA boxes. A box holds keys of one page (`_boxes`)."""
+    """Return True if a tile of `keys` keys consists of whole TMA boxes (`_boxes`)."""
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
 
@@ -140,12 +140,10 @@ def hopper_launches(
     """Return the launches of a call by the paged Gluon kernel.
 
     Args:
-        problem: the call.
-        results: its output, and its LSE or None.
+        problem, results: the call, and its output and LSE or None.
         tile: one of `hopper_tiles`.
         shares: how the keys are divided among programs; None: one program computes all keys of a block of rows and a K/V head.
-        least_q_len: the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens, and other launches
-            serve the other requests; None: the launches serve all requests.
+        least_q_len: as in `with_merge`.
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
@@ -196,14 +194,7 @@ def hopper_launches(
 def hopper_mla_launches(
     problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares
 ) -> list[TritonLaunch]:
-    """Return the launches of an MLA call by the Gluon kernel: attention, then a merge if programs divide the keys of a request.
-
-    Args:
-        problem: the call.
-        results: its output, and its LSE or None.
-        tile: the tile from `hopper_mla_tile`.
-        shares: how the keys are divided among programs.
-    """
+    """Return the launches of an MLA call by the Gluon kernel: attention, and a merge if programs divide a request's keys."""
     from lab.kernels.portable.hopper_mla import hopper_mla_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.num_qo_heads, tile.rows)

@@ -81,10 +81,7 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Circular buffers of K and of V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots.
-
-    Barriers `k_full` and `v_full` complete when a tile has arrived, `k_empty` and `v_empty` when it has been read.
-    """
+    """Circular buffers of K and of V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots."""
 
     k: Any
     v: Any
@@ -96,7 +93,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Return new `Rings` in shared memory for K and V tiles of dtype DTYPE, which READERS partitions of warps read."""
+    """Return new `Rings` for K and V tiles of dtype DTYPE, which READERS partitions read."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -129,10 +126,7 @@ def _produce(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Load the K and V tiles of all the program's work into `rings`, the circular buffers in shared memory.
-
-    Only the producer, one warp, runs this.
-    """
+    """Load the K and V tiles of all the program's work into `rings`. Only the producer runs this."""
     k_tiles, v_tiles, block_tables, table_strides = pools
     loaded = 0
     while walk[0] < walk[1]:
@@ -152,7 +146,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Load the K or V tile that begins at key `begin` into a slot of a circular buffer, once the slot is empty."""
+    """Load the K or V tile that begins at key `begin` into a slot of a ring, once the slot is empty."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(
@@ -178,10 +172,7 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute attention of CONSUMER_ROWS query rows over all tiles of the program, and write the results.
-
-    One warp group runs this. `rings` hold the K and V tiles. `q_slots` is shared memory for the queries.
-    """
+    """Compute attention of CONSUMER_ROWS query rows over all tiles of the program, and write the results."""
     KEYS: gl.constexpr = TILE.keys
     q_slot = q_slots.index(WHICH)
     DIMS: gl.constexpr = q_slot.shape[1]
@@ -256,10 +247,7 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, and return the incomplete products.
-
-    The tile must have arrived.
-    """
+    """Launch Q.K^T of the program's `number`-th tile, which must have arrived, and return the incomplete products."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -310,8 +298,8 @@ def hopper_attention_kernel(
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
-    With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share, the consecutive key
-    tiles of the batch that it reads. Without SHARED, programs of any grid take blocks in turn and read all their keys.
+    With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share. Without SHARED,
+    programs of any grid take blocks in turn and read all their keys.
     """
     if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
         gdc_launch_dependents()

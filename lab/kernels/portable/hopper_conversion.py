@@ -22,10 +22,7 @@ def convert(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Convert all K tiles (WHICH = 0) or V tiles (WHICH = 1) of the program from e4m3 to the dtype of the products.
-
-    The tiles come from the circular buffers `loaded` and go to the circular buffers `rings`.
-    """
+    """Convert all K tiles (WHICH = 0) or V tiles (WHICH = 1) of the program, of the rings `loaded`, into `rings`."""
     converted = 0
     while walk[0] < walk[1]:
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
@@ -43,7 +40,7 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait for a loaded tile, convert it to the products' dtype, and write it to a slot of shared memory once that is empty.
+    """Convert a tile that has been loaded, and write it to its slot once that is empty.
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """

@@ -75,8 +75,7 @@ class Columns(NamedTuple):
 class Ring(NamedTuple):
     """A circular buffer of K/V tiles in shared memory, and its barriers.
 
-    Barriers `full` complete when columns have arrived in a slot, `empty` when they have been read. Left and rope columns of a
-    slot have one pair of barriers, right columns have another.
+    Left and rope columns of a slot have one pair of barriers, right columns have another.
     """
 
     tiles: Any
@@ -87,11 +86,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory through which consumer 0 sends one tile's weights [rows, keys] and factors float32 [2, rows] to consumer 1.
-
-    The factors are those by which the earlier sums are multiplied. Barrier `full` completes when consumer 0 has written,
-    `empty` when consumer 1 has read.
-    """
+    """Shared memory for one tile's weights [rows, keys], the factors float32 [2, rows] of earlier sums, and its barriers."""
 
     weights: Any
     factors: Any
@@ -140,10 +135,7 @@ def _consume_left(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute the softmax weights of all tiles of the program, and the left columns of the output.
-
-    The weights are sent to `_consume_right` through `message`.
-    """
+    """Compute the softmax weights of all tiles of the program, sent through `message`, and the output's left columns."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])
@@ -207,10 +199,7 @@ def _consume_left(
 
 @gluon.jit
 def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Write the queries of a block of rows to shared memory.
-
-    All loads from global memory begin before the first write, so that one wait covers them.
-    """
+    """Write a block's queries to shared memory. All loads begin before the first write, so that one wait covers them."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     ROPE: gl.constexpr = q_slots.rope.shape[1]
     left = load_query(query, piece, is_negative, HALF, 0, HEADS, TILE)
@@ -224,10 +213,7 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the program's `number`-th tile, launch its Q.K^T, and return the incomplete scores.
-
-    Q.K^T is the sum of SCORE_PRODUCTS products: of the left, the rope and the right columns.
-    """
+    """Launch the SCORE_PRODUCTS products of Q.K^T with a tile, each after its columns' arrival; return incomplete scores."""
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -312,10 +298,7 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute latent attention of one block of query rows over one share of the batch's keys, on a grid (q_blocks, shares).
-
-    A row is one query token and one head. A share is the consecutive key tiles of the batch that one program reads.
-    """
+    """Compute latent attention of one block of query rows over one share of the batch's keys: grid (q_blocks, shares)."""
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return `walk`, a program's first position in the sequence of all work. A comment in this module lists the tuple's parts.
+    """Return `walk`, a program's first position in the sequence of all work.
 
     With SHARED, a program computes its share of the batch's key tiles. Without SHARED, all programs take turns: in each turn a
     program has one block of rows.
@@ -129,9 +129,8 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Find the request to which a block of rows belongs, beginning with `request`.
-
-    Return (request, the request's first block, the number of requests that have blocks at or after that first block).
+    """Return the request, from `request` on, to which a block of rows belongs, its first block, and the number of requests that
+    have blocks from there on.
     """
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
@@ -153,7 +152,7 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return how many keys of a TMA box lie after the request's last key. The box has BOX_KEYS keys, from `key` on."""
+    """Return how many of the BOX_KEYS keys of a TMA box, from `key` on, lie after the request's last key."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
@@ -173,10 +172,7 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Return the page ids of a tile's TMA boxes, a tuple of int32; 0 for boxes after the last key.
-
-    The tile begins at key `begin`. A box has keys of one page.
-    """
+    """Return the page ids of the TMA boxes of a tile from key `begin` on, a tuple of int32; 0 for boxes after the last key."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()
     for box in gl.static_range(KEYS // BOX_KEYS):
@@ -240,10 +236,7 @@ def load_query(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return DIMS elements of each query row of a consumer, [rows, DIMS], negated if the scale of the logits is negative.
-
-    `softmax_step` requires a positive scale (`positive_scale`).
-    """
+    """Return DIMS elements of each query row of a consumer, [rows, DIMS], negated if `positive_scale` says `is_negative`."""
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -261,7 +254,7 @@ def load_query(
 def positive_scale(scales):
     """Return (the absolute value of `logit_scale`, at least LEAST_SCALE; True if the scale was negative).
 
-    A kernel negates the query if the scale was negative (`load_query`).
+    `softmax_step` requires a positive scale, so `load_query` negates the query instead.
     """
     scale = logit_scale(scales)
     is_negative = scale < 0
@@ -306,10 +299,7 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return a running softmax's denominator after adding the weights of one more tile, [rows, 4].
-
-    It has one sum for each row and thread, as `sums_by_thread` returns them.
-    """
+    """Return a running softmax's denominator [rows, 4] (`sums_by_thread`) after adding the weights of one more tile."""
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)
 
 

@@ -44,9 +44,6 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
     Its `cache_clear()` empties the cache. It must be called when the choices that a preparation makes have changed. Without the
     cache the function would be `made_at_once(prepare)`.
-
-    Args:
-        prepare: a function that checks a call's arguments and returns the ready call.
     """
     place_of = functools.lru_cache(maxsize=MOST_KEPT)(_Place)
 
@@ -76,9 +73,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 class _Place:
     """The cache entry of one key. Two threads that fill it at the same time store equal calls.
 
-    Attributes:
-        is_known: True after the first call with the key.
-        call: the cached call, or None.
+    `is_known` is True after the first call with the key. `call` is the cached call, or None.
     """
 
     def __init__(self, _key: Hashable) -> None:
@@ -174,7 +169,7 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
 
 
 def _block(part: torch.Tensor) -> torch.Tensor:
-    """Return the whole allocation, as bytes (uint8), that contains a tensor of `new_scratch`."""
+    """Return the whole allocation of a tensor of `new_scratch`, as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
 
 
@@ -185,8 +180,8 @@ def _memory(tensor: torch.Tensor) -> int:
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
     """Return the index in `sources` of the tensor that a launch's tensor is, or of which it is a view.
 
-    If several sources lie in the tensor's allocation, the one at the same address is taken. So a view at another address, such
-    as V in a tensor of K and V, is found only if no other source lies in the allocation.
+    Of several sources in the tensor's allocation, the one at the same address is taken. So a view at another address, such as
+    V in a tensor of K and V, is found only if no other source lies in the allocation.
 
     Args:
         memory, address: the addresses of the tensor's allocation and of the tensor.

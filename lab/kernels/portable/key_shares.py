@@ -59,8 +59,6 @@ NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 class Shares:
     """The number of shares into which the keys of a call are divided, and the least size of a share.
 
-    A share is the consecutive key tiles that one program reads. A unit is one request and one K/V head.
-
     Attributes:
         count: number of shares. Each block of query rows has one program per share.
         least_tiles: fewest key tiles for which a program and its partial result are worth their cost.
@@ -77,9 +75,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return one share (consecutive key tiles) for each program that the GPU runs at the same time, so that all end together.
-
-    A CPU gets one share.
+    """Return one share for each program that the GPU runs at the same time, so that all end together. A CPU gets one share.
 
     Args:
         tile: the tile of a program. A multiprocessor runs `per_multiprocessor` such programs at the same time.
@@ -99,19 +95,16 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return how many of a request's last keys its rows may see, int32.
-
-    It is `window_left + max_q_len`, or NO_REACH without a window.
-    """
+    """Return the reach of a request's rows, int32: `window_left + max_q_len`, or NO_REACH without a window."""
     reach = tl.minimum(tl.cast(window_left, tl.int64) + max_q_len, NO_REACH).to(tl.int32)
     return tl.where(window_left >= 0, reach, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return (index of the first key tile that any row may see, number of tiles from it to the request's last key), int32.
+    """Return (index of the first key tile within the reach, number of tiles from it to the request's last key), int32.
 
-    There is at least one tile, because rows without keys must be written too. `reach` is from `reach_of`.
+    There is at least one tile, because rows without keys must be written too.
     """
     kv_len = kv_len.to(tl.int32)
     first = tl.maximum(kv_len - reach, 0) // BLOCK_KEYS
@@ -125,11 +118,7 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the number of places of one K/V head of each request `start + lanes`, int32: its key tiles and its empty places.
-
-    Empty places stand for the time to begin a request. The number is 0 for a request that the launch does not serve (`kind`),
-    so that no program reads its keys.
-    """
+    """Return the places of one K/V head of each request `start + lanes`, int32; 0 for requests of another kind."""
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
     kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
@@ -140,10 +129,7 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 @triton.jit
 def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return (number of places of the whole batch, number of places of one share).
-
-    A place is one key tile, or an empty place that stands for the time to begin a unit.
-    """
+    """Return (number of places of the whole batch, number of places of one share)."""
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     CUT_TILES: tl.constexpr = (CUT_KEYS + CUT_KEYS_OF_ROW * TILE.rows) // BLOCK_KEYS
@@ -169,10 +155,7 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (index of the request at a place, the request's first place).
-
-    A place is a position in the sequence of all key tiles and empty places.
-    """
+    """Return (index of the request at a place, the request's first place)."""
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -188,10 +171,10 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return how each unit (request and K/V head) of a small batch is cut: (key tiles of a part, number of parts), int32.
+    """Return how each unit of a small batch is cut: (key tiles of a part, number of parts), int32.
 
-    The number of parts is 0 if the units are too unequal for this method. Empty places, which stand for the time to begin a
-    unit, are not counted: every part begins its unit, and counting them would only make the first part smaller.
+    The number of parts is 0 if the units are too unequal for this method. Empty places are not counted: every part begins its
+    unit, and counting them would only make the first part smaller.
     """
     _, batch_size, _, num_kv_heads, _, _ = batch
     most_parts = num_shares // (batch_size * num_kv_heads)
@@ -211,11 +194,10 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return where a program's share of the work begins and ends, counted in places.
+    """Return where a program's share begins and ends.
 
-    A place is a position in the sequence of all key tiles and empty places, a unit one request and K/V head. The result is
-    (first place, end, places of a share, places of a unit or 0 if units differ, request of the first place, that request's
-    first place).
+    The result is (first place, end, places of a share, places of a unit or 0 if units differ, request of the first place,
+    that request's first place).
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -240,7 +222,7 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return what `begin_share` returns, with the place of the next key tile if the share begins at an empty place."""
+    """Return what `begin_share` returns; if the share begins at an empty place, with the place of the next key tile."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, unit_places, request, request_begin = begin_share(
@@ -255,10 +237,7 @@ def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMA
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return the number of empty places before the first key tile of a request and K/V head.
-
-    An empty place stands for the time that a program needs to begin a request. `unit_places` is from `begin_share`.
-    """
+    """Return the number of empty places of a unit. `unit_places` is from `begin_share`."""
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 
@@ -266,8 +245,8 @@ def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
 def place_in_unit(place, request_begin, unit_places):
     """Return (K/V head of a place, index of the place among the places of that head).
 
-    A place is a position in the sequence of all key tiles and empty places. The division is of 32-bit numbers, which takes
-    fewer instructions than 64 bits. They hold the places of 2**31 keys of 31 K/V heads in tiles of 16 keys.
+    The division is of 32-bit numbers, which takes fewer instructions than 64 bits. They hold the places of 2**31 keys of 31
+    K/V heads in tiles of 16 keys.
     """
     in_request = (place - request_begin).to(tl.uint32)
     places = unit_places.to(tl.uint32)
@@ -278,9 +257,8 @@ def place_in_unit(place, request_begin, unit_places):
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
     """Return the start of the next unit: (place of its first key tile, its request, the request's first place).
 
-    A unit is one request and K/V head, a place a position in the sequence of all key tiles and empty places. The current unit
-    ends at `place`. If the next unit begins after the end of the program's share, another program computes it. That is always
-    the case if each unit is cut into equal parts. An empty place stands for the time to begin a unit.
+    The current unit ends at `place`. If the next unit begins after the end of the program's share, another program computes
+    it. That is always the case if each unit is cut into equal parts.
     """
     if place == request_end:
         request_begin = place

@@ -100,12 +100,8 @@ def with_merge(
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
     """Return what one program of the merge launch computes: (rows, elements of head_dim, lanes). Lanes are groups of threads.
 
-    If there are few rows, each has many partial results, which the threads of a program divide among them as lanes. If there
-    are many rows, a program has more of them: 4 or 16 elements per thread.
-
-    Args:
-        num_rows: rows of all requests and heads.
-        head_dim: head_dim of the output.
+    If there are few rows of all requests and heads, each has many partial results, which the threads of a program divide among
+    them as lanes. If there are many, a program has more of them: 4 or 16 elements per thread.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -117,10 +113,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return the sizes of a merge by the last program: (rows of a request and K/V head, partial results read at a time).
-
-    Both are powers of two.
-    """
+    """Return (rows of a unit, partial results read at a time) of a merge by the last program, both powers of two."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -142,8 +135,8 @@ def merge_if_last(
 ):
     """Merge a unit's partial results into the output if this program is the last one to store a partial result of the unit.
 
-    A unit is one request and one K/V head, whose rows must be one block here. The partial results are merged in groups of
-    GROUPED_PIECES: the last program of a group merges the group, and the last of these programs merges the groups.
+    The unit's rows must be one block. The partial results are merged in groups of GROUPED_PIECES: the last program of a group
+    merges the group, and the last of these programs merges the groups.
     """
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
@@ -220,10 +213,9 @@ def merged(
     ROW_DIMS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
 ):
-    """Return the merge of some partial results of a request and K/V head.
+    """Return the merge of some partial results of a unit, the state of a softmax: (largest, denominator, sums [ROWS, DIMS]).
 
-    The merge is the state of a softmax, (largest, denominator, sums [ROWS, DIMS]). Each thread adds up its own elements over
-    all these partial results.
+    Each thread adds up its own elements over all these partial results.
     """
     first, begin, end, step = pieces
     block_row, row_exists = rows

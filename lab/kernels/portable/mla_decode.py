@@ -162,10 +162,7 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return the attention launch and the merge. If the problem has `selected`, its page table is that tensor.
-
-    `window` is the kernel's parameter of that name.
-    """
+    """Return the attention launch and the merge. `window` is the kernel's parameter."""
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
@@ -228,10 +225,9 @@ def _columns_kernel(
     batch_size,
     num_columns,
 ):
-    """Write to `columns` how many columns of the selected entries each query row uses, and to `up_to_row` how many keys there
-    are up to its position, on a grid (num_rows,).
+    """Write how many columns of the selected entries each query row uses, and how many keys there are up to its position.
 
-    A row after the last request's rows uses none.
+    The grid is (num_rows,). A row after the last request's rows uses no column.
     """
     row = tl.program_id(0)
     request = row // max_q_len
@@ -278,10 +274,7 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute latent attention of one block of query rows over one share of the batch's keys, on a grid (q_blocks, shares).
-
-    A row is one query token and one head. A share is the consecutive key tiles of the batch that one program reads.
-    """
+    """Compute latent attention of one block of query rows over one share of the batch's keys: grid (q_blocks, shares)."""
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     # The blocks of one share read the same entries at the same time: all but the first find them in L2.

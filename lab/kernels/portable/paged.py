@@ -123,12 +123,8 @@ def shares_of(
     """Return how the keys are divided among programs; None if one program reads all keys of a block of rows and a K/V head.
 
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
-
-    Args:
-        problem: the call. If the launch serves only some requests, `max_q_len` is their largest number of query tokens.
-        tile: the tile of a program.
-        q_blocks: blocks of query rows per request.
-        of_kind: True if the launch serves only requests with few query tokens, or only the other requests.
+    `of_kind` is True if the launch serves only requests with few query tokens, or only the other requests. `max_q_len` of the
+    problem is then their largest number of query tokens.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
@@ -150,15 +146,12 @@ def shares_of(
 
 
 def num_lengths(problem: PagedAttention) -> int:
-    """Return the number of requests, times the number of K/V heads if each head has lengths of its own."""
+    """Return the number of requests, times the K/V heads if each head has lengths of its own."""
     return problem.batch_size * (problem.num_kv_heads if problem.is_block_sparse else 1)
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if merging partial results of few rows in the last program is faster than in a second launch.
-
-    The last program of a request and K/V head is the one that stores their last partial result.
-    """
+    """Return True if merging partial results of few rows in a unit's last program is faster than in a second launch."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
@@ -189,15 +182,10 @@ def few_tokens(problem: PagedAttention) -> int | None:
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
     """Return `shares` with fewer programs, at least half of them, so that programs of the second launch run at the same time.
 
-    The first launch serves requests with few query tokens, the second launch serves the other requests. A multiprocessor with a
-    program of each launch reads keys for one while it multiplies for the other. If a program of the second launch needs a whole
-    multiprocessor, it cannot run before the first launch ends, and `shares` is returned unchanged. So it is if the second
-    launch is the Gluon kernel's: fewer programs of the first launch made batches 4 to 8 % slower.
-
-    Args:
-        problem: the call with all requests.
-        shares: the division of keys for the first launch, if it had the whole GPU.
-        prefill: the tile of the second launch.
+    A multiprocessor with a program of each launch reads keys for one while it multiplies for the other. If a program of the
+    second launch, of tile `prefill`, needs a whole multiprocessor, it cannot run before the first launch ends, and `shares` is
+    returned unchanged. So it is if the second launch is the Gluon kernel's: fewer programs of the first launch made batches 4
+    to 8 % slower.
     """
     if prefill.per_multiprocessor == 1 or isinstance(prefill, HopperTile):
         return shares
@@ -207,9 +195,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
 
 
 def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
-    """Return the Triton kernel's tile for launches that divide keys among programs, with at most `q_len` query tokens per
-    request.
-    """
+    """Return the Triton kernel's tile for shares, with at most `q_len` query tokens per request."""
     kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
     return choose_tile(q_len * problem.group, problem.head_dim, kv_bytes, capability)
 
@@ -249,11 +235,9 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
 def _grid(
     problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
 ) -> tuple[int, ...]:
-    """Return the grid of a launch of the Triton kernel.
+    """Return the grid of a launch of the Triton kernel: (blocks of rows, shares), or a program for each block and K/V head.
 
-    If shares divide the batch's key tiles among programs, the grid is (blocks of rows, shares). Without shares, it has a
-    program for each block of rows and K/V head. If the launch serves only requests of `least_q_len` or more tokens, the grid
-    covers the largest number of blocks that these requests can have.
+    If the launch serves only requests of `least_q_len` or more tokens, the grid covers the most blocks that they can have.
     """
     if shares is not None:
         return q_blocks, shares.count
@@ -270,10 +254,9 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches for the requests of `least_q_len` to `problem.max_q_len` query tokens.
+    """Return the launches for the requests of `least_q_len` to `problem.max_q_len` query tokens: attention, perhaps a merge.
 
-    `least_q_len` is None if the launches serve all requests, 1 in the first of two launches, and larger in the second. If the
-    keys are divided among programs, a merge may follow the attention launch.
+    `least_q_len` is None if the launches serve all requests, 1 in the first of two launches, and larger in the second.
     """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)

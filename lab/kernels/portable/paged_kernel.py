@@ -235,12 +235,11 @@ def _store(
     MERGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the result of a block of rows over those keys of a unit (one request and one K/V head) that this program has read.
+    """Write the result of a block of rows over those keys of a unit that this program has read.
 
     If these are all keys of the unit, the output is written, else a partial result. With MERGED, the last program to store a
     partial result of the unit merges the unit's partial results here. Without MERGED, the program that read the unit's first
-    key records which shares have its keys, for the launch that merges. A share is the consecutive key tiles that one program
-    reads.
+    key records which shares have its keys, for the launch that merges.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
@@ -267,9 +266,8 @@ def _store(
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return the work of a program that reads all keys of its block of rows: (block, place, end, places, request, first place).
 
-    A place is a position in a sequence of key tiles (`key_shares`). Here the sequence has only the tiles of the program's own
-    request, head after head, without the empty places: `places` is the number of tiles, and the first place is 0. A program
-    whose index is after the last block has `end` equal to `place`.
+    Places are of the program's own request alone, head after head, without the empty ones: `places` is the number of tiles,
+    and the first place is 0. A program whose index is after the last block has `end` equal to `place`.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.

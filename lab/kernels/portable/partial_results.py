@@ -1,7 +1,7 @@
 """Partial results: the attention of a unit (one request and one K/V head) over only those of its keys that one program reads.
 
-They exist if several programs divide the keys of a unit (`lab.kernels.portable.key_shares`). `lab.kernels.portable.merge`
-combines them. A share is the consecutive key tiles of the batch that one program reads.
+They exist if several programs divide the keys of a unit. The glossary of `lab.kernels.portable.key_shares` explains share and
+place; `lab.kernels.portable.merge` combines partial results.
 """
 
 from typing import NamedTuple
@@ -26,9 +26,8 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 class PartialResults(NamedTuple):
     """The scratch memory for the partial results of all programs, with two slots for each share and block of rows.
 
-    A share is the consecutive key tiles that one program reads, a unit one request and one K/V head. A share holds at most two
-    units only in part: the one in which it begins and the one in which it ends. Results are normalised, so that a merge needs
-    only their LSE.
+    A share holds at most two units only in part: the one in which it begins and the one in which it ends. Results are
+    normalised, so that a merge needs only their LSE.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
@@ -45,18 +44,12 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the scratch memory for partial results; None if no request's keys are divided among programs.
+    """Allocate the scratch memory for partial results of blocks of `rows`; None if programs divide no request's keys.
 
     The memory belongs to the call. Counters are filled with zeros here: once for a prepared call, or inside the graph if a
     graph captures the whole call. Each launch leaves them zero, so that no replay and no call on another stream meets counters
     that are in use. The caller's workspace cannot hold them: streams may share it, and trtllm-gen writes into all of it
     (`lab.calls.workspace`).
-
-    Args:
-        shares: how the keys are divided among programs.
-        q_blocks: largest number of blocks of query rows in a request.
-        rows: rows of a block.
-        problem: the call.
     """
     if shares is None or shares.count == 1:
         return None
@@ -79,30 +72,25 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Wait for the previous launch, in the last program only.
-
-    A launch that waits for this one then waits for both.
-    """
+    """Wait for the previous launch, in the last program only. A launch that waits for this one then waits for both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of the slot for a partial result of one share (the key tiles of one program) and block of rows.
+    """Return the index of the slot for a partial result of one share and block of rows.
 
-    A share has two slots: one for a unit (request and K/V head) whose first key it has, and one for a unit that an earlier
-    share began.
+    A share has two slots: one for a unit whose first key it has, and one for a unit that an earlier share began.
     """
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write which shares have keys of a unit (one request and K/V head): the index of the first and of the last such share.
+    """Write which shares have keys of a unit: the index of the first and of the last such share.
 
-    A share is `share_places` consecutive places in the sequence of all key tiles. `first_place` is the place of the unit's
-    first tile.
+    A share has `share_places` places, and `first_place` is that of the unit's first tile.
     """
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))

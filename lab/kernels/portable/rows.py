@@ -51,10 +51,7 @@ def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | Non
 
 @triton.jit
 def request_rows(cu_seqlens_q, request, max_q_len):
-    """Return (index of a request's first query row, number of its rows).
-
-    Without `cu_seqlens_q` every request has `max_q_len` rows.
-    """
+    """Return (index of a request's first query row, number of its rows): `max_q_len` rows without `cu_seqlens_q`."""
     if cu_seqlens_q is None:
         q_start = request * max_q_len
         q_len = max_q_len
@@ -66,11 +63,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each of `requests`, or 0 if the launch does not serve the request.
-
-    A launch serves requests with `least_q_len` to `max_q_len` tokens, the numbers in `kind`. Indices after the last request
-    give 0.
-    """
+    """Return the number of query tokens of each of `requests`; 0 for requests of another kind, or after the last one."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -167,10 +160,7 @@ def row_bounds(
     window_left,
     CAUSAL: tl.constexpr,
 ):
-    """Return the keys of a `KeyRange` that each row sees without a draft mask.
-
-    The result is (first key, end of the keys), each int32 [rows].
-    """
+    """Return (first key, end of the keys) of a `KeyRange` that each row sees without a draft mask, each int32 [rows]."""
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0
     if CAUSAL:
@@ -191,10 +181,7 @@ def visible_keys(
     MASK_WORDS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Return bool [rows, keys], True where a row sees a key.
-
-    A draft mask, if there is one, replaces causality. A window limits both.
-    """
+    """Return bool [rows, keys], True where a row sees a key. A draft mask replaces causality. A window limits both."""
     visible = row_exists[:, None] & key_exists[None, :]
     if MASK_WORDS > 0:
         is_draft = key >= keys.q_position

@@ -59,18 +59,13 @@ def scalar(scale):
 
 @triton.jit
 def logit_scale(scales):
-    """Return the factor that turns products of queries and keys into logits in base 2: bmm1_scale * log2(e).
-
-    `scales` is a call's (bmm1_scale, bmm2_scale).
-    """
+    """Return the factor that turns products of queries and keys into logits in base 2: bmm1_scale * log2(e)."""
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return the factor for the logits of query rows that `fitted` has divided by 2 ** `power`: the factor of `logit_scale`
-    times 2 ** `power`. It is the `scale` of `logits_log2`.
-    """
+    """Return the factor for the logits of rows that `fitted` has divided by 2 ** `power`. `scale` is from `logit_scale`."""
     return scale * tl.exp2(power)
 
 
@@ -160,10 +155,7 @@ def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KE
 
 @triton.jit
 def whole_denominator(denominator):
-    """Return a running softmax's denominator as one number for each row, [rows].
-
-    A denominator with a part for each key of a tile, [rows, keys], is summed over the keys.
-    """
+    """Return a running softmax's denominator as one number for each row, [rows]."""
     if len(denominator.shape) == 2:
         denominator = tl.sum(denominator, 1)
     return denominator
@@ -171,10 +163,7 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Add one tile of keys to a running softmax, and return its new state (largest, denominator, sums).
-
-    The weights come from `scores`, logits in base 2, and are multiplied by `values`.
-    """
+    """Add a tile of keys, with logits `scores` in base 2, to a running softmax, and return (largest, denominator, sums)."""
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])

@@ -44,16 +44,11 @@ SM100_PREFILL = {
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
     """Return the tile of the paged kernel for requests that have at most `num_packed_rows` = max_q_len * group rows.
 
-    A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
-    allow, with two programs on a multiprocessor that hide each other's waits. With more rows, SM90 is bound by the time from a
-    tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and TMA loads them, which saves the
-    registers for addresses. It loads those of up to 32 rows too, which takes fewer instructions before the first keys.
-
-    Args:
-        num_packed_rows: largest number of rows in a request.
-        head_dim: head_dim of K and V.
-        kv_bytes: bytes of an element of K and V.
-        capability: (major, minor) of the GPU; None for the interpreter, which runs SM90's tiles.
+    A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V, with `kv_bytes` per element: the tile
+    is as small as the rows allow, with two programs on a multiprocessor that hide each other's waits. With more rows, SM90 is
+    bound by the time from a tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and TMA loads
+    them, which saves the registers for addresses. It loads those of up to 32 rows too, which takes fewer instructions before
+    the first keys. The interpreter, which has no `capability`, runs SM90's tiles, here and below.
     """
     family = family_that_runs(capability)
     rows = max(16, triton.next_power_of_2(num_packed_rows))
@@ -100,15 +95,11 @@ def choose_prefill_tile(
     """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows.
 
     The blocks of a request then run at the same time, and find each other's keys in L2. So blocks of 64 rows read no more from
-    memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if TMA loads the tiles: it
-    cannot for pages of 16 tokens, which were slower with 64 rows. On SM100 one product takes 128 rows, so tiles have 128 rows
-    if they do not spill. Blocks of few rows see few keys, those of a short window or of a short prompt: two warps leave a
-    multiprocessor room for four programs, which hide each other's waits for their first keys.
-
-    Args:
-        tile: the tile for launches that divide keys among programs, from `choose_tile`.
-        head_dim, kv_bytes, capability: as for `choose_tile`.
-        described: TMA can load the tile's K and V.
+    memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if TMA loads the tiles
+    (`described`): it cannot for pages of 16 tokens, which were slower with 64 rows. On SM100 one product takes 128 rows, so
+    tiles have 128 rows if they do not spill. Blocks of few rows see few keys, those of a short window or of a short prompt: two
+    warps leave a multiprocessor room for four programs, which hide each other's waits for their first keys. `tile` is from
+    `choose_tile`.
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
@@ -123,12 +114,6 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
     Registers and shared memory limit the rows, at a kv_lora_rank of 512. The sums of 64 rows take half the register file of an
     SM90 multiprocessor, so 128 rows would not fit. More rows become more blocks, which read the entries again through L2.
-
-    Args:
-        num_packed_rows: largest number of rows in a request.
-        kv_bytes: bytes of an element of the cache.
-        capability: (major, minor) of the GPU, whose shared memory limits the rows; None for the interpreter, which runs SM90's
-            tiles.
     """
     family = family_that_runs(capability)
     most_rows = _most_mla_rows(family, kv_bytes)
@@ -146,7 +131,7 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    """Return the largest number of query rows of an MLA tile that fits a program's shared memory and registers.
+    """Return the most query rows of an MLA tile that fits a program's shared memory and registers.
 
     SM100 would multiply 64 rows by 32 keys with tcgen05, but every such tile spills (results/blackwell-dry-run/portable.md,
     "MLA on SM100").
@@ -162,13 +147,8 @@ def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capabilit
     """Return the tile of the ragged kernel, whose K/V is not paged, for requests that have at most `max_q_len` rows.
 
     A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. 128 rows are
-    two warp groups of Hopper's asynchronous products. The tiles were compiled, but not timed on any GPU.
-
-    Args:
-        max_q_len: largest number of rows in a request. There are only four tiles, so that a new length rarely compiles a new
-            kernel.
-        head_dim, v_head_dim: head_dim of the keys and of the values.
-        capability: (major, minor) of the GPU; None for the interpreter, which runs SM90's tiles.
+    two warp groups of Hopper's asynchronous products. There are only four tiles, so that a new length rarely compiles a new
+    kernel. They were compiled, but not timed on any GPU.
     """
     roomy = family_that_runs(capability).has_large_shared_memory
     wide = head_dim + v_head_dim > 320

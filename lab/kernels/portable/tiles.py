@@ -70,10 +70,7 @@ class PoolStrides(NamedTuple):
 def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> TensorDescriptor | None:
     """Return a TMA descriptor of a pool's tiles; None if the tile has no `by_descriptor` or TMA cannot load the tiles.
 
-    Args:
-        cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
-        tile: only `keys` and `by_descriptor` are read.
-        dims: elements of head_dim in a tile, a power of two.
+    `dims` are the elements of head_dim in a tile, a power of two.
     """
     if not tile.by_descriptor or not loads_by_descriptor(cache, tile.keys):
         return None
@@ -83,17 +80,14 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
     """Return True if TMA can load tiles of `keys` keys from one page of the pool, and this saves time.
 
-    Strides and addresses must be multiples of 16 bytes. An e4m3 tile is converted before it is multiplied, and gains nothing.
+    An e4m3 tile is converted before it is multiplied, and gains nothing.
     """
     aligned = is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
     return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
 def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
-    """Return True if a pool's address is a multiple of 16 bytes, and its strides are multiples of `strides_bytes`.
-
-    The stride of the last dimension is not checked.
-    """
+    """Return True if a pool's address is a multiple of 16 bytes, and its first three strides of `strides_bytes`."""
     strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 
@@ -104,10 +98,6 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
     It does so if products take K/V from registers: in tiles of fewer than 64 rows. A register for a product holds two float16
     elements, a loaded register four e4m3 elements. One permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would
     have to be masked, shifted and moved one by one. Other pools are returned unchanged.
-
-    Args:
-        caches: K and V, each [num_pages, num_kv_heads, page_size, head_dim].
-        tile: only `rows` is read.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
@@ -120,10 +110,9 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids of the tile that begins at key `begin`, int64.
+    """Return the page ids of the tile that begins at key `begin`, int64: one if a page holds the whole tile, else one per key.
 
-    There is one id if a page holds the whole tile, else one per key. A tile begins at a multiple of BLOCK_KEYS. Ids of keys
-    from `end` on are not read: they are 0.
+    A tile begins at a multiple of BLOCK_KEYS. Ids of keys from `end` on are not read: they are 0.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)

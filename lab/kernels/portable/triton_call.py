@@ -56,7 +56,7 @@ class TritonLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """Return True after the first launch. Return False in the interpreter, which compiles nothing."""
+        """Return True after the first launch, but not in the interpreter, which compiles nothing."""
         return self._compiled is not None
 
     def _bare_launch(self) -> Callable[..., object]:
@@ -96,9 +96,9 @@ def _addressed(argument: Any) -> Any:
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that takes a list of addresses and returns the argument with addresses in place of its tensors.
+    """Return a function of a list of addresses that returns the argument with addresses in place of its tensors.
 
-    Return None if the argument holds no tensor. `index_of` returns a tensor's index in the list.
+    The result is None if the argument holds no tensor. `index_of` returns a tensor's index in the list.
     """
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
@@ -120,7 +120,7 @@ def _itself(argument: Any, _addresses: Addresses) -> Any:
 
 
 class _Address(int):
-    """An address with a method `data_ptr`, which Triton's launcher calls on the base tensor of a TMA descriptor."""
+    """An address that Triton's launcher takes for the base tensor of a TMA descriptor."""
 
     def data_ptr(self) -> int:
         return self

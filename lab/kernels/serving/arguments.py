@@ -14,11 +14,10 @@ CUMULATIVE_ROWS = -1  # sum `cu_seqlens_q` from a tensor that holds each request
 
 
 def check_matrix(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the value after checking that it is a tensor [rows, columns] with contiguous rows. There may be gaps between rows.
+    """Return the value if it is a tensor [rows, columns] of one of `dtypes` with contiguous rows, perhaps with gaps between.
 
     Raises:
-        TypeError: the value is not a tensor, or its dtype is not in `dtypes`.
-        ValueError: it does not have two dimensions, or a row is not contiguous.
+        TypeError, ValueError: it is not.
     """
     tensor = check_tensor(name, value, dtypes)
     if tensor.ndim != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):

@@ -110,10 +110,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the K/V list of one (step, request, branch), and the list's end in kv_indptr.
-
-    One program writes a list, or several divide it if `by_token_blocks`.
-    """
+    """Write the K/V list of one (step, request, branch), or a part of it if `by_token_blocks`, and its end in kv_indptr."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -144,10 +141,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return the number of prefix tokens in each request's lists.
-
-    It is the prefix's length; with a window, at most the window's tokens and the sink's.
-    """
+    """Return the number of prefix tokens in each request's lists: with a window, at most the window's and the sink's."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -155,10 +149,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position in its request of the token with index `token` in a list. The token must belong to the prefix.
-
-    With a window, a list has the sink's tokens first, then the window's.
-    """
+    """Return the position of a list's prefix token: with a window, the sink's tokens come first, then the window's."""
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)

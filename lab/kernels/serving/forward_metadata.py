@@ -137,7 +137,7 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return the kernel with its grid and arguments bound. The arguments must be checked, with at least one request."""
+    """Return the kernel with its grid and arguments bound. There is at least one request."""
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
@@ -182,11 +182,7 @@ def _bind_kernel(
 
 
 def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
-    """Launch the kernel on the device of `tensor`.
-
-    The launch has only the addresses of the passes' tensors. `kept_alive` refers to these tensors, so that their memory stays
-    allocated as long as this call can be made.
-    """
+    """Launch the kernel, which has only addresses, on the device of `tensor`. `kept_alive` keeps their memory allocated."""
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
 
@@ -230,11 +226,7 @@ def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tu
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return each page table once, and for each the largest `seq_len_offset` of the passes that share it.
-
-    Args:
-        tables: (table or None, seq_len_offset) of each pass.
-    """
+    """Return each page table of (table or None, seq_len_offset) once, with the largest offset of those that share it."""
     found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:

@@ -102,16 +102,13 @@ def _int32s(passed):
 
 @triton.jit
 def _int64s(passed):
-    """Return a pointer to int64. `passed` is its address as the host encodes numbers (`_encode_numbers`)."""
+    """Return a pointer to int64 from its encoded address."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return the number of live columns of a request of `length` tokens: its pages, at most the table's width.
-
-    The width is given as 2 n + 3 (`_number`).
-    """
+    """Return the live columns of a request of `length` tokens: its pages, at most the table's (encoded) width."""
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 

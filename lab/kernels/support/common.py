@@ -1,6 +1,7 @@
 """Dtypes, sizes and refusals that several files of this package use.
 
-A refusal is a sentence that says why a kernel does not support a call. It leaves out the kernel's name.
+A function that refuses returns a refusal: a sentence, without the kernel's name, that says why the kernel does not support
+the call. It returns None for a call that it does not refuse.
 """
 
 from collections.abc import Iterable
@@ -45,10 +46,7 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a refusal (a sentence) if a tensor's address is not a multiple of `load_bytes`, else None.
-
-    `load_bytes` is the number of bytes that the kernel loads at a time.
-    """
+    """Refuse a tensor whose address is not a multiple of `load_bytes`, the bytes that the kernel loads at a time."""
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
@@ -58,10 +56,7 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a refusal (a sentence) if a tensor's address or a stride is not a multiple of `load_bytes`; else None.
-
-    The last stride is not checked.
-    """
+    """Refuse a tensor whose address or a stride is not a multiple of `load_bytes`. The last stride is not checked."""
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
             return misplaced(name, tensor, load_bytes) or (
@@ -72,26 +67,23 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return what `misaligned` says of the first of these named tensors that it refuses, or None."""
+    """Return the first refusal of `misaligned` among these named tensors."""
     return next((words for name, tensor in tensors if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if query, K, V or `out` does not fit loads and stores of 16 bytes, else None.
-
-    The addresses of all four and the strides of query, K and V are checked.
-    """
+    """Refuse a query, K, V (addresses and strides) or `out` (address) that does not fit loads and stores of 16 bytes."""
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     return first_misaligned(sides) or (None if problem.out is None else misplaced("out", problem.out))
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return a refusal (a sentence) if bmm1_scale is not positive, for kernels that mask before they scale: 0 * -inf is NaN."""
+    """Refuse a bmm1_scale that is not positive, for kernels that mask before they scale: 0 * -inf is NaN."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if the address of query, K, V or out does not fit the loads and stores of XQA and fmha_v2.
+    """Refuse a query, K, V or out whose address does not fit the loads and stores of XQA and fmha_v2.
 
     They load 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
     (`grainBytesGmemCache`).

@@ -13,7 +13,7 @@ from lab.kernels.support.kernel import Kernel, Sizes, sizes
 
 
 def _limits(_capability: Capability | None, problem: TwoPools) -> str | None:
-    """Return a refusal (a sentence) if the launcher cannot read a pool, the index tensor, the query or out, else None."""
+    """Refuse a pool, an index tensor, a query or an out that the launcher cannot read."""
     selected = problem.selected
     for name, pool in (("swa_kv_cache", problem.window_cache), ("compressed_kv_cache", problem.k_cache)):
         # trtllm_fmha_kernel_launcher.cu 78-90

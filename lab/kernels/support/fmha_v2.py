@@ -9,10 +9,7 @@ from lab.kernels.support.stored_cache import stored_cache
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
-
-    The limits are those of `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and the kernel's epilogues.
-    """
+    """Refuse by the limits of `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and the kernel's epilogues."""
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
@@ -30,10 +27,9 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if fmha_v2 cannot address the cache, else None.
+    """Refuse a cache that fmha_v2 cannot address: it computes strides from shapes and counts all pages from K's first page.
 
-    fmha_v2 computes strides from shapes and counts all pages from K's first page (`_check_paged_kv_non_interleaved`,
-    fmha_v2_run.cu).
+    Sources: `_check_paged_kv_non_interleaved` and fmha_v2_run.cu.
     """
     stored = stored_cache(problem)
     if problem.k_block_tables is not problem.v_block_tables:

@@ -28,10 +28,7 @@ paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEX
 
 
 def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
-
-    The limits are those of `_flash_attn_fwd` and of the documentation of `flash_attn_varlen_func`.
-    """
+    """Refuse by the limits of `_flash_attn_fwd` and of the documentation of `flash_attn_varlen_func`."""
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
     if problem.page_size == _keys_of_a_tile(capability, problem):
@@ -43,7 +40,7 @@ def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -
 
 
 def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
-    """Return the number of keys in FlashAttention-4's tile, as its `_get_fwd_config` and `_tile_size_fwd_sm90` choose it.
+    """Return the keys of FlashAttention-4's tile (`_get_fwd_config`, `_tile_size_fwd_sm90`).
 
     FlashAttention-4 loads a page by TMA only if it has this number of tokens.
     """
@@ -65,10 +62,7 @@ FLASH_ATTENTION_4 = paged_kernel(
 
 
 def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit of torch's `flex_attention` that a call exceeds, or None.
-
-    On a GPU torch counts elements in 32 bits (pytorch/pytorch#185264).
-    """
+    """Refuse by the limits of `flex_attention`. On a GPU torch counts elements in 32 bits (pytorch/pytorch#185264)."""
     for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
         span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
         if capability is not None and span >= 2**31:
@@ -99,10 +93,7 @@ FLEX_ATTENTION = paged_kernel(
 
 
 def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit of SGLang's Triton attention that a call exceeds, or None.
-
-    The limits are those of SGLang's `decode_attention.py` and `extend_attention.py`.
-    """
+    """Refuse by the limits of SGLang's `decode_attention.py` and `extend_attention.py`."""
     if problem.bmm1_scale == 0:
         return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
     if problem.window_left == 0:
@@ -128,10 +119,7 @@ SGLANG_TRITON = paged_kernel(
 
 
 def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit of vLLM's Triton attention that a call exceeds, or None.
-
-    vLLM applies scales of K and V to an e4m3 cache only.
-    """
+    """Refuse scales of K and V: vLLM's Triton attention applies them to an e4m3 cache only."""
     if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
         return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     return None

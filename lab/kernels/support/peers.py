@@ -36,10 +36,7 @@ MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACH
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit of FlashInfer's MLA wrapper that a call exceeds, or None.
-
-    The limits are those of `_validate_generated_fa_plan` and of the two backends, FA2 and FA3.
-    """
+    """Refuse by the limits of `_validate_generated_fa_plan` and of the two backends, FA2 and FA3."""
     quantised = problem.k_cache.dtype == E4M3
     if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
         return E4M3_CACHE
@@ -67,10 +64,7 @@ FA3_MLA = MLA("BatchMLAPagedAttentionWrapper with FA3", gpus=(SM90,), sizes=(RAN
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
-
-    The limits are those of `BatchPrefillWithRaggedKVCacheWrapper` and its two backends, FA2 and FA3.
-    """
+    """Refuse by the limits of `BatchPrefillWithRaggedKVCacheWrapper` and its two backends, FA2 and FA3."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return positive_bmm1_scale(problem) or first_misaligned(sides)
 
@@ -93,10 +87,7 @@ FA3_RAGGED = _ragged("FA3", (SM90,))
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit of FlashInfer's paged wrappers that a call exceeds, or None.
-
-    The limits are those of the decode and the prefill wrapper, of their `AttentionSink`, and of the loads of FA2 and FA3.
-    """
+    """Refuse by the limits of the decode and the prefill wrapper, their `AttentionSink`, and the loads of FA2 and FA3."""
     if problem.sinks is not None and problem.mask is not None:  # `AttentionSink` has a `LogitsMask` of its own
         return "reads no mask where it has sinks"
     if problem.sinks is not None and problem.query.dtype == E4M3:

@@ -78,7 +78,7 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if K or V has no `token_list`, a view as one sequence of tokens; else None."""
+    """Refuse K or V that has no `token_list`."""
     sides = (("K", problem.k_cache), ("V", problem.v_cache))
     return next(
         (

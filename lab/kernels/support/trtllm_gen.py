@@ -118,20 +118,14 @@ UNPACKED_LOAD_BYTES = 32  # where the descriptor unpacks 4 bits: decode over NVF
 
 
 def _mask(problem: Problem) -> MaskKind:
-    """Return the kind of mask that trtllm-gen's launcher selects a kernel for.
-
-    A window that reaches from the last key to the first does not count as a window (`selectKernel`).
-    """
+    """Return the kind of mask that `selectKernel` chooses by. A window from the last key to the first is no window there."""
     if not problem.causal:
         return MaskKind.FULL
     return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return a refusal (a sentence) if trtllm-gen's kernel table has no kernel for a call, else None.
-
-    The sentence names the dtypes and sizes of the most similar kernels.
-    """
+    """Refuse a call for which the table has no kernel. The sentence has dtypes and sizes of the most similar kernels."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -149,10 +143,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return words that list the values of the most similar kernels where they differ from the call's.
-
-    `fits` says which of dtypes, head_dims, page sizes and mask agree with the call.
-    """
+    """Return what the most similar kernels take of dtypes, head_dims, page sizes or masks that do not fit the call."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
@@ -165,19 +156,14 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _not_skipped(problem: Problem) -> str | None:
-    """Return a refusal (a sentence) if no kernel leaves out parts of the softmax for these dtypes
-    (`mSkipsSoftmaxWhenPossible`), else None.
-    """
+    """Refuse dtypes for which no kernel leaves out parts of the softmax (`mSkipsSoftmaxWhenPossible`)."""
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
     return None
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if decode has too many query heads per K/V head, else None.
-
-    A context call has no such limit.
-    """
+    """Refuse too many query heads per K/V head in decode. A context call has no such limit."""
     converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
     most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
     if problem.group > most and problem.group % most:
@@ -188,10 +174,7 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Return a refusal (a sentence) if the launcher's TMA descriptors cannot describe a tensor of the call, else None.
-
-    The limits are those of `buildNdTmaDescriptor`.
-    """
+    """Refuse a tensor that the launcher's TMA descriptors cannot describe (`buildNdTmaDescriptor`)."""
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -217,10 +200,7 @@ def _misaligned(problem: Problem) -> Iterator[str | None]:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if the launcher cannot read the layout of the call's NVFP4 scale factors, else None.
-
-    `makeTmaShapeStrideKvSf` defines the layout that it reads.
-    """
+    """Refuse a layout of NVFP4 scale factors that the launcher cannot read (`makeTmaShapeStrideKvSf`)."""
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
         return None
@@ -232,10 +212,7 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if trtllm-gen has no MLA kernel for the number of query heads, else None.
-
-    Sources: the check of mla/_core.py and `selectMlaGenerationKernel`.
-    """
+    """Refuse a number of query heads without an MLA kernel (mla/_core.py, `selectMlaGenerationKernel`)."""
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
     if heads > most and most < MLA_HEADS_OF_A_CTA:
@@ -246,7 +223,7 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def _selected(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if trtllm-gen has no kernel for the selected entries of an MLA call, else None.
+    """Refuse selected entries of an MLA call for which there is no kernel.
 
     A kernel of selected entries reads the cache as rows of one entry, one after the other: its descriptor has no stride of
     pages or tokens (kernelParams.h 756).
@@ -275,7 +252,7 @@ def _selected(problem: PagedAttention) -> str | None:
 
 
 def division(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if the launcher would divide by 0 in an MLA call and end the process, else None."""
+    """Refuse an MLA call in which the launcher would divide by 0 and end the process."""
     is_dense = problem.selected is None  # else `useSwapsMmaAbMlaGenKernel`, which divides, is not called
     if is_dense and problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:
         return (

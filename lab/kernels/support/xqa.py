@@ -30,10 +30,7 @@ GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
-
-    The limits are those of FlashInfer's `xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu.
-    """
+    """Refuse by the limits of FlashInfer's `xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu."""
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
@@ -53,10 +50,7 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
 
 
 def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if XQA does not compile for the call's number of heads and head_dim, else None.
-
-    The limits are FlashInfer's checks and the assertions of the CUDA code.
-    """
+    """Refuse numbers of heads and head_dims for which XQA does not compile, by FlashInfer's checks and the CUDA code's."""
     group, head_dim = problem.group, problem.head_dim
     family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
     assert capability is not None  # `why_not` asks for the GPU first
@@ -126,10 +120,7 @@ XQA = Kernel(
 
 
 def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
-
-    The limits are those of `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla` and mla_sm120.cu.
-    """
+    """Refuse by the limits of `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla` and mla_sm120.cu."""
     columns = problem.k_block_tables.shape[1]
     if columns * problem.page_size % 128:
         return f"needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"

@@ -98,11 +98,9 @@ trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_w
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return arguments for K/V, page tables and window, in forms that every kernel of FlashInfer 0.7.2 reads correctly, and a
-    tuple of refreshes.
+    """Return K/V, page tables and window in forms that every kernel of FlashInfer 0.7.2 reads correctly, and refreshes.
 
-    K and V are a pair of HND views; FlashInfer converts other forms to this, except one tensor as both. A refresh is a launch
-    that copies a page table whose rows are not contiguous.
+    K and V are a pair of HND views; FlashInfer converts other forms to this, except one tensor as both.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -168,8 +166,6 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
     """Return K/V and the page table in the form that fmha_v2 addresses and FlashInfer's checks accept, and refreshes.
-
-    A refresh is a launch that writes the page table before each call.
 
     Raises:
         NotImplementedError: K and V are two tensors, and the installed FlashInfer takes only one tensor.
