@@ -1,4 +1,4 @@
-"""DeepSeek-V4's call on FlashInfer: what its row refuses, and what the adapter passes; and the portable kernel."""
+"""DeepSeek-V4's call on FlashInfer: what its row refuses, and what the adapter passes."""
 
 import math
 from typing import Any
@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import AttentionCall, DSV4DecodeCall
-from lab.checks.case_run import CaseRun
-from lab.checks.parameters.calls import judge_call
-from lab.checks.parameters.models import Configuration
-from lab.kernels import flashinfer_call, portable, trtllm
+from lab.kernels import flashinfer_call, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
 from lab.kernels.support import why_not
 from lab.kernels.support.dsv4 import TRTLLM_GEN_DSV4
@@ -19,7 +16,6 @@ from lab.kernels.support.portable import PORTABLE_DSV4
 from lab.kernels.support.trtllm import kernel_for
 from tests.calls.breaks import Breaks, tensor, value
 from tests.cases import Arguments
-from tests.devices import IN_INTERPRETER
 
 B200, SPAN = (10, 0), 132
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -154,25 +150,3 @@ def test_what_the_adapter_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch.zeros(64, dtype=torch.uint8)
     again = trtllm.prepare_trtllm_batch_decode_sparse_mla_dsv4(**given, multi_ctas_kv_counter_buffer=own)
     assert again.arguments["multi_ctas_kv_counter_buffer"] is own
-
-
-# The portable kernel: what shows its own part, the two pools and the bound of the window's columns.
-CASES: list[dict[str, Any]] = [
-    {},
-    {"dtypes": "e4m3/e4m3", "heads": 8, "q_len": 2, "sinks": "per head"},
-    {"columns": 132, "q_len": 3, "sparse_indices": "tail far outside", "window_entries": "ordered"},
-    {"columns": 128, "page_size": 8, "compressed_page_size": 64, "cache": "pages apart", "kv_layout": "NHD"},
-    {"columns": 640, "compressed_entries": "none", "offsets": "unequal", "q_len": 3, "cache": "tokens apart"},
-    {"sparse_indices": "rows apart", "q_len": 2, "query": "requests apart", "bmm2_scale": "0.9 as a tensor [1]"},
-    {"requests": 40, "head_dim": 64, "offsets": "none first"},
-]
-
-
-@IN_INTERPRETER
-@pytest.mark.parametrize("values", CASES, ids=repr)
-def test_the_portable_kernel_is_right(values: Arguments) -> None:
-    case = Configuration(AttentionCall.DSV4_DECODE, {"head_dim": 64} | values, 1)
-    run = CaseRun(portable, case, torch.device("cpu"))
-    judge_call(run)
-    assert not run.wrongs + run.failures + run.declines
-    assert run.judged

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab import references
 from lab.calls import ContextCall
 from lab.kernels.portable import hopper, key_shares, merge, paged, partial_results
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.tile_choices import choose_tile
 from lab.kernels.portable.tiles import HopperTile, ProgramTile, tile_descriptor
-from tests.cases import CONTEXT, DECODE, Arguments, Batch, pack_mask
+from tests.cases import CONTEXT, DECODE
 from tests.kernels.conftest import Split
-from tests.kernels.held import BF16, E4M3, FP32, ROUNDOFF
+from tests.kernels.held import BF16, E4M3, FP32
 from tests.kernels.portable_calls import NAN, PortableKernel, arguments_of, batch_of, sinks_of, sizes_on_a_gpu
 
 pytestmark = pytest.mark.skipif(
@@ -36,68 +35,13 @@ def posed(q_lens: list[int], kv_lens: list[int], **changes: Any) -> Any:
     return ContextCall(**CONTEXTS.pose(q_lens, kv_lens, 64, **changes)).problem()
 
 
-# Scales, masks and outputs that other kernels do not have.
-
-
-def test_e4m3_output_saturates(split: Split) -> None:
-    for count in (1, 2):
-        split(count)
-        arguments = DECODES.pose([1, 1], [40, 90], bmm1_scale=1.0, bmm2_scale=1000.0, out_dtype=E4M3)
-        out = DECODES.run(arguments)[0].float()
-        expected = references.trtllm_batch_decode_with_kv_cache(**arguments | {"out": None, "out_dtype": E4M3})[
-            0
-        ].float()
-        saturated = expected.abs() == 448.0
-        assert 0 < int(saturated.sum()) < saturated.numel()
-        assert out[saturated].equal(expected[saturated])
-        assert bool(out.isfinite().all())
-
-
-def test_an_output_dtype_that_is_not_written() -> None:
-    with pytest.raises(NotImplementedError, match="writes fp16, bf16, e4m3 or float32"):
-        DECODES.run(DECODES.pose([1], [18], out_dtype=torch.float64))
-
-
-def test_a_scale_in_base_2() -> None:
-    arguments = DECODES.pose([1], [33], magnitude=0.3, bmm1_scale=9.0, bmm1_scale_log2=torch.tensor([0.2]))
-    out, _ = DECODES.run(arguments)
-    exact = arguments | {"out": None, "out_dtype": torch.float64}
-    truth, _ = references.trtllm_batch_decode_with_kv_cache(**exact)
-    assert float(references.relative_l2(out, truth).max()) <= 2 * ROUNDOFF[BF16]
-
-
-def test_tree_mask() -> None:
-    """Every row sees its own set of draft tokens, another in each request, and of 20 some bits lie in a second word."""
-    masks = (torch.rand(2, 20, 20, generator=torch.Generator().manual_seed(0)) < 0.4).tolist()
-    for window_left in (-1, 30):
-        DECODES.right([20, 20], [20, 75], mask=pack_mask(masks), window_left=window_left)
-
-
-def test_a_causal_mask_is_no_mask(split: Split) -> None:
-    causal = [[[column <= row for column in range(5)] for row in range(5)]] * 2
-    for count in (1, 2):
-        split(count)
-        with_mask, without = (
-            DECODES.run(DECODES.pose([5, 5], [5, 70], mask=mask)) for mask in (pack_mask(causal), None)
-        )
-        assert all(map(torch.equal, with_mask, without))
+# Windows, and scales that other kernels do not have.
 
 
 @pytest.mark.parametrize("window_left", [2**31 - 1, 2**40])
 def test_a_window_beyond_all_lengths_is_no_window(window_left: int) -> None:
     wide, _ = DECODES.right([4, 4], [2, 70], window_left=window_left)
     assert wide.equal(DECODES.right([4, 4], [2, 70])[0])
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_keys_before_the_window_are_not_read(split: Split, count: int) -> None:
-    """A sliding-window pool has given them away: another request's keys lie there, or none yet."""
-    split(count)
-    batch = batch_of(DECODE, [2], [200], heads=(4, 2))
-    clean, _ = DECODES.hold(arguments_of(DECODE, batch, 32, window_left=20))
-    for side in (batch.keys, batch.values):
-        side[0][: 200 - 2 - 20] = NAN
-    assert DECODES.run(arguments_of(DECODE, batch, 32, window_left=20))[0].equal(clean)
 
 
 @pytest.mark.parametrize("q_len", [1, 10], ids=["pairs", "elements"])
@@ -268,50 +212,6 @@ def test_windows_of_few_keys_have_a_tile_of_their_own(
 
 
 # Where K and V lie.
-
-
-def layouts(base: Arguments) -> dict[str, Arguments]:
-    """Return the same call over the same K and V, stored otherwise."""
-    k, v = base["kv_cache"]
-    nhd = tuple(cache.transpose(1, 2).contiguous() for cache in (k, v))
-    wide = torch.full((k.shape[0], 2, *k.shape[1:3], k.shape[3] + 8), NAN).to(k.dtype)
-    wide[:, 0, ..., : k.shape[3]], wide[:, 1, ..., : k.shape[3]] = k, v
-    outer = torch.stack((k, v)).permute(3, 2, 0, 1, 4).contiguous().permute(2, 3, 1, 0, 4)
-    table = base["block_tables"]
-    changes: dict[str, Arguments] = {
-        "NHD": {"kv_cache": nhd, "kv_layout": "NHD"},
-        "views of NHD": {"kv_cache": tuple(cache.transpose(1, 2) for cache in nhd)},
-        "stacked HND": {"kv_cache": torch.stack((k, v), 1)},
-        "stacked NHD": {"kv_cache": torch.stack(nhd, 1), "kv_layout": "NHD"},
-        "K and V of unlike strides": {"kv_cache": (k, nhd[1].transpose(1, 2))},
-        "head_dim in longer rows": {"kv_cache": wide[..., : k.shape[3]]},
-        "pages innermost": {"kv_cache": tuple(outer)},
-        "a column slice of a wider table": {
-            "block_tables": torch.nn.functional.pad(table, (0, 3))[:, : table.shape[1]]
-        },
-    }
-    return {name: base | change for name, change in changes.items()}
-
-
-def test_layouts_give_the_same_bits() -> None:
-    expected = DECODES.right([2, 2], [18, 40], heads=(4, 2))
-    for name, arguments in layouts(DECODES.pose([2, 2], [18, 40], heads=(4, 2))).items():
-        assert all(map(torch.equal, DECODES.run(arguments), expected)), name
-
-
-def test_k_that_is_v() -> None:
-    batch = batch_of(DECODE, [2], [40], heads=(4, 2))
-    arguments = arguments_of(DECODE, Batch(batch.queries, batch.keys, batch.keys))
-    expected, _ = DECODES.hold(arguments)
-    single = arguments | {"kv_cache": arguments["kv_cache"][0].unsqueeze(1), "out": torch.empty_like(arguments["out"])}
-    assert DECODES.run(single)[0].equal(expected)
-
-
-@pytest.mark.parametrize("kernel", [DECODES, CONTEXTS], ids=lambda kernel: kernel.function)
-def test_separate_page_tables(kernel: PortableKernel) -> None:
-    together, _ = kernel.right([2, 2], [18, 70], heads=(4, 2))
-    apart, _ = kernel.right([2, 2], [18, 70], heads=(4, 2), separate_tables=True)
-    assert apart.equal(together)
 
 
 @pytest.mark.parametrize("odd", ["token stride", "start"])

@@ -9,10 +9,12 @@ from lab.extras import require
 
 require("lab.kernels.portable", "triton")
 
-from lab.kernels.portable.mla_decode import (
+from lab.kernels.portable.dsv4_decode import (
     prepare_trtllm_batch_decode_sparse_mla_dsv4,
-    prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_sparse_mla_dsv4,
+)
+from lab.kernels.portable.mla_decode import (
+    prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_with_kv_cache_mla,
 )
 from lab.kernels.portable.paged import (

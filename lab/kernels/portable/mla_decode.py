@@ -1,4 +1,4 @@
-"""FlashInfer's MLA decode calls in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
+"""FlashInfer's MLA decode call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of a
 request and all heads are packed into one tile. Each tile of entries is loaded once and used for both products. The keys of the
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.calls import DSV4DecodeCall, takes
+from lab.calls import takes
 from lab.calls.dsv4_decode import TwoPools
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
@@ -57,7 +57,7 @@ from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch, prepared
 from lab.kernels.support import Kernel
-from lab.kernels.support.portable import PORTABLE_DSV4, PORTABLE_MLA
+from lab.kernels.support.portable import PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
 
 # Fewest keys worth a program of their own: its partial result is written and read again, 64 kB for 16 rows of 512 float32
@@ -81,24 +81,14 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
         A function that runs the call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16
         unless `out` is given. With `return_lse` it returns (out, lse), lse in base 2 unless `return_lse_base` is "basee".
     """
-    return _prepared(PORTABLE_MLA, call, reads_rows=call.cum_seq_lens_q is not None and call.max_q_len is None)
-
-
-@takes(DSV4DecodeCall)
-def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
-    """Prepare DeepSeek-V4's attention, in which each row attends to entries that it selects in two pools.
-
-    `lab.calls.DSV4DecodeCall` documents parameters, shapes, dtypes and errors. All else is as in
-    `prepare_trtllm_batch_decode_with_kv_cache_mla`.
-    """
-    return _prepared(PORTABLE_DSV4, call)
+    return prepared_mla(PORTABLE_MLA, call, reads_rows=call.cum_seq_lens_q is not None and call.max_q_len is None)
 
 
 trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
-trtllm_batch_decode_sparse_mla_dsv4 = kept_at_once(prepare_trtllm_batch_decode_sparse_mla_dsv4)
 
 
-def _prepared(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
+def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
+    """Return a ready MLA call, of one pool or of two. `reads_rows` is True if the host has read `cum_seq_lens_q`."""
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:

@@ -4,10 +4,12 @@
 """
 
 from lab.kernels.support.trtllm import kernel_for
-from lab.kernels.trtllm.mla_decode import (
+from lab.kernels.trtllm.dsv4_decode import (
     prepare_trtllm_batch_decode_sparse_mla_dsv4,
-    prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_sparse_mla_dsv4,
+)
+from lab.kernels.trtllm.mla_decode import (
+    prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_with_kv_cache_mla,
 )
 from lab.kernels.trtllm.paged import (

@@ -1,4 +1,4 @@
-"""FlashInfer's MLA decode calls: trtllm-gen on SM100 and SM103, and XQA on SM120 and SM121, but not for DeepSeek-V4's call.
+"""FlashInfer's `trtllm_batch_decode_with_kv_cache_mla`: trtllm-gen on SM100 and SM103, XQA on SM120 and SM121.
 
 None of these GPUs was at hand. trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
 calls by signature and simulation. The adapter always passes the backend and the base of the LSE, because FlashInfer's default
@@ -9,7 +9,7 @@ scale by `bmm2_scale` for XQA, which multiplies the logits by both (mla_sm120.cu
 from dataclasses import replace
 from typing import Any
 
-from lab.calls import DSV4DecodeCall, made_at_once, takes
+from lab.calls import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
 from lab.kernels.flashinfer_call import (
@@ -47,25 +47,7 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Prepar
     return made
 
 
-@takes(DSV4DecodeCall)
-def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> PreparedCall:
-    """Prepare FlashInfer's sparse MLA call of DeepSeek-V4: decode, verify, draft extend and prefill.
-
-    `lab.calls.DSV4DecodeCall` documents parameters, shapes and errors. If `multi_ctas_kv_counter_buffer` is None, the first
-    bytes of `workspace_buffer` are the counters. FlashInfer's own would be too small for several rows per request: it counts
-    requests, and the kernel rows (SGLang 0.5.23, `deepseek_v4_trtllm_backend.py` 90). If the GPU's kernel does not support the
-    call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
-    """
-    problem = call.problem()
-    if problem.has_no_rows:
-        return returning(problem, call.returned)
-    supported_kernel(problem, call.backend)
-    arguments = but_defaults(call, {"backend": "trtllm-gen", **trtllm_gen_memory(call, problem)})
-    return prepared(call.module, call.function.value, arguments, ())
-
-
 trtllm_batch_decode_with_kv_cache_mla = made_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
-trtllm_batch_decode_sparse_mla_dsv4 = made_at_once(prepare_trtllm_batch_decode_sparse_mla_dsv4)
 
 
 def _xqa_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
