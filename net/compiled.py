@@ -60,11 +60,11 @@ def digests(only: str, among: Container[str]) -> Iterator[tuple[str, list[str]]]
 
     with mock.patch.object(gpu_target, "_described", described):
         for target, capability in TARGETS.items():
-            for description, call in every_choice(capability).items():
+            for description in every_choice(capability):
                 if only in (name := f"{target} {description}") and name in among:
                     found.clear()
-                    with gpu_target.gpu_target(capability):
-                        call()
+                    with gpu_target.gpu_target(capability):  # tensors that a choice has are made in it, too
+                        every_choice(capability)[description]()
                     print(name, file=sys.stderr, flush=True)
                     yield name, list(found)
 
