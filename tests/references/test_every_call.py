@@ -103,6 +103,19 @@ def test_scales_as_numbers_and_tensors(function: str, wrap: Callable[[float], An
     assert_same(run(function, arguments_of(function, batch, **wrapped)), expected(batch, **scales))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [*((each, each) for each in (BF16, FP16, E4M3, torch.float32, torch.float64)), (BF16, E4M3), (FP16, E4M3)],
+    ids=str,
+)
+@each_call
+def test_dtypes(function: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    if function == RAGGED and kv_dtype != dtype:
+        pytest.skip("a ragged call's keys have the query's dtype")
+    batch = batch_of(function, [2] * 4, [0, 1, 16, 37], dtype=dtype, kv_dtype=kv_dtype)
+    assert_same(run(function, arguments_of(function, batch, bmm1_scale=0.25)), expected(batch, bmm1_scale=0.25))
+
+
 @each_call
 def test_rows_before_the_first_key_are_zero_and_their_lse_is_empty(function: str) -> None:
     out, lse = run(function, arguments_of(function, batch_of(function, [4] * 3, [0, 2, 4])))

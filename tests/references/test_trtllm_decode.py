@@ -151,24 +151,10 @@ def test_softmax_by_hand() -> None:
     assert lse.item() == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float8_e4m3fn),
-        (torch.bfloat16, torch.float8_e4m3fn),
-        (torch.float8_e4m3fn, torch.float8_e4m3fn),
-        (torch.float32, torch.float32),
-    ],
-    ids=str,
-)
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 @pytest.mark.parametrize("separate_tables", [False, True])
-def test_dtypes_layouts_and_tables(
-    dtype: torch.dtype, kv_dtype: torch.dtype, kv_layout: str, separate_tables: bool
-) -> None:
-    batch = random_batch([3] * 4, [0, 2, 16, 37], dtype=dtype, kv_dtype=kv_dtype)
+def test_layouts_and_tables(kv_layout: str, separate_tables: bool) -> None:
+    batch = random_batch([3] * 4, [0, 2, 16, 37])
     arguments = decode_arguments(batch, kv_layout=kv_layout, separate_tables=separate_tables, bmm1_scale=0.25)
     assert_same(decode(**arguments), expected(batch, bmm1_scale=0.25))
 
@@ -295,6 +281,3 @@ def test_pieces_do_not_matter(piece_elements: int, kind: str, monkeypatch: pytes
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece_elements)
     arguments = decode_arguments(batch, ragged=ragged, poison=math.nan, **rule, **mask)
     assert_same(decode(**arguments), expected(batch, masks=masks, **rule))
-
-
-# Anything goes
