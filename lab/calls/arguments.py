@@ -26,9 +26,8 @@ FREE_ARGUMENTS = (*("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buf
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value. Raise TypeError unless it is a dense tensor with one of the dtypes. An empty list allows every dtype.
-
-    A subclass with a dispatch of its own, such as FakeTensor or DTensor, has no values in its memory.
+    """Return the value. Raise TypeError unless it is a dense tensor with one of the dtypes; an empty list allows every dtype. A
+    subclass with a dispatch of its own, such as FakeTensor or DTensor, has no values in its memory.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -196,10 +195,9 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
-    """Check a page table and return its number of requests.
-
-    It is int32 [batch_size, columns]; [batch_size, 2, columns] if K and V have separate page ids (`shared` is False); and
-    contiguous [num_kv_heads, batch_size, columns] in a block-sparse call (`by_kv_head`).
+    """Check a page table and return its number of requests. It is int32 [batch_size, columns]; [batch_size, 2, columns] if K
+    and V have separate page ids (`shared` is False); contiguous [num_kv_heads, batch_size, columns] in a block-sparse call
+    (`by_kv_head`).
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)

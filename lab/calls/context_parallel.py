@@ -39,10 +39,8 @@ BESIDE_MLA: Reasons = {
 
 
 def takes_rank(call: Any) -> bool:
-    """Return True if a decode or MLA decode call has an argument of a rank that is not at its default.
-
-    Raises:
-        TypeError, ValueError: cp_world or cp_rank has the wrong type, or is too small.
+    """Return True if a call has an argument of a rank that is not at its default. Raise an error for a wrong cp_world or
+    cp_rank.
     """
     world = arguments.check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = arguments.check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")

@@ -176,12 +176,8 @@ class MLADecodeCall:
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the results of the problem in the shapes that the call returns: the output, or (output, LSE) with
-        `return_lse`.
-
-        Args:
-            out: [num_rows, num_qo_heads, kv_lora_rank], as `problem().results()` returned it.
-            lse: [num_rows, num_qo_heads] already converted to `return_lse_base`, or None.
+        """Return the results in the shapes that the call returns: the output, or (output, LSE) with `return_lse`. `out` and
+        `lse` are those of `problem().results()`, the LSE converted to `return_lse_base`.
         """
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape

@@ -170,10 +170,8 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tensors for the results: the caller's tensors, or new uninitialised tensors.
-
-        Returns:
-            The output, `out_dtype` [num_rows, num_qo_heads, v_head_dim]; the LSE, float32 [num_rows, num_qo_heads], or None.
+        """Return the caller's tensors for the results, or new uninitialised ones: the output, `out_dtype` [num_rows,
+        num_qo_heads, v_head_dim], and the LSE, float32 [num_rows, num_qo_heads], or None.
         """
         out, lse = self.out, self.lse
         if out is None:
@@ -340,12 +338,8 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError if lengths are negative or exceed `max_kv_len`, or row offsets are wrong.
-
-    Args:
-        problem: the problem whose offsets are read.
-        lengths: keys of each request.
-        bound: the call's name for `max_kv_len`, for the message.
+    """Raise ValueError if the requests' lengths are negative or exceed `max_kv_len`, which the call names `bound`, or if
+    offsets of the problem are wrong.
     """
     for request, length in enumerate(lengths):
         if length < 0:

@@ -22,10 +22,7 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return True if a call's kernel has counters in the workspace. trtllm-gen has none there: its whole workspace is scratch.
-
-    Args:
-        backend: the call's `backend`: "auto", "trtllm-gen" or "xqa".
-        device: the device of the call's tensors. On a CPU "auto" is not trtllm-gen.
+    """Return True if a call with this `backend` on this device has counters in the workspace. trtllm-gen has none there: its
+    whole workspace is scratch. On a CPU "auto" is not trtllm-gen.
     """
     return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"

@@ -300,11 +300,8 @@ class _Attention:
         return tokens.transpose(1, 2).flatten(0, 1)
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the given pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row holds one token of one
-        head.
-
-        The descriptor's dimensions are (row * r, page_size / r, heads, pages), because a descriptor may join r adjacent rows
-        into one.
+        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row], where a row is one token of one head. The
+        descriptor's dimensions are (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

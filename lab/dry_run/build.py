@@ -78,13 +78,8 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the compiled library. If the cache does not have it, it is built, which takes about a minute on an idle core.
-
-    Args:
-        table: the table of kernels; by default `kernel_table.newest()`.
-
-    Raises:
-        NotBuiltError: the launcher cannot be built. The message is `why_not_built`'s sentence, or nvcc's output.
+    """Return the compiled library of a table of kernels, by default `kernel_table.newest()`. If the cache lacks it, it is
+    built, which takes about a minute on an idle core. Raises NotBuiltError with `why_not_built`'s sentence or nvcc's output.
     """
     reason = why_not_built()
     if reason is not None:

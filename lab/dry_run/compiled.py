@@ -104,12 +104,9 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Compile the kernel sources of FlashInfer's module for a shape up to their assertions, and return the verdict on each
-    source. FlashInfer supports the shape if all its sources do.
-
-    Raises:
-        NotBuiltError: nvcc or FlashInfer is missing.
-        RuntimeError: nvcc failed for another reason.
+    """Compile the kernel sources of FlashInfer's module for a shape up to their assertions, and return the verdict on each.
+    FlashInfer supports the shape if all its sources do. Raises NotBuiltError without nvcc or FlashInfer, and RuntimeError if
+    nvcc failed for another reason.
     """
     reason = build.why_not_built()
     if reason is not None:

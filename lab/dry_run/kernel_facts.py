@@ -66,11 +66,7 @@ class KernelFacts:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the properties of a launched kernel, which is looked up by name in the table.
-
-    Raises:
-        KeyError: the table has no such kernel, or the lab does not know its dtypes.
-    """
+    """Return the properties of a launched kernel. Raises KeyError if the table lacks its name, or the lab its dtypes."""
     table, rows = _newest()
     row = table.row(rows[name])
     dtype = {side: DTYPES[row[f"mDataType{side}"]] for side in "QKVO"}

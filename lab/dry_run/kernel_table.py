@@ -100,11 +100,8 @@ def recorded() -> KernelTable:
 
 
 def newest() -> KernelTable:
-    """Return the table in the folder `FLASHINFER_CUBIN_DIR`, else that of the installed flashinfer-cubin, else that of the
-    lab's own file.
-
-    Raises:
-        ValueError: `FLASHINFER_CUBIN_DIR` names a folder with several tables.
+    """Return the table in the folder `FLASHINFER_CUBIN_DIR`, else the installed flashinfer-cubin's, else that of the lab's own
+    file. Raises ValueError for a folder with several tables.
     """
     folder = os.environ.get("FLASHINFER_CUBIN_DIR")
     if folder and any(Path(folder).rglob(HEADER_NAME)):
@@ -118,11 +115,8 @@ def newest() -> KernelTable:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return the text of the header `flashInferMetaInfo.h` with a table's kernels, in the form that a launcher reads.
-
-    Args:
-        table: the kernels.
-        members: the members of a row that the launcher reads. A member that the table does not have is false in every row.
+    """Return the text of `flashInferMetaInfo.h` with a table's kernels for a launcher that reads these members of a row. A
+    member that the table lacks is false in every row.
     """
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")

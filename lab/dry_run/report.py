@@ -25,9 +25,7 @@ Profiled = Mapping[str, tuple[str, ...]]  # names of kernels by scenario
 
 def profiled_kernels(path: Path) -> Profiled:
     """Return the kernels of `lab.kernels.trtllm` that ran in a recorded run of `lab bench --lab-clock cupti`, by scenario.
-
-    Raises:
-        RecordedFileError: there is no such run, or it has no kernels.
+    Raises RecordedFileError if there is no such run, or it has no kernels.
     """
     rows = [row for row in read_run(path).rows if row.facts.get("implementation") == IMPLEMENTATION]
     found = {row.scenario: tuple(row.facts["kernels"]) for row in rows if row.facts.get("kernels")}
@@ -39,11 +37,8 @@ def profiled_kernels(path: Path) -> Profiled:
 
 
 def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
-    """Return a table with one row per pass. Its JSON has all facts of every launch.
-
-    Args:
-        run: the passes.
-        profiled: kernels that ran on the GPU. The report lists passes that ran other kernels, and is WRONG if there are any.
+    """Return a table with one row per pass. Its JSON has all facts of every launch. `profiled` are kernels that ran on the GPU:
+    the report lists passes that ran other kernels, and is WRONG if there are any.
     """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {

@@ -66,13 +66,9 @@ COMPUTED = tuple(call for call in SWEPT if call is not AttentionCall.DSV4_DECODE
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points of a call: each value of each axis alone, with all other arguments at their default; all
-    combinations of the axes in `Model.triples`; then random points.
-
-    Args:
-        call: one of `SWEPT`.
-        drawn: number of random points. Each differs from one of the call's bases on 1 to 5 axes.
-        seed: seed of the random points.
+    """Yield distinct points of a call of `SWEPT`: each value of each axis alone, with all other arguments at their default; all
+    combinations of the axes in `Model.triples`; then `drawn` random points, each with 1 to 5 axes unlike one of the call's
+    bases.
     """
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (

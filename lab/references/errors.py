@@ -365,9 +365,8 @@ class Truth:
         return f"{defect}: {'rows that see no key' if sees_no_key else 'it'} must be zero"
 
     def lse_ratio(self, lse: Tensor) -> Tensor:
-        """Return the error of an LSE in base 2 divided by its bound, float64 [num_rows, num_qo_heads].
-
-        The LSE is log2 of the softmax's denominator, including the sink; -inf where a row sees no key.
+        """Return the error of an LSE divided by its bound, float64 [num_rows, num_qo_heads]. It is log2 of the softmax's
+        denominator, including the sink; -inf where a row sees no key.
         """
         expected, lse = self.lse_log2, lse.to(torch.float64)
         bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)

@@ -103,10 +103,8 @@ def has_report(*paths: str) -> bool:
 
 
 def read_report(path: Path) -> RecordedFile:
-    """Read a report whose settings and environment are in the form that the lab writes.
-
-    Raises:
-        lab.reports.recorded.RecordedFileError: the file cannot be read, is no report, or is in another form.
+    """Read a report of the judge. Raises RecordedFileError if the file cannot be read, is no report, or has settings or an
+    environment in another form than the lab writes.
     """
     file = read_file(path)
     if file.kind is not FileKind.JUDGE:

@@ -113,10 +113,8 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
-    """Read any recorded file. `RecordedFile.name` is relative to `folder`; None stands for the file's own folder.
-
-    Raises:
-        RecordedFileError: the file does not exist or is not JSON.
+    """Read any recorded file. `RecordedFile.name` is relative to `folder`; None stands for the file's own folder. Raises
+    RecordedFileError if the file does not exist or is not JSON.
     """
     try:
         content = read_json(path)
@@ -129,10 +127,8 @@ def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
 
 
 def read_folder(folder: Path) -> tuple[RecordedFile, ...]:
-    """Read all JSON files of a folder and its subfolders, sorted by name.
-
-    Raises:
-        RecordedFileError: the folder does not exist or has no JSON file, or a file is not JSON.
+    """Read all JSON files of a folder and its subfolders, sorted by name. Raises RecordedFileError if the folder does not exist
+    or has no JSON file, or a file is not JSON.
     """
     paths = sorted((*folder.rglob("*.json"), *folder.rglob("*.json.gz")))
     if not paths:
@@ -302,11 +298,9 @@ def in_words(identity: Identity) -> str:
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a file written by `--benchmark-json`, or by `--benchmark-save` with `--benchmark-save-data`.
-
-    Raises:
-        RecordedFileError: the file does not exist, is not pytest-benchmark's JSON, has no raw samples, has a sample that is no
-            time, or has one measurement twice.
+    """Read a file written by `--benchmark-json`, or by `--benchmark-save` with `--benchmark-save-data`. Raises
+    RecordedFileError if it does not exist, is not pytest-benchmark's JSON, has no raw samples, has a sample that is no time, or
+    has one measurement twice.
     """
     return run_of(read_file(Path(path)))
 
@@ -330,10 +324,8 @@ def run_of(file: RecordedFile) -> RecordedRun:
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
-    """Read the run in a file, or the repeated runs in a folder: one run per JSON file, sorted by file name.
-
-    Raises:
-        RecordedFileError: as `read_run`, or the folder has no JSON files.
+    """Read the run in a file, or the repeated runs in a folder: one run per JSON file, sorted by file name. Raises
+    RecordedFileError as `read_run` does, or if the folder has no JSON file.
     """
     path = Path(path)
     if not path.is_dir():

@@ -157,9 +157,8 @@ def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]
 
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of recorded rows, with one column per key. A nested key is written "outer.inner"; long lists are left out.
-
-    Words come first, then times, then other numbers, because not all columns fit on the width of a page.
+    """Make a table of recorded rows, with one column per key, a nested one as "outer.inner"; long lists are left out. Words
+    come first, then times, then other numbers, because not all columns fit on the width of a page.
     """
     flat = [flattened(record) for record in records]
     keys = dict.fromkeys(key for record in flat for key in record)
@@ -283,9 +282,8 @@ class FittedTable:
 
 @dataclass(frozen=True)
 class TableReport:
-    """The output of a command: a table, the lines above and below it, and the same content as JSON data.
-
-    `title` is the first line, in Markdown a heading.
+    """The output of a command: a table, the lines above and below it, and the same content as JSON data. `title` is the first
+    line, in Markdown a heading.
     """
 
     above: tuple[str, ...]

@@ -97,9 +97,8 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
-    """Return a sentence with the number of scenarios in which each implementation is the fastest.
-
-    A scenario counts once for each run that timed several implementations of it. The result is "" if no scenario counts.
+    """Return a sentence with the number of scenarios in which each implementation is the fastest; "" without any. A scenario
+    counts once for each run that timed several implementations of it.
     """
     compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
     compared = [rivals for of_run in compared_by_run for rivals in of_run]

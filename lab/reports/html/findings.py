@@ -57,9 +57,8 @@ def findings_in(citation: str) -> tuple[Finding, ...]:
 
 
 def markdown_html(text: str) -> str:
-    """Return Markdown as HTML. Raw HTML is shown as text, links become plain text, and pictures are not rendered.
-
-    Headings are moved two levels down, since the page itself uses h1 and h2.
+    """Return Markdown as HTML. Raw HTML is shown as text, links become plain text, and pictures are not rendered. Headings are
+    moved two levels down, since the page itself uses h1 and h2.
     """
     from markdown_it import MarkdownIt
 

@@ -299,9 +299,8 @@ def _links_to(findings: Sequence[Finding]) -> Cell:
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """Return a cell that shows a ratio in percent. None is shown as a dash.
-
-    The judge records "inf" for an output that is not finite, because JSON has no infinity.
+    """Return a ratio in percent; None is a dash. The judge records "inf" for an output that is not finite: JSON has no
+    infinity.
     """
     if ratio is None:
         return Cell(ABSENT)

@@ -34,10 +34,8 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return the page as HTML. It shows `files`, the result of `read_folder`, and the Markdown files of the folder.
-
-    Raises:
-        RecordedFileError: a file is not in the form that the lab writes.
+    """Return the page as HTML. It shows `files`, the result of `read_folder`, and the Markdown files of the folder. Raises
+    RecordedFileError if a file is not in the form that the lab writes.
     """
     try:
         return _rendered(folder, files)
