@@ -71,16 +71,9 @@ def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Raise an error unless the lab takes the call's backend and its values of the arguments in `CHOICES` and `REFUSED`.
-
-    Args:
-        call: one of FlashInfer's calls.
-        backends: the backends that the lab supports.
-        others: FlashInfer's other backends. A backend that is in neither list raises ValueError.
-
-    Raises:
-        NotImplementedError: FlashInfer has this backend or value, but the lab does not.
-        TypeError, ValueError: FlashInfer does not have it.
+    """Raise an error unless the lab takes the call's backend, one of `backends`, and its values of the arguments in `CHOICES`
+    and `REFUSED`. It is NotImplementedError if FlashInfer has the value or the backend, one of `others`; else TypeError or
+    ValueError.
     """
     for name, choices in CHOICES.items():
         value = getattr(call, name, choices[0])

@@ -336,6 +336,16 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
     return tensor
 
 
+def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
+    """Return `out`, in rows of vectors of `size` elements, and `out_dtype` of a call over latent entries. A new output is
+    bfloat16. `words` are those of `check_out`.
+    """
+    if call.out is None:
+        return {"out": None, "out_dtype": torch.bfloat16}
+    out = check_out(call.out, (*call.query.shape[:-1], size), words, OUT_DTYPES)
+    return {"out": out.view(-1, *out.shape[-2:]), "out_dtype": out.dtype}
+
+
 def output_dtype(call: Any) -> torch.dtype:
     """Return the dtype of `out`, else `out_dtype`, else the query's. Raise an error if the first two contradict."""
     if call.out_dtype == "nvfp4":

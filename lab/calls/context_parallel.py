@@ -48,16 +48,9 @@ def takes_rank(call: Any) -> bool:
 
 
 def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> None:
-    """Check the arguments of context parallelism of a call that has one of them, after `takes_rank`.
-
-    Args:
-        call: a decode call or an MLA decode call.
-        argument: the text of the argument that selects context parallelism, such as "enable_dcp=True"; "" if it is not given.
-        batch_size: number of requests.
-        excluded: the arguments that go without it.
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or value, or is excluded.
+    """Check the arguments of context parallelism of a call that has one of them, after `takes_rank`. `argument` is the text of
+    the argument that selects it, such as "enable_dcp=True", or ""; `excluded` are the arguments that go without it. Raises
+    TypeError or ValueError.
     """
     if not argument:
         raise ValueError(

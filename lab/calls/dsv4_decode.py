@@ -156,9 +156,6 @@ class DSV4DecodeCall:
         assert seq_lens is not None
         arguments.check_vector("seq_lens", seq_lens, batch_size, (torch.int32,))
         no_pages = torch.empty((batch_size, 0), dtype=torch.int32, device=rows.device)
-        out = self.out
-        if out is not None:
-            out = arguments.check_out(out, self.query.shape, "the query's shape", arguments.OUT_DTYPES).view(rows.shape)
         problem = TwoPools(
             call=self.function,
             query=rows,
@@ -177,8 +174,7 @@ class DSV4DecodeCall:
             causal=True,
             window_left=-1,
             **arguments.posed_alike(self, self.sinks),
-            out=out,
-            out_dtype=torch.bfloat16 if out is None else out.dtype,
+            **arguments.latent_out(self, rows.shape[2], "the query's shape"),
             lse=None,
             return_lse=False,
         )

@@ -136,7 +136,6 @@ class MLADecodeCall:
         cache = self._cache_pages()
         batch_size = self._batch_size()
         arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
-        out = self._out_rows()
         selected = self._selected(len(rows))
         tables = self.block_tables
         if selected is not None:
@@ -158,8 +157,7 @@ class MLADecodeCall:
             causal=True,
             window_left=-1,
             **arguments.posed_alike(self, self._sink_logits()),
-            out=out,
-            out_dtype=torch.bfloat16 if out is None else out.dtype,
+            **arguments.latent_out(self, self.kv_lora_rank, "its last dimension kv_lora_rank"),
             lse=self._lse_rows(rows),
             return_lse=self.return_lse,
         )
@@ -295,13 +293,6 @@ class MLADecodeCall:
         if len(self.sinks) != 1:
             raise ValueError(f"sinks must be one tensor, or a list of one, got {len(self.sinks)} of them")
         return self.sinks[0]
-
-    def _out_rows(self) -> torch.Tensor | None:
-        if self.out is None:
-            return None
-        expected = (*self.query.shape[:-1], self.kv_lora_rank)
-        out = arguments.check_out(self.out, expected, "its last dimension kv_lora_rank", arguments.OUT_DTYPES)
-        return out if self.cum_seq_lens_q is not None else out.flatten(0, 1)
 
     def _lse_rows(self, rows: torch.Tensor) -> torch.Tensor | None:
         arguments.check_bool("return_lse", self.return_lse)

@@ -24,15 +24,8 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
 
     A call on CPU tensors checks its sinks and scales itself. It does not check its query, because a serving engine pads a CUDA
     graph's batch with rows that hold anything, and a call cannot distinguish these rows from requests' rows. In all other cases
-    the caller decides whether to check.
-
-    Args:
-        problem: the problem whose tensors are checked.
-        in_query: False allows NaN in the query. Rows after the last request's rows and rows of requests without keys may always
-            hold NaN.
-
-    Raises:
-        ValueError: a checked tensor holds NaN, a scale is infinite, or a sink is plus infinity.
+    the caller decides whether to check: `in_query` is False to allow NaN in the query. Rows after the last request's rows and
+    rows of requests without keys may always hold NaN.
     """
     for name, term in zip(("bmm1_scale", "bmm2_scale"), (problem.bmm1_scale, problem.bmm2_scale), strict=True):
         if isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):

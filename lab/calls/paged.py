@@ -269,16 +269,8 @@ def _posed(
     by_kv_head: bool = False,
 ) -> PagedAttention:
     """Check the arguments that both calls share, and return the attention problem. It has one form of layout, page tables and
-    output dtype, whichever the caller used.
-
-    Args:
-        call: the call.
-        kv_bound: the call's name for `max_kv_len`, for error messages.
-        max_q_len, max_kv_len, causal, cum_seq_lens_kv, mask: as in `PagedAttention`.
-        by_kv_head: each K/V head has its own page table and lengths, as in a block-sparse call.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: see `DecodeCall.problem`.
+    output dtype, whichever the caller used. `kv_bound` is the call's name for `max_kv_len`. With `by_kv_head` each K/V head has
+    its own page table and lengths. Raises the errors of `DecodeCall.problem`.
     """
     query = call.query
     arguments.check_bool("return_lse", call.return_lse)

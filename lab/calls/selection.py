@@ -61,17 +61,9 @@ def columns_in_use(
 def check_selection(
     selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int, names: Names = TOP_K_NAMES
 ) -> None:
-    """Check the places and lengths of a selection.
-
-    Args:
-        selected: as in `columns_in_use`.
-        lens: the lengths of the requests' rows, or None.
-        cells: the cells that are entries, bool [num_rows, num_columns].
-        num_entries: number of entries of the pool.
-        names: the call's names, for the messages.
-
-    Raises:
-        ValueError: a length is less than `names.least` or exceeds the number of columns, or an entry is outside the pool.
+    """Check the places and lengths of a selection. Raise ValueError for a length below `names.least` or above the number of
+    columns, and for an entry outside the pool of `num_entries`. The cells that are entries are `cells`, bool [num_rows,
+    num_columns]; `names` are the call's names, for the messages.
     """
     if lens is not None:
         for row in ((lens < names.least) | (lens > selected.shape[1])).nonzero()[:1].flatten().tolist():

@@ -64,12 +64,8 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
     The output of a row that sees no key is not written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975
     and issue 2883). Its LSE is minus infinity for generation kernels (the same sources), and is not written for other kernels.
 
-    Args:
-        launches: launches that the machine recorded.
-        memory: the memory of the call's tensors.
-
     Raises:
-        UnsoundLaunchError: a launch would touch other memory, or contradicts itself.
+        UnsoundLaunchError: a launch would touch memory of no tensor of the call, or contradicts itself.
         NotImplementedError: a launch uses a feature that this module does not compute.
         KeyError: the table has no kernel of that name.
     """

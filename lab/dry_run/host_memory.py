@@ -29,17 +29,9 @@ class HostMemory:
     def view(
         self, what: str, address: int, shape: Sequence[int], strides_bytes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the memory at an address as a tensor, without copying.
-
-        Args:
-            what: name for error messages, such as "K's descriptor".
-            address: address of the first element.
-            shape, strides_bytes: size and stride of each dimension. Strides are not negative.
-            dtype: dtype of the elements.
-
-        Raises:
-            UnsoundLaunchError: the address is in no tensor, the view does not lie in one tensor, or a stride is not a whole
-                number of elements.
+        """Return the memory at an address as a tensor, without copying. Its name in errors is `what`, such as "K's descriptor";
+        strides are not negative. Raises UnsoundLaunchError if the address is in no tensor, the view does not lie in one tensor,
+        or a stride is not a whole number of elements.
         """
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)

@@ -100,16 +100,8 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield the verdicts on each call of the sweep for one GPU.
-
-    Args:
-        gpu_name: a GPU of `lab.dry_run.machine.GPUS` with SM100 or SM103.
-        drawn: number of random calls per function.
-        every: take only each `every`-th call.
-        seed: seed of the random calls.
-
-    Raises:
-        lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
+    """Yield the verdicts on the sweep's calls for a GPU of `lab.dry_run.machine.GPUS` with SM100 or SM103, with `drawn` random
+    calls of each function; only on each `every`-th call. Raises NotBuiltError if the launcher cannot be compiled here.
     """
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:

@@ -320,11 +320,7 @@ class Truth:
         """Compare an output by `compare`. If all vectors are within their bounds, check it for a bias too (`regress`).
 
         The bound is at least one rounding, because the control may have almost no error, while a right kernel such as FA3's MLA
-        rounds the results of its splits. What skip-softmax allows is added to it.
-
-        Args:
-            out: the output, in the shape of `expected`.
-            least_bound: relative error that is always allowed.
+        rounds the results of its splits, and at least `least_bound`. What skip-softmax allows is added to it.
         """
         comparison = compare(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2

@@ -146,15 +146,9 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
-    """Return, for each chunk of a prefill and each request, the slots of the cached tokens in the chunk.
-
-    Args:
-        batch: as in `forward_metadata`, with extend_prefix_lens.
-        pool: as in `forward_metadata`.
-        capacity: largest number of tokens in a chunk; each request gets an equal part.
-
-    Raises:
-        ValueError: `capacity` is below the number of requests.
+    """Return, for each chunk of a prefill and each request, the slots of the cached tokens in the chunk. The batch has
+    extend_prefix_lens too. A chunk has at most `capacity` tokens, and each request gets an equal part. Raises ValueError if
+    `capacity` is below the number of requests.
     """
     remaining = [
         pool.req_to_token[row, :prefix].tolist()
@@ -170,14 +164,9 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
-    """Return how many tokens of a request are on one rank of decode context parallelism, and the pages of these tokens in
-    order.
-
-    Args:
-        keys: number of tokens of the request.
-        row: the request's row in ``req_to_token``.
-        pool: as in `forward_metadata`. A page holds ``page_size / size`` tokens of each rank.
-        size, rank: number of ranks in the group, and this rank. Position p belongs to rank p % size.
+    """Return how many of a request's `keys` tokens are on one rank of decode context parallelism, and the pages of these tokens
+    in order. The request's row in ``req_to_token`` is `row`. Position p belongs to rank p % size. A page holds ``page_size /
+    size`` tokens of each rank.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]

@@ -77,13 +77,8 @@ class TiledKV(NamedTuple):
 
 
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
-    """Return tiles that divide the keys of all requests. They are as large as the limit of float64 elements of K or V allows.
-
-    Args:
-        kv_lens: numbers of keys of the requests, ascending, multiples of `step`.
-        elements: number of elements of one key in K or in V.
-        device: the device that computes.
-        step: the number of keys of a tile is a multiple of `step`.
+    """Return tiles that divide the keys of all requests, as large as the limit of float64 elements of K or V allows. The
+    requests' numbers of keys are ascending multiples of `step`, and so are tiles; one key has `elements` in K or in V.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
     found = []
@@ -239,15 +234,9 @@ def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
 def truth_of_selected(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], selected: Sequence[Tensor], rules: Rules
 ) -> Truth:
-    """Return the expected results of the rows of consecutive requests. Each row attends to the keys that it selects, as if it
-    were a request with no other keys.
-
-    Args:
-        query: [num_rows, num_qo_heads, head_dim].
-        histories: (K, V) of each request, [kv_len, num_kv_heads, head_dim].
-        selected: for each request the positions of keys that its rows select, int64 [q_len, num_columns]. A negative number is
-            no key; a key that is selected twice counts twice.
-        rules: scales, sinks and dtypes.
+    """Return the expected results of the rows of consecutive requests as `truth_of_requests` does. Each row attends to the keys
+    that it selects, as if it were a request with no other keys: `selected` are their positions, int64 [q_len, num_columns] for
+    each request. A negative number is no key; a key that is selected twice counts twice.
     """
     of_rows = [
         (keys[row[row >= 0]], values[row[row >= 0]])
@@ -266,12 +255,8 @@ def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
 def truth_of_heads(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
-    """Return the expected results of the rows of consecutive requests. To each K/V head, the keys that it sees are the whole
-    request.
-
-    Args:
-        query, histories, q_lens, rules: as in `truth_of_requests`.
-        seen: the keys of each request that K/V heads see, bool [kv_len, num_kv_heads].
+    """Return the expected results of the rows of consecutive requests as `truth_of_requests` does. To each K/V head, the keys
+    that it sees are the whole request: `seen` are these keys of each request, bool [kv_len, num_kv_heads].
     """
     num_kv_heads = seen[0].shape[1]
     parts = []

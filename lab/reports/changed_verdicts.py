@@ -139,12 +139,8 @@ def _setting(file: RecordedFile, name: str) -> Any:
 
 
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
-    """Compare two reports of the judge, case by case.
-
-    Raises:
-        lab.reports.recorded.RecordedFileError: a file cannot be read.
-        lab.checks.record.ReportError: this version of the lab cannot read a file as a report.
-        NotComparableError: both paths are the same file.
+    """Compare two reports of the judge, case by case. Raises RecordedFileError if a file cannot be read, ReportError if this
+    version of the lab cannot read it as a report, and NotComparableError if both paths are the same file.
     """
     if os.path.realpath(before_path) == os.path.realpath(after_path):
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
