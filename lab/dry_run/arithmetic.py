@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from lab.calls.problem import E4M3
+from lab.calls.selection import WINDOW_COLUMNS
 from lab.dry_run.host_memory import HostMemory, UnsoundLaunchError
 from lab.dry_run.kernel_facts import KernelFacts, MaskType, kernel_facts
 from lab.dry_run.launches import KernelParams, Launch, LseArguments, TensorMap
@@ -70,6 +71,10 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
         KeyError: the table has no kernel of that name.
     """
     for launch in launches:
+        if "RemapDsv4SparseMlaIndices" in launch.name:
+            raise NotImplementedError(
+                "places in pools whose pages have gaps are changed on the GPU, which is not modelled"
+            )
         if launch.lse is not None:
             _write_lse(launch.lse, memory)
         elif launch.params is not None and launch.name.startswith("fmhaSm"):
@@ -109,6 +114,11 @@ def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
         raise NotImplementedError(f"the launch of {kernel.name} has {', '.join(given)}, which is not modelled")
 
 
+def _has_two_pools(params: KernelParams) -> bool:
+    """Return True for DSV4's call, the only call of selected entries that has a window."""
+    return bool(params.sparse_attn_top_k) and params.attention_window_size == WINDOW_COLUMNS
+
+
 def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Request]:
     """Return the requests of the `table`-th list of lengths: that of a K/V head in a block-sparse launch, else the only one."""
     count = params.batch_size
@@ -129,7 +139,7 @@ def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Req
             raise UnsoundLaunchError(
                 f"request {number} has {kv_len} keys by seq_lens, and {last_key - first_key} by cum_seq_lens_kv: one is wrong"
             )
-        if not 0 <= kv_len <= params.max_seq_len_kv:
+        if not 0 <= kv_len <= (kv_len if _has_two_pools(params) else params.max_seq_len_kv):
             raise UnsoundLaunchError(
                 f"request {number} has {kv_len} keys, and the launch promises 0 to {params.max_seq_len_kv}"
             )
@@ -238,20 +248,30 @@ class _Attention:
         """Return the entries that a query row selects, float64 [entries, 1, head_dim of K].
 
         The table has a row of places for each query row. The descriptor's dimensions are (head_dim, entries of the pool); V is
-        the first part of K. A row uses the columns that the lengths say, or as many as there are keys up to its position.
+        the first part of K. A row uses the columns that the lengths say, or as many as there are keys up to its position. If
+        there are two pools, the first 128 columns are those of the window's pool, of which a row uses as many as its position
+        allows.
         """
-        shape, tensor_map = (self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv), self.maps["tmaK_"]
-        if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != tensor_map.address:
+        shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
+        if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
             raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
         used = position + 1
         if (lens := self.params.ptr_sparse_mla_top_k_lens) or 0:
             used = int(self.memory.array("the numbers of entries", lens, shape[:1], torch.int32)[row])
         places = self.memory.array("the selected entries", self.params.ptr_page_idx_kv, shape, torch.int32)[row, :used]
+        if not _has_two_pools(self.params):
+            return self._entries("tmaK_", places)
+        of_window = self._entries("tmaKSlidingWindowKvPool_", places[: min(position + 1, WINDOW_COLUMNS)])
+        return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
+
+    def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
+        """Return the entries at places of a descriptor's pool, float64 [entries, 1, head_dim of K]. -1 is no entry."""
+        tensor_map, dtype = self.maps[member], self.kernel.dtype_k
         places = places[places >= 0].long()
         if not len(places):
-            return torch.empty(0)
+            return torch.empty(0, 1, tensor_map.dims[0], dtype=torch.float64)
         least, most = int(places.min()), int(places.max())
-        (row_bytes,), dtype = tensor_map.strides_bytes, self.kernel.dtype_k
+        (row_bytes,) = tensor_map.strides_bytes
         pool = self.memory.view(
             f"K's entries {least} to {most}",
             tensor_map.address + least * row_bytes,

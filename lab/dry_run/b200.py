@@ -16,14 +16,14 @@ from typing import Any
 
 from lab.dry_run.build import NotBuiltError
 from lab.dry_run.machine import machine
-from lab.dry_run.sweep_points import COMPUTED
+from lab.dry_run.sweep_points import SWEPT
 from lab.kernels import trtllm
 
 
 @functools.cache
 def __getattr__(name: str) -> Callable[..., Any]:
     """Return the function of FlashInfer's with this name, if its launch is modelled."""
-    if name not in {each.value for each in COMPUTED}:
+    if name not in {each.value for each in SWEPT}:
         raise AttributeError(name)
     function = getattr(trtllm, name)
 

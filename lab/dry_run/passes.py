@@ -29,6 +29,7 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import (
@@ -242,19 +243,25 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
     batch = requests.batch(case.mode, case.num_padding_rows)
     rows = batch.num_tokens
     if isinstance(case, MLACase):
-        latent = PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
         query = torch.empty(rows, case.num_qo_heads, case.head_dim, dtype=case.dtype)
-        if case.index_topk is not None:
-            chosen = torch.full((rows, case.index_topk), -1, dtype=torch.int32)
+        latent_layer, latent = new_mla_layer(case, torch.Generator()), _unwritten_entries(case, pool)
+        if case.is_sparse:
             own = case.backend().build_metadata(batch, pool)
-            return SparseMLAPass(
-                case, pool, batch, own, new_mla_layer(case, torch.Generator()), latent, query, (), chosen
-            )
+            chosen = torch.full((len(own.seq_lens), case.index_topk or 0), -1, dtype=torch.int32)
+            return SparseMLAPass(case, pool, batch, own, latent_layer, latent, query, (), chosen)
         mla = build_mla_decode_metadata(batch, pool, case.attention)
-        return MLAPass(case, pool, batch, mla, new_mla_layer(case, torch.Generator()), latent, query, ())
+        return MLAPass(case, pool, batch, mla, latent_layer, latent, query, ())
     query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
     metadata, layer = case.backend().build_metadata(batch, pool), new_layer(case, CPU, torch.Generator())
     return ForwardPass(case, pool, batch, metadata, layer, _unwritten_cache(case, pool), query, ())
+
+
+def _unwritten_entries(case: MLACase, pool: KVPool) -> Any:
+    """Return a cache of latent entries, or for DeepSeek-V4 of both pools, with uninitialised memory."""
+    if case.compress_ratio is None:
+        return PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
+    empty = DSV4Cache.over(pool, 0, case.kv_dtype, case.compress_ratio)
+    return replace(empty, storage=empty.storage.new_empty(len(empty.storage), case.head_dim))
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:

@@ -61,9 +61,6 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
     AttentionCall.DSV4_DECODE: SweptCall(sweep_dsv4.DSV4_DECODE, sweep_dsv4.BASES, sweep_dsv4.dsv4_decode),
 }
 
-# Calls whose results `lab.dry_run.arithmetic` computes from their launches. It does not read a second pool.
-COMPUTED = tuple(call for call in SWEPT if call is not AttentionCall.DSV4_DECODE)
-
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
     """Yield distinct points of a call of `SWEPT`: each value of each axis alone, with all other arguments at their default; all

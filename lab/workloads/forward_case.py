@@ -12,6 +12,7 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.block_sparse import PAGE_SIZE, BlockSparseBackend, num_seen
 from lab.metadata.mha.context_parallel import SHARDED_MODES
 from lab.metadata.mha.quantised import CallDtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
@@ -72,6 +73,8 @@ class ForwardCase(GroupedLayer, PassCase):
     #: the last requests with one new token each are computed by a decode call. Possible only in extends without speculation,
     #: and if the query, after its cast, and the cache have the same dtype (`lab.metadata.mha.settings.splits_mixed_tail`)
     split_mixed_tail: bool = False
+    #: K/V heads of each row see at most 16 pages, as in MiniMax-M3's decode and target verify; the layer has no sinks
+    block_sparse: bool = False
     #: padding rows after the requests' query rows in the call. Engines pad extends for data parallelism, and ragged
     #: verifications for planning
     num_padding_rows: int = 0
@@ -108,6 +111,7 @@ class ForwardCase(GroupedLayer, PassCase):
         )
         check_int("num_padding_requests", self.num_padding_requests, 0, "it is the number of requests after these")
         check_bool("encoder_only", self.encoder_only)
+        check_bool("block_sparse", self.block_sparse)
         if self.draft_extend not in (None, AttentionCall.DECODE, AttentionCall.CONTEXT):
             raise TypeError(f"draft_extend={self.draft_extend!r} must be an AttentionCall, DECODE or CONTEXT")
         self.check_requests()
@@ -139,13 +143,24 @@ class ForwardCase(GroupedLayer, PassCase):
                 (takes_padding and is_whole) or is_vllm,
                 "only a pass that makes the context call and no other, or a ragged verification, passes padding rows",
             ),
+            "block_sparse": (
+                mode is ForwardMode.TARGET_VERIFY or (mode is ForwardMode.DECODE and self.draft_step is None),
+                "only plain decodes and target verifications are block-sparse",
+            ),
             "encoder_only": (
                 mode.is_prefill or mode is ForwardMode.TARGET_VERIFY,
                 "SGLang's calls let rows see those after them in extends and in TARGET_VERIFY alone",
             ),
             **dict.fromkeys(("decode_threshold", "num_padding_requests"), (is_vllm, "it is vLLM's")),
         }
-        of_sglang = ("encoder_only", "split_mixed_tail", "decode_splits", "context_parallel", "virtual_slots")
+        of_sglang = (
+            "block_sparse",
+            "encoder_only",
+            "split_mixed_tail",
+            "decode_splits",
+            "context_parallel",
+            "virtual_slots",
+        )
         self.refuse_ignored(**uses | (dict.fromkeys(of_sglang, (False, "it is SGLang's")) if is_vllm else {}))
         if self.prefix_lens != tuple(prefix for prefix in self.prefix_lens[::topk] for _ in range(topk)):
             raise ValueError(
@@ -155,6 +170,12 @@ class ForwardCase(GroupedLayer, PassCase):
             raise ValueError(
                 "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: SGLang has no table of "
                 "its rows in that pool, splits no tail off, and a rank's rows see no later rank's; leave them out"
+            )
+        others = (self.sliding_window, self.encoder_only, self.virtual_slots, self.decode_splits > 1)
+        if self.block_sparse and (any(others) or self.page_size != PAGE_SIZE or self.kv_dtype != self.dtype):
+            raise ValueError(
+                f"block_sparse=True with page_size={self.page_size}: it has pages of {PAGE_SIZE} tokens and a cache of the "
+                "query's dtype, and goes with no sliding_window, encoder_only, virtual_slots or decode_splits"
             )
 
     def _check_engine(self) -> None:
@@ -221,8 +242,10 @@ class ForwardCase(GroupedLayer, PassCase):
             return AttentionCall.DECODE
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
-    def backend(self, implementation: Any = None) -> TRTLLMMHABackend | VLLMBackend:
+    def backend(self, implementation: Any = None) -> Any:
         """Return the engine's backend with the settings of the case. It calls `implementation`."""
+        if self.block_sparse:
+            return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:
             return VLLMBackend(implementation, self.decode_threshold, uses_xqa=self.engine is Engine.VLLM_XQA)
         return TRTLLMMHABackend(
@@ -244,6 +267,15 @@ class ForwardCase(GroupedLayer, PassCase):
     @cached_property
     def window_left(self) -> int:
         return self.model.window_left if self.sliding_window else -1
+
+    @property
+    def visible_pairs(self) -> int:
+        return sum(map(num_seen, self.row_lens)) if self.block_sparse else super().visible_pairs
+
+    @property
+    def visible_keys(self) -> int:
+        """Return the least number of keys that must be read: rows and heads of one request may select the same pages."""
+        return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property
     def operations(self) -> int:

@@ -8,6 +8,7 @@ from lab.metadata.engine.forward_batch import SpecInfo
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.block_sparse import BlockSparseBackend
 from lab.metadata.mha.settings import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.named_enum import NamedEnum
@@ -64,14 +65,17 @@ class GraphCase(GroupedLayer, ReplayCase):
     decode_splits: int = 1  #: calls into which the engine divides a decode call, with requests sorted by length
     encoder_only: bool = False  #: in a verification, rows of the layer see all keys of their request
     virtual_slots: bool = False  #: the pool has virtual pages, which its `v2p` maps to pages of the cache
+    block_sparse: bool = False  #: K/V heads of each row see at most 16 pages of 128 tokens; the layer has no sinks
 
     @property
     def interface(self) -> AttentionCall:
         """Return the attention function that the backend calls in the mode."""
         return self.mode.forward_mode.mha_call or AttentionCall.DECODE
 
-    def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
+    def backend(self, implementation: Any = None) -> Any:
         """Return an engine's backend with the settings of the case. It calls `implementation`."""
+        if self.block_sparse:
+            return BlockSparseBackend(implementation, self.model.num_kv_heads)
         settings = CallSettings(decode_splits=self.decode_splits)
         return TRTLLMMHABackend(implementation, settings=settings, expand_encoder_only_verify=self.encoder_only)
 

@@ -180,12 +180,6 @@ class MLACase(LatentLayer, PassCase):
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
     @property
-    def row_lens(self) -> tuple[int, ...]:
-        """Return for each query row how many tokens of its request are not after it."""
-        ends = zip(self.seen_lens, self.q_lens, strict=True)
-        return tuple(position + 1 for seen, q_len in ends for position in range(seen - q_len, seen))
-
-    @property
     def window_left(self) -> int:
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 

@@ -48,6 +48,12 @@ class PassCase(PassLens):
         """Return how many keys the last row of each request would see without a window."""
         return self.kv_lens
 
+    @property
+    def row_lens(self) -> tuple[int, ...]:
+        """Return for each query row how many tokens of its request are not after it."""
+        ends = zip(self.seen_lens, self.q_lens, strict=True)
+        return tuple(position + 1 for seen, q_len in ends for position in range(seen - q_len, seen))
+
     @cached_property
     def max_context_len(self) -> int:
         """Return the largest length of a request in the engine. It exceeds the length of each request of the case, so page

@@ -29,6 +29,11 @@ page<N>, padding<N>, tp<N> and
 
     e4m3_query     query_dtype: an engine casts the query to e4m3 too
     topk<N>        index_topk: each row sees at most N of its keys, as in DeepSeek-V3.2 (2048); extends run on this call too
+
+The geometries deepseek-v4-flash and deepseek-v4-pro run on FlashInfer's call over two pools, with pages of 256 tokens. They
+have these options too, where topk<N> is the number of compressed entries that a row selects, and
+
+    ratio<N>       compress_ratio: tokens that a compressed entry stands for: 4 if left out, 128, or 0 without such entries
 """
 
 import contextlib
@@ -43,7 +48,7 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.batches import Batch, parse_batch
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.geometries import LATENT_HEADS, geometry
+from lab.workloads.geometries import INDEXED_RATIO, LATENT_HEADS, V4_INDEX_TOPK, geometry
 from lab.workloads.mla_case import MLACase
 from lab.workloads.pass_case import ATTENDING_MODES
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
@@ -96,6 +101,7 @@ _LATENT_OPTIONS = {"e4m3": _OPTIONS["e4m3"], "e4m3_query": ("query_dtype", torch
 _LATENT_NUMBERED_OPTIONS = {"topk": "index_topk"} | {
     name: _NUMBERED_OPTIONS[name] for name in ("page", "tp", "padding")
 }
+_TWO_POOLS_NUMBERED_OPTIONS = _LATENT_NUMBERED_OPTIONS | {"ratio": "compress_ratio"}
 _NUMBERED = re.compile(r"(?P<option>[a-z]+)(?P<number>[0-9]+)")
 _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
@@ -126,7 +132,17 @@ def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> F
         return scenario(name, trace)
     with naming_scenario(name):
         mode, geometry_name, batch_text, options = _parts(name)
-        settings = read_options(options, _LATENT_OPTIONS, _LATENT_NUMBERED_OPTIONS, f" of {geometry_name}")
+        index_topk = V4_INDEX_TOPK.get(geometry_name)
+        numbered = _LATENT_NUMBERED_OPTIONS if index_topk is None else _TWO_POOLS_NUMBERED_OPTIONS
+        settings = read_options(options, _LATENT_OPTIONS, numbered, f" of {geometry_name}")
+        if index_topk is not None:
+            ratio = settings.setdefault("compress_ratio", INDEXED_RATIO)
+            usual = {
+                "page_size": 256,
+                "qk_rope_head_dim": 0,
+                "index_topk": index_topk if ratio == INDEXED_RATIO else None,
+            }
+            settings = usual | settings
         heads, ranks = LATENT_HEADS[geometry_name], settings.pop("tensor_parallel", 1)
         if ranks < 1 or heads % ranks:
             raise ValueError(f"{geometry_name} has {heads} query heads; they do not divide over {ranks} GPUs")

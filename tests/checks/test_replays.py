@@ -15,6 +15,7 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, RaggedCase, Ranges
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.models import Configuration
 from lab.checks.parameters.paged_calls import Lens
 from lab.checks.properties import k09_replay as replays
 from lab.checks.properties.check import Level
@@ -38,6 +39,10 @@ CASES: dict[str, Any] = {
         AttentionCall.MLA_DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, head_dim=80, v_head_dim=64, seed=1
     ),
     "ragged": RaggedCase((100, 60, 3), (5, 3, 70), num_heads=1, seed=1),
+    "two pools": Configuration(AttentionCall.DSV4_DECODE, {"q_len": 2, "head_dim": 64, "lengths": "equal"}, 1),
+    "two pools, offsets": Configuration(
+        AttentionCall.DSV4_DECODE, {"q_len": 3, "head_dim": 64, "offsets": "unequal"}, 2
+    ),
 }
 
 
@@ -97,7 +102,7 @@ def test_each_thing_on_the_device_is_written_by_itself(name: str, case: str, cha
 def test_the_tensors_of_all_replays_are_the_same(case: Any) -> None:
     """The references are right, and every call but the forms that are tried and the eager one has the first's tensors."""
     calls: list[tuple[int, ...]] = []
-    interface = case.interface if isinstance(case, AttentionCase) else AttentionCall.RAGGED_CONTEXT
+    interface = getattr(case, "interface", AttentionCall.RAGGED_CONTEXT)
     function = getattr(references, interface.value)
 
     def noting(**arguments: Any) -> Any:
@@ -136,11 +141,42 @@ def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
         run_case(references, CHECK, case, CPU, Ranges())
     wanted = set(Form) if interface is AttentionCall.DECODE else set(Form) - {Form.BMM1_LOG2, Form.MASK}
     wanted -= {Form.NO_BOUND if interface is not AttentionCall.MLA_DECODE else Form.TABLES}
-    if interface is AttentionCall.RAGGED_CONTEXT:
-        wanted -= {Form.LSE, Form.TABLES}  # an LSE it is always asked for, and tables it has none
+    if interface in (AttentionCall.RAGGED_CONTEXT, AttentionCall.DSV4_DECODE):
+        wanted -= {
+            Form.LSE,
+            Form.TABLES,
+        }  # the ragged call always returns the LSE, and DSV4's never; neither has tables
     assert {form for forms, _, _ in told for form in forms} == wanted
     assert max(max(room.kv_lens) for _, room, _ in told) > 4096
     assert any(waits for _, _, waits in told)
+
+
+@pytest.mark.parametrize(
+    ("argument", "after"),
+    [
+        ("query", "after the query changed"),
+        ("sinks", "after the sinks changed"),
+        ("swa_kv_cache", "after K, V and the selected entries changed"),
+        ("compressed_kv_cache", "after K, V and the selected entries changed"),
+        ("sparse_indices", "after K, V and the selected entries changed"),
+        ("sparse_topk_lens", "with requests"),
+        ("seq_lens", "with requests"),
+        ("bmm1_scale", "after bmm1_scale changed"),
+        ("bmm2_scale", "after bmm2_scale changed"),
+    ],
+)
+def test_an_argument_of_two_pools_that_is_kept_by_address_is_found(argument: str, after: str) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def keeping(**arguments: Any) -> Any:
+        if isinstance(given := arguments.get(argument), Tensor):
+            arguments[argument] = kept.setdefault(given.data_ptr(), given.clone())
+        return references.trtllm_batch_decode_sparse_mla_dsv4(**arguments)
+
+    kernel = SimpleNamespace(trtllm_batch_decode_sparse_mla_dsv4=keeping)
+    judged = run_case(kernel, CHECK, CASES["two pools"], CPU, RANGES)
+    assert judged.outcome is Outcome.WRONG
+    assert any(wrong.startswith(f"a replay {after}") for wrong in judged.wrongs)
 
 
 def plain(**arguments: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges, Report, judge
 from lab.dry_run import b200
-from lab.dry_run.sweep_points import COMPUTED
+from lab.dry_run.sweep_points import SWEPT
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 
 pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -27,13 +27,14 @@ RANGES = Ranges(
 
 
 def judged(implementation: Any, function: str) -> Report:
-    checks = ["M3"] if function == AttentionCall.RAGGED_CONTEXT.value else ["K3", "K10"]
+    of_call = {AttentionCall.RAGGED_CONTEXT.value: ["M3"], AttentionCall.DSV4_DECODE.value: ["K9"]}
+    checks = of_call.get(function, ["K3", "K10"])
     return judge(
         implementation, only=checks, functions=[function], ranges=RANGES, device="cpu", drawn=0, discover=False
     )
 
 
-@pytest.mark.parametrize("function", [each.value for each in COMPUTED])
+@pytest.mark.parametrize("function", [each.value for each in SWEPT])
 def test_the_judge_finds_the_calls_right(function: str) -> None:
     report = judged(b200, function)
     assert all(verdict.outcome in (Outcome.RIGHT, Outcome.DECLINED, Outcome.KNOWN) for verdict in report.verdicts)

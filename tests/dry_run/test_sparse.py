@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 
 from lab import references
+from lab.calls import AttentionCall
+from lab.checks.parameters.calls import built_call
+from lab.checks.parameters.models import Configuration
+from lab.checks.properties.mla_modes import two_pool_cases
 from lab.dry_run.host_memory import UnsoundLaunchError
 from lab.dry_run.machine import machine
 from lab.dry_run.passes import dry_run
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
-from lab.metadata.mha.block_sparse import build_block_sparse_metadata, prepare_block_sparse_attention
+from lab.metadata.mha.block_sparse import BlockSparseBackend, build_block_sparse_metadata
+from lab.metadata.mha.calls import AttentionLayer
+from lab.ranges import Ranges
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 from lab.workloads.scenarios import timed_scenario
@@ -91,6 +97,76 @@ def hold_pool(launch: Any, cache: Tensor) -> None:
     assert held.strides_bytes == (cache.shape[-1] * cache.element_size(),)
 
 
+# Passes of DeepSeek-V4, over two pools.
+
+
+@pytest.mark.parametrize("case", [*two_pool_cases(4, num_qo_heads=16)], ids=str)
+def test_a_pass_over_two_pools(case: MLACase) -> None:
+    """Rows of a prefill are of its requests, and all other rows are requests of one row."""
+    forward = build_mla_pass(case, torch.device("cpu"))
+    out = forward.new_out()
+    (launch,) = launches_of(lambda implementation: forward.run(implementation, out))
+    assert forward.truth().compare(forward.rows_of_requests(out)).passed
+    metadata: Any = forward.metadata
+    rows, offsets = len(metadata.seq_lens), metadata.cum_seq_lens_q
+    lens = metadata.seq_lens if offsets is None else metadata.request_lens
+    columns = metadata.sparse_indices(case.compress_ratio, getattr(forward, "topk_indices", None)).shape[1]
+    hold_params(
+        launch,
+        ptr_o=out.data_ptr(),
+        ptr_seq_lens_kv=lens.data_ptr(),
+        ptr_cum_seq_lens_q=0 if offsets is None else offsets.data_ptr(),
+        ptr_attention_sinks=forward.layer.sinks.data_ptr(),
+        batch_size=len(lens),
+        max_seq_len_q=metadata.max_q_len or 1,
+        max_num_pages_per_seq_kv=columns,
+        sparse_attn_top_k=columns,
+        attention_window_size=128,
+        num_heads_q=16,
+        sum_of_seq_lens_q=rows,
+    )
+    hold_pool(launch, forward.cache.compressed.storage)
+    assert tensor_map(launch, "tmaKSlidingWindowKvPool_").address == forward.cache.window.storage.data_ptr()
+
+
+@pytest.mark.parametrize("ratio", ["", "/ratio128", "/ratio0"])
+def test_a_scenario_of_two_pools(ratio: str) -> None:
+    name = f"decode/deepseek-v4-flash/4q1s8k/tp8{ratio}"
+    (dry,) = dry_run("b200", [(name, timed_scenario(name))]).passes
+    (call,) = dry.calls
+    assert (call.refusal, call.failure) == (None, None)
+    columns = {"": 128 + 512, "/ratio128": 128 + 128, "/ratio0": 128}[ratio]
+    hold_params(call.launches[0], sparse_attn_top_k=columns, batch_size=4, max_seq_len_q=1, num_heads_q=8)
+
+
+def over_two_pools(**values: Any) -> Any:
+    """The call of a configuration, and what is expected of it."""
+    return built_call(Configuration(AttentionCall.DSV4_DECODE, values, 1), Ranges(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"dtypes": "e4m3/e4m3", "heads": 64, "q_len": 3, "sinks": "per head", "window_entries": "ordered"},
+        {"q_len": 3, "offsets": "unequal", "columns": 640, "sparse_indices": "tail far outside"},
+        {"columns": 128, "compressed_page_size": 32, "bmm2_scale": "0.9 as a tensor [1]"},
+    ],
+    ids=str,
+)
+def test_entries_of_two_pools(values: Arguments) -> None:
+    call = over_two_pools(**{"heads": 8} | values)
+    with machine("b200", computes=True):
+        out = trtllm.trtllm_batch_decode_sparse_mla_dsv4(**call.given | {"workspace_buffer": None})
+    assert call.truth().compare(out.flatten(0, -3)[: call.rows]).passed
+
+
+def test_places_that_flashinfer_changes_on_the_gpu_are_refused() -> None:
+    call = over_two_pools(heads=8, cache="pages apart")
+    with machine("b200", computes=True), pytest.raises(NotImplementedError, match="pages have gaps"):
+        trtllm.trtllm_batch_decode_sparse_mla_dsv4(**call.given | {"workspace_buffer": None})
+
+
 # Decodes and verifications of MiniMax-M3, over copies of the pages that each K/V head selects.
 
 
@@ -106,7 +182,8 @@ def test_a_block_sparse_pass(mode: ForwardMode) -> None:
 
     def attend(implementation: Any) -> Tensor:
         out = torch.full_like(query, float("nan"))
-        return prepare_block_sparse_attention(implementation, metadata, 0.1, query, cache, topk, out=out)()
+        backend, layer = BlockSparseBackend(implementation), AttentionLayer(0.1)
+        return backend.prepare_attention(batch, metadata, layer, query, cache, out=out, topk_indices=topk)()
 
     found: list[Tensor] = []
     (launch,) = launches_of(lambda implementation: found.append(attend(implementation)))

@@ -10,15 +10,18 @@ from torch import Tensor
 import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout
 from lab.metadata.mha.block_sparse import (
+    BlockSparseBackend,
     build_block_sparse_metadata,
     copy_selected_pages,
-    prepare_block_sparse_attention,
+    num_seen,
 )
+from lab.metadata.mha.calls import AttentionLayer
 from lab.references.forward_metadata import block_sparse_forward_metadata
 from tests.metadata.batches import Case, build
 from tests.metadata.host_reads import ForbidHostReads
 
 HEADS, GROUP, DIM = 2, 2, 16
+LAYER = AttentionLayer(0.3)
 LENGTHS = (1, 127, 128, 129, 2048, 2049, 2300, 2175)
 
 
@@ -50,6 +53,7 @@ def test_attention_over_the_selected_pages(mode: ForwardMode, layout: KVLayout) 
         metadata = build_block_sparse_metadata(batch, pool, HEADS)
     expected = block_sparse_forward_metadata(batch, pool, topk)
     assert metadata.seq_lens.tolist() == [expected.seq_lens] * HEADS
+    assert list(map(num_seen, metadata.query_seq_lens.tolist())) == expected.seq_lens
     assert {metadata.seq_lens.dtype, metadata.block_tables.dtype, metadata.page_table.dtype} == {torch.int32}
     assert metadata.seq_lens.is_contiguous()
     assert metadata.block_tables.is_contiguous()
@@ -59,7 +63,9 @@ def test_attention_over_the_selected_pages(mode: ForwardMode, layout: KVLayout) 
     query = torch.randn(rows + 2, HEADS * GROUP, DIM, dtype=torch.float64, generator=generator)
     out = torch.full_like(query, 9.0)
     selected = torch.zeros_like(topk)
-    attend = prepare_block_sparse_attention(lab.references, metadata, 0.3, query, cache, selected, out=out)
+    attend = BlockSparseBackend(lab.references).prepare_attention(
+        batch, metadata, LAYER, query, cache, out=out, topk_indices=selected
+    )
     selected.copy_(topk)
     attend()
     assert not out[rows:].any()
@@ -78,7 +84,9 @@ def test_an_empty_batch_makes_no_call(mode: ForwardMode) -> None:
     cache = pool.new_cache(HEADS, DIM, torch.float32, KVLayout.HND)
     query, topk = torch.zeros(3, HEADS * GROUP, DIM), torch.zeros(HEADS, 0, 16, dtype=torch.int32)
     out = torch.full_like(query, 9.0)
-    assert prepare_block_sparse_attention(None, metadata, 0.3, query, cache, topk, out=out)() is out
+    backend = BlockSparseBackend(num_kv_heads=HEADS)
+    call = backend.prepare_attention(batch, metadata, LAYER, query, cache, out=out, topk_indices=topk)
+    assert call() is out
     assert not out.any()
 
 

@@ -44,6 +44,11 @@ def test_a_name_makes_the_pass_that_it_says(name: str, case: ForwardCase) -> Non
     assert scenario(name, TRACE) == case
 
 
+def v4(mode: ForwardMode, prefixes: Any, q_lens: Any, heads: int, ratio: int, **options: Any) -> MLACase:
+    sizes = {"num_qo_heads": heads, "qk_rope_head_dim": 0, "page_size": 256} | options
+    return MLACase(mode, prefixes, q_lens, compress_ratio=ratio, **sizes)
+
+
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -66,6 +71,12 @@ def test_a_name_makes_the_pass_that_it_says(name: str, case: ForwardCase) -> Non
                 query_dtype=E4M3,
             ),
         ),
+        ("decode/deepseek-v4-flash/2q1s4k/tp8", v4(ForwardMode.DECODE, (4095,) * 2, (1,) * 2, 8, 4, index_topk=512)),
+        ("extend/deepseek-v4-pro/2q9s1k/ratio128", v4(ForwardMode.EXTEND, (1015,) * 2, (9,) * 2, 128, 128)),
+        (
+            "target_verify/deepseek-v4-pro/2q4s1k/ratio2/topk64/page128",
+            v4(ForwardMode.TARGET_VERIFY, (1020,) * 2, (4,) * 2, 128, 2, index_topk=64, page_size=128),
+        ),
         ("decode/tiny/2q1s9", ForwardCase(ForwardMode.DECODE, "tiny", (8, 8), (1, 1))),
     ],
 )
@@ -85,6 +96,8 @@ def test_a_timed_pass_may_be_of_latent_attention(name: str, case: Any) -> None:
             "no option of deepseek-v3 is called 'window'; there are e4m3, e4m3_query, topk<N>, page<N>",
         ),
         ("extend/kimi-k2/q9", "computes no attention on the MLA decode kernel"),
+        ("decode/kimi-k2/2q1s9/ratio4", "no option of kimi-k2 is called 'ratio4'"),
+        ("decode/deepseek-v4-pro/2q1s9/ratio2", "those with 1, 2 and 4 have an indexer"),
         ("decode/kimi-k2", "this one has 2 of the first three parts"),
         ("decode/nothing/2q1s9", "no geometry is called 'nothing'"),
     ],

@@ -13,7 +13,7 @@ from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import MOST_OUT_ELEMENTS, QUERY, REQUESTS, RULES, VACUOUS, softmax_axes
-from lab.checks.parameters.paged_calls import CACHE_LAYOUTS, TAILS, kv_lens_of, q_lens_of
+from lab.checks.parameters.paged_calls import CACHE_LAYOUTS, TAILS, Lens, lens_of
 from lab.checks.parameters.values import (
     Bound,
     Cache,
@@ -89,15 +89,31 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 
 def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs:
     """Return the tensors of a configuration."""
-    q_lens, columns = q_lens_of(of), of["columns"] - WINDOW_COLUMNS
-    kv_lens = kv_lens_of(of, q_lens)
-    compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in kv_lens)
+    return _inputs(of, device, lens_of(of), of.seed, of.seed, of["sinks"] != "none")
 
-    def case(lens: tuple[int, ...], entries: str, top_k: int, page_size: int, seed: int) -> AttentionCase:
+
+def redrawn_dsv4(
+    of: Chosen, _ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
+) -> DSV4Inputs:
+    """Return the inputs of a configuration with other lengths, another seed and, if `moved`, other pages in both pools. They
+    include sinks.
+    """
+    return _inputs(of, device, lens, of.seed + 2 * seed, of.seed + moved, True)
+
+
+def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_by: int, has_sinks: bool) -> DSV4Inputs:
+    """Return the tensors of a configuration with these lengths. The seeds are those of the window pool; the other pool has the
+    seeds after them.
+    """
+    columns = of["columns"] - WINDOW_COLUMNS
+    compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in lens.kv_lens)
+
+    def case(kv_lens: tuple[int, ...], entries: str, top_k: int, page_size: int, pool: int) -> AttentionCase:
+        tail = TAILS.get(of["sparse_indices"], TableTail.FOREIGN)
         return AttentionCase(
             AttentionCall.MLA_DECODE,
-            lens,
-            q_lens,
+            kv_lens,
+            lens.q_lens,
             num_kv_heads=1,
             group=of["heads"],
             head_dim=of["head_dim"],
@@ -105,17 +121,17 @@ def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs
             dtype=of["dtypes"].query,
             kv_dtype=of["dtypes"].cache,
             arithmetic=of["dtypes"].query,
-            sinks=of["sinks"] != "none",
+            sinks=has_sinks,
             offsets=of["offsets"] != Offsets.NONE,
             top_k=top_k,
             entries=Entries[entries.upper()] if top_k else None,
-            seed=seed,
-            storage=Storage(page_size, table_tail=TAILS.get(of["sparse_indices"], TableTail.FOREIGN), page_seed=seed),
+            seed=drawn_by + pool,
+            storage=Storage(page_size, table_tail=tail, page_seed=pages_by + pool),
         )
 
     return build_dsv4(
-        case(kv_lens, of["window_entries"], WINDOW_COLUMNS, of["page_size"], of.seed),
-        case(compressed, of["compressed_entries"], columns, of["compressed_page_size"], of.seed + 1),
+        case(lens.kv_lens, of["window_entries"], WINDOW_COLUMNS, of["page_size"], 0),
+        case(compressed, of["compressed_entries"], columns, of["compressed_page_size"], 1),
         device,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model
-from lab.checks.parameters.dsv4 import DSV4_FORMS, dsv4_inputs, dsv4_model
+from lab.checks.parameters.dsv4 import DSV4_FORMS, dsv4_inputs, dsv4_model, redrawn_dsv4
 from lab.checks.parameters.lists import LISTS
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
@@ -27,9 +27,9 @@ class CallFamily:
     model: Callable[[Ranges], Model]  # returns the model of the call within ranges
     inputs: Callable[..., Any]  # makes the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
     forms: tuple[Callable[[BuiltCall], None], ...]  # pass arguments of this call alone in a configuration's form
-    # Makes the inputs of a case with other lengths and another seed, for a replay; None: K9 does not judge the call.
-    redrawn: Callable[..., Any] | None = None
-    replayed_cases: Callable[..., Iterator[Any]] | None = None  # makes the cases of K9 of a call without a paged cache
+    redrawn: Callable[..., Any]  # makes the inputs of a case with other lengths and another seed, for a replay
+    # Makes the cases of K9 of the ragged call. Those of a paged call are random, and those of DSV4's call configurations.
+    replayed_cases: Callable[..., Iterator[Any]] | None = None
 
 
 _cached = functools.lru_cache(maxsize=8)
@@ -41,7 +41,7 @@ FAMILIES: Mapping[AttentionCall, CallFamily] = {
     AttentionCall.RAGGED_CONTEXT: CallFamily(
         _cached(ragged_model), ragged_inputs, RAGGED_FORMS, redrawn_ragged, replayed_cases
     ),
-    AttentionCall.DSV4_DECODE: CallFamily(_cached(dsv4_model), dsv4_inputs, DSV4_FORMS),
+    AttentionCall.DSV4_DECODE: CallFamily(_cached(dsv4_model), dsv4_inputs, DSV4_FORMS, redrawn_dsv4),
 }
 FIXED = {MetadataFunction.DRAFT_KV_INDICES: LISTS, **METADATA}  # models that do not depend on ranges
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(

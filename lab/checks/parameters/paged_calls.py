@@ -67,9 +67,8 @@ class Lens:
 def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
     """Return the attention case of a paged call's configuration: its sizes, dtypes, lengths, contents and storage."""
     interface, page_size, dtypes = AttentionCall(of.interface), of["page_size"], of["dtypes"]
-    q_lens = q_lens_of(of)
-    kv_lens = kv_lens_of(of, q_lens)
-    width = max(-(-kv_len // page_size) for kv_len in kv_lens)
+    lens = lens_of(of)
+    width = max(-(-kv_len // page_size) for kv_len in lens.kv_lens)
     if interface is AttentionCall.MLA_DECODE:
         dims = of["head_dims"]
         heads = {"group": of["heads"], "num_kv_heads": 1, "head_dim": dims.head_dim, "v_head_dim": dims.v_head_dim}
@@ -77,8 +76,8 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
         heads = {name: of[name] for name in ("group", "num_kv_heads", "head_dim")}
     return AttentionCase(
         interface,
-        kv_lens,
-        q_lens,
+        lens.kv_lens,
+        lens.q_lens,
         **heads,
         dtype=dtypes.query,
         kv_dtype=dtypes.cache,
@@ -103,6 +102,12 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
             stacked=of["cache"].is_one_tensor or of["cache"] == Cache.K_IS_V,
         ),
     )
+
+
+def lens_of(of: Chosen) -> Lens:
+    """Return the number of keys and of query rows of each request in a paged call."""
+    q_lens = q_lens_of(of)
+    return Lens(kv_lens_of(of, q_lens), q_lens)
 
 
 def q_lens_of(of: Chosen) -> tuple[int, ...]:

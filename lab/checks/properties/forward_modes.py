@@ -97,6 +97,7 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
                 cases.append(replace(case, sliding_window=True, **dtypes))
     cases += quantised_cases(ranges, page_size)
     cases += vllm_cases(ranges, page_size, q_lens)
+    cases += block_sparse_cases(ranges, q_lens)
     if scope.is_full:
         cases += geometry_cases(ranges)
     yield from (case for case in cases if case.interface is scope.interface)
@@ -129,6 +130,17 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
             yield case(engine, (q_len,) * 4, q_len, num_padding_requests=2, num_padding_rows=2 * q_len)
             yield case(engine, (q_len, q_len, 1, q_len), q_len)
             yield case(engine, (q_len, q_len, q_len + 1, 2 * page_size + 5), q_len)
+
+
+def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
+    """Yield MiniMax-M3's passes: a decode and verifications, with requests of fewer pages than a row selects, and of more."""
+    dtype, prefixes = ranges.dtypes[0][0], (0, 127, 128, 300, 2047, 2400)
+    modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
+    for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
+        rows = (q_len,) * len(prefixes)
+        yield ForwardCase(
+            mode, ranges.tiny, prefixes, rows, page_size=128, block_sparse=True, dtype=dtype, kv_dtype=dtype
+        )
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:

@@ -78,6 +78,9 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
                 yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
             if mode in vllm_graph_modes(mode.num_tokens_per_req):
                 yield replace(case, padded_seq_len=0)
+            if name == ranges.tiny and mode in (GraphMode.decode(), GraphMode.target_verify(mode.num_tokens_per_req)):
+                place = list(MetadataPlace)[turn % 2]
+                yield replace(case, place=place, page_size=128, num_pages=18, block_sparse=True)
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:

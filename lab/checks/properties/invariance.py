@@ -147,7 +147,10 @@ def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
         yield from (Variant(f"{name}={value!r}", inputs, {name: value}) for value in others)
 
 
-_EVERY: tuple[Interface, ...] = tuple(call for call, family in FAMILIES.items() if family.redrawn is not None)
+# Calls whose cases are not configurations.
+_EVERY: tuple[Interface, ...] = tuple(
+    call for call, family in FAMILIES.items() if call in PAGED_CALLS or family.replayed_cases is not None
+)
 _BY_NAME: dict[str, tuple[str, Variants, tuple[Interface, ...]]] = {
     "batch-size": ("the number of requests in the batch", _batch_sizes, _EVERY),
     "position": ("the place of a request in the batch", lambda _, inputs: positions(inputs), _EVERY),

@@ -18,19 +18,31 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
-from lab.checks.parameters.models import FAMILIES
-from lab.checks.parameters.paged_calls import Lens
+from lab.checks.parameters.models import FAMILIES, MODELS, Configuration
+from lab.checks.parameters.paged_calls import Lens, lens_of
+from lab.checks.parameters.values import DtypePair, Lengths, Offsets, Tables
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
+from lab.ranges import SEEDS
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, rewritten
 from lab.workloads.inputs.encoding import unwritten
 from lab.workloads.inputs.ragged import TILE
+from lab.workloads.interfaces import PAGED_CALLS
 
 LONG = (4096, 32768)  # keys of a request that was captured on a page
 MOST_BETWEEN = 1024  # keys of a request in the eager call, and two pages more
 KEPT = ("workspace_buffer", "out")  # arguments whose contents are not a batch's
+# Configurations of DSV4's call. Of the smoke level the first three, and one with a long request.
+OF_TWO_POOLS: tuple[dict[str, Any], ...] = (
+    {"q_len": 2, "lengths": Lengths.EQUAL},
+    {"q_len": 3, "offsets": Offsets.UNEQUAL, "columns": 640},
+    {"dtypes": DtypePair("e4m3/e4m3"), "window_entries": "ordered", "compressed_entries": "edges"},
+    {"columns": 128, "page_size": 8},
+    {"q_len": 4, "offsets": Offsets.EQUAL, "compressed_entries": "none", "sparse_indices": Tables.FAR_TAIL},
+    {"compressed_entries": "twice", "compressed_page_size": 32},
+)
 
 
 Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie elsewhere
@@ -41,9 +53,22 @@ def _cases(scope: Scope) -> Iterator[Any]:
     if (cases_of := FAMILIES[AttentionCall(scope.interface)].replayed_cases) is not None:
         yield from cases_of(scope.ranges, scope.counted(2, 8), longest)
         return
+    if scope.interface not in PAGED_CALLS:
+        yield from _of_two_pools(scope)
+        return
     yield from map(_roomy, scope.balanced(4, 24, seed=11))
     for most_keys, case in zip(longest, scope.balanced(1, 2, seed=26), strict=True):
         yield _long(scope.on_fewest_heads(case), most_keys, min(scope.ranges.q_lens))
+
+
+def _of_two_pools(scope: Scope) -> Iterator[Configuration]:
+    model = MODELS[scope.interface](scope.ranges)
+    long = {"lengths": next((each for each in model.axes["lengths"] if isinstance(each, int)), Lengths.UNEQUAL)}
+    wanted = OF_TWO_POOLS[: scope.counted(3, len(OF_TWO_POOLS))]
+    for number, values in enumerate((*wanted, long), 1):
+        allowed = {axis: value for axis, value in values.items() if value in model.axes[axis]}
+        if (point := model.completed(allowed)) is not None:
+            yield Configuration(scope.interface, point, SEEDS * scope.ranges.seed + number)
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
@@ -64,10 +89,12 @@ def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     case, make = run.case, maker_of(run, run.case)
-    room = Lens(case.kv_lens, case.q_lens)
     is_paged = isinstance(case, AttentionCase)
     forms = frozenset({Form.SINKS} if is_paged and case.sinks else ())
-    waits = not is_paged or case.has_offsets
+    if isinstance(case, Configuration):
+        room, waits = lens_of(case), case["offsets"] != Offsets.NONE
+    else:
+        room, waits = Lens(case.kv_lens, case.q_lens), not is_paged or case.has_offsets
     if waits and run.vary("rows that wait for requests", in_forms(make(_short(room, waits)), forms)) is None:
         waits = False
         if is_paged and case.interface is not AttentionCall.CONTEXT:
@@ -126,9 +153,7 @@ def maker_of(run: CaseRun, case: Any) -> Make:
     """Return a function that makes the inputs of a case with other lengths, another seed and, if `moved`, other pages. They
     include sinks and a mask, as far as the case allows.
     """
-    redrawn = FAMILIES[case.interface].redrawn
-    assert redrawn is not None
-    return partial(redrawn, case, run.ranges, run.device)
+    return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
@@ -255,11 +280,12 @@ class Replay:
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
         """Write a batch into the tensors, and make the call eagerly with the batch's longest length as its host bound
-        (max_seq_len or max_kv_len). Compare its requests' output with the expected one.
+        (max_seq_len or max_kv_len), if the call has one. Compare its requests' output with the expected one.
         """
         self._load(batch)
         self._clear_out()
-        result = self.run.call(self.call, **{batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)})
+        bounds = {batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)}
+        result = self.run.call(self.call, **bounds if bounds.keys() <= self.call.given.keys() else {})
         self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
     def of(self, batch: BuiltCall) -> Result:
@@ -309,6 +335,6 @@ CHECK = Check(
     __doc__,
     _cases,
     _judge,
-    interfaces=tuple(call for call, family in FAMILIES.items() if family.redrawn is not None),
+    interfaces=tuple(FAMILIES),
     drawn=_roomy,
 )

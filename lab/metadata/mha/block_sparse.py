@@ -11,7 +11,7 @@ The sources in SGLang 0.5.23 are `minimax_sparse_ops/msa_plan.py` in `sglang/srt
 the copy has the cache's dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,14 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
+from lab.metadata.engine.backend import RebuiltMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, first_slots, key_lens, max_query_rows
+from lab.metadata.mha.calls import AttentionLayer
 
 PAGE_SIZE = 128  # tokens; MSA-v1 has no other
 NUM_PAGES = 16  # pages that a row selects, if its request has as many
@@ -46,6 +49,11 @@ class BlockSparseMetadata:
     query_seq_lens: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+
+
+def num_seen(num_tokens: int) -> int:
+    """Return how many tokens a K/V head sees of a row that `num_tokens` tokens are not after: those on the selected pages."""
+    return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
 def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads: int) -> BlockSparseMetadata:
@@ -114,47 +122,70 @@ def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def prepare_block_sparse_attention(
-    implementation: Any,
-    metadata: BlockSparseMetadata,
-    softmax_scale: float,
-    query: Tensor,
-    cache: PagedKVCache,
-    topk_pages: Tensor,
-    *,
-    out: Tensor,
-) -> Callable[[], Tensor]:
-    """Prepare one layer's attention. The returned call copies the selected pages, attends, and returns `out`.
+@dataclass(frozen=True, eq=False)
+class BlockSparseBackend:
+    """Build metadata and make block-sparse decode calls as SGLang's MSA-v1 does.
 
-    Args:
+    Attributes:
         implementation: any object with FlashInfer's decode function, such as `lab.references`.
-        metadata, cache, topk_pages: as in `copy_selected_pages`. Each call reads `topk_pages` anew.
-        query, out: ``[num_tokens, num_qo_heads, head_dim]``. Rows of `out` after the metadata's rows become 0.
+        num_kv_heads: K/V heads of a layer.
     """
-    rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
-    if rows == 0:
-        return out.zero_
-    compact = cache.storage.new_empty(2, rows, heads, count, PAGE_SIZE, query.shape[-1])
-    call = prepare(
-        implementation,
-        AttentionCall.DECODE.value,
-        query=query[:rows],
-        kv_cache=as_pages(compact),
-        workspace_buffer=None,
-        block_tables=metadata.block_tables,
-        seq_lens=metadata.seq_lens,
-        max_seq_len=NUM_PAGES * PAGE_SIZE,
-        bmm1_scale=softmax_scale,
-        bmm2_scale=1.0,
-        out=out[:rows],
-        q_len_per_req=1,
-        enable_block_sparse_attention=True,
-    )
 
-    def run() -> Tensor:
-        copy_selected_pages(metadata, topk_pages, cache, compact)
-        call()
-        out[rows:].zero_()
-        return out
+    implementation: Any = None
+    num_kv_heads: int = 1
 
-    return run
+    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> BlockSparseMetadata:
+        return build_block_sparse_metadata(batch, pool, self.num_kv_heads)
+
+    def new_buffers(
+        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
+    ) -> dict[GraphMode, RebuiltMetadata[BlockSparseMetadata]]:
+        return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
+
+    def prepare_attention(
+        self,
+        batch: ForwardBatch,
+        metadata: BlockSparseMetadata,
+        layer: AttentionLayer,
+        query: Tensor,
+        cache: PagedKVCache,
+        *,
+        max_context_len: int | None = None,
+        out: Tensor,
+        topk_indices: Tensor,
+    ) -> Callable[[], Tensor]:
+        """Prepare one layer's attention. The returned call copies the selected pages, attends, and returns `out`.
+
+        Args:
+            batch, metadata, cache: the pass, and the layer's cache.
+            layer: only its `softmax_scale` is used.
+            query, out: ``[num_tokens, num_qo_heads, head_dim]``. Rows of `out` after the metadata's rows become 0.
+            topk_indices: `topk_pages` of `copy_selected_pages`. Each call reads it anew.
+        """
+        rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
+        if rows == 0:
+            return out.zero_
+        compact = cache.storage.new_empty(2, rows, heads, count, PAGE_SIZE, query.shape[-1])
+        call = prepare(
+            self.implementation,
+            AttentionCall.DECODE.value,
+            query=query[:rows],
+            kv_cache=as_pages(compact),
+            workspace_buffer=None,
+            block_tables=metadata.block_tables,
+            seq_lens=metadata.seq_lens,
+            max_seq_len=NUM_PAGES * PAGE_SIZE,
+            bmm1_scale=layer.softmax_scale,
+            bmm2_scale=1.0,
+            out=out[:rows],
+            q_len_per_req=1,
+            enable_block_sparse_attention=True,
+        )
+
+        def run() -> Tensor:
+            copy_selected_pages(metadata, topk_indices, cache, compact)
+            call()
+            out[rows:].zero_()
+            return out
+
+        return run

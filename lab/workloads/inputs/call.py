@@ -166,5 +166,7 @@ def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[t
     yield "the query", in_forms(inputs, forms)
     kept = {name: getattr(inputs, name) for name in ("query", "sinks", "shown", "factors")}
     has_pages = isinstance(inputs, AttentionInputs)
-    yield "K and V", in_forms(replace(other.inputs, **kept), forms)
+    selects = has_pages and inputs.selected is not None
+    contents = "K, V and the selected entries" if selects else "K and V"
+    yield contents, in_forms(replace(other.inputs, **kept), forms)
     yield ("K, V and the page table" if has_pages else "K and V again", in_forms(replace(moved.inputs, **kept), forms))

@@ -10,6 +10,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mha.block_sparse import BlockSparseMetadata
 from lab.metadata.mha.context_parallel import ZigzagShard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.dsa import DSAMetadata
@@ -23,6 +24,7 @@ from lab.metadata.mla.metadata import (
 )
 from lab.references.forward_metadata import (
     ForwardMetadata,
+    block_sparse_forward_metadata,
     dsa_forward_metadata,
     dsv4_forward_metadata,
     encoder_only_verify,
@@ -206,6 +208,17 @@ def wrong_eager_mla_metadata(
             yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
     if batch.forward_mode.query_rows.in_extend_seq_lens:
         yield from _wrong_rows(batch, metadata)
+
+
+def wrong_block_sparse_metadata(
+    batch: ForwardBatch, pool: KVPool, metadata: BlockSparseMetadata, topk_pages: torch.Tensor
+) -> str:
+    """Return a sentence about the first error in the lengths of a block-sparse pass; "" if there is none. The arguments are
+    those of `wrong_metadata` and `block_sparse_forward_metadata`.
+    """
+    lens = block_sparse_forward_metadata(batch, pool, topk_pages).seq_lens
+    of_rows = metadata.seq_lens[:, : len(lens)].tolist()
+    return _first_difference({"seq_lens": (of_rows, [lens] * len(topk_pages))})
 
 
 def wrong_dsa_metadata(

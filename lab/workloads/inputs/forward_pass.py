@@ -15,7 +15,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import with_padding_requests
-from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.block_sparse import PAGE_SIZE
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
@@ -28,6 +28,7 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill, read_kv, stored_kv, unwritten
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.needles import draw_histories, needle_positions
+from lab.workloads.inputs.selection import draw_pages
 from lab.workloads.pass_case import PassCase
 from lab.workloads.requests import History, admit, new_pool, num_pages
 
@@ -149,9 +150,7 @@ class ForwardPass(EnginePass):
             return
         arguments = self.arguments(out) | {"shards": self.shards}
         del arguments["metadata"]
-        backend = self.case.backend(implementation)
-        assert isinstance(backend, TRTLLMMHABackend)  # a pass of vLLM has no shards
-        prepare_zigzag(backend, **arguments)()
+        prepare_zigzag(self.case.backend(implementation), **arguments)()
 
     def stored(self, *sides: Tensor) -> History:
         return stored_kv(self.case.kv_dtype, *sides)
@@ -171,6 +170,49 @@ class ForwardPass(EnginePass):
             out_dtype=case.dtypes.out,
             arithmetic=case.arithmetic,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparsePass(ForwardPass):
+    """A pass of MiniMax-M3: the K/V heads of each row see the pages in `topk_indices`, which `draw_pages` returns."""
+
+    metadata: Any
+    topk_indices: Tensor
+
+    @property
+    def functions(self) -> list[str]:
+        return [self.case.interface.value]
+
+    def arguments(self, out: Tensor) -> dict[str, Any]:
+        return super().arguments(out) | {"topk_indices": self.topk_indices}
+
+    def inputs(self) -> dict[str, Tensor]:
+        return super().inputs() | {"topk_indices": self.topk_indices}
+
+    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
+        q_lens = self.case.q_lens
+        own = torch.cat([self.topk_indices.split(q_lens, dim=1)[request] for request in requests], dim=1)
+        return block_sparse_truth(query, histories, [q_lens[request] for request in requests], own, self.layer)
+
+
+def block_sparse_truth(
+    query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
+) -> Truth:
+    """Return the expected results of query rows whose K/V heads see the tokens up to the row on the pages in `topk_pages`.
+
+    Args:
+        query, histories, q_lens: as in `mha_truth`.
+        topk_pages: as from `draw_pages`.
+        layer: the layer, without sinks and without a window.
+    """
+    of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
+    for (keys, values), q_len in zip(histories, q_lens, strict=True):
+        for length in range(len(keys) - q_len + 1, len(keys) + 1):
+            pages = torch.arange(length, device=keys.device)[:, None, None] // PAGE_SIZE
+            seen.append((pages == topk_pages[:, len(seen)]).any(dim=2))
+            of_rows.append((keys[:length], values[:length]))
+    rules = Rules(bmm1_scale=layer.softmax_scale, bmm2_scale=1.0, arithmetic=query.dtype, out_dtype=query.dtype)
+    return truth_of_requests(query, of_rows, [1] * len(of_rows), rules, seen=seen)
 
 
 def mha_truth(
@@ -225,9 +267,12 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     cache = with_scale_factors(case, cache)
     build = build_metadata or case.backend().build_metadata
     batch, metadata = admit_and_write(case, pool, cache, stored, build)
-    _poison_table_tails(metadata, cache, case)
     rows = with_padding_rows(query, case.num_padding_rows).to(case.dtype)
-    return ForwardPass(case, pool, batch, metadata, layer, cache, rows, histories)
+    made = case, pool, batch, metadata, layer, cache, rows, histories
+    if case.block_sparse:
+        return BlockSparsePass(*made, draw_pages(case.row_lens, heads, generator))
+    _poison_table_tails(metadata, cache, case)
+    return ForwardPass(*made)
 
 
 def with_padding_rows(query: Tensor, count: int) -> Tensor:
@@ -321,7 +366,7 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
     """Return the attention layer of a case: its window, its model's sinks, and scales, which it has for any cache dtype."""
     model = case.model
     sinks = None
-    if model.has_sinks:
+    if model.has_sinks and not case.block_sparse:
         # Trained sinks lie around the largest logits. They are distinct per head, so that swapped sinks change the output.
         sinks = torch.randn(model.num_qo_heads, device=device, generator=generator) + 2.0
     return AttentionLayer(

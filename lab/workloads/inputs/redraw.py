@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
 from lab.references.errors import Truth
 from lab.workloads.inputs.encoding import fill
@@ -205,13 +206,20 @@ class PassRedraw(SeededRedraw):
             tokens.append(torch.arange(first + kept, first + kv_len, device=slots[-1].device))
             first += kv_len
         every, pool = torch.cat(slots), forward.pool
-        every = pool.physical_slots(every) if case.window_left < 0 else pool.swa_slots(every)
+        every = pool.physical_slots(every) if self._window_left < 0 else pool.swa_slots(every)
         return every, None if len(every) == first else torch.cat(tokens)
+
+    @property
+    def _window_left(self) -> int:
+        """Return the case's window; -1 if the cache takes slots of the full pool, as DSV4's does: it also has the compressed
+        entries of tokens before the window.
+        """
+        return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
 
     def _first_kept(self, request: int) -> int:
         """Return the position of a request's first token that is still cached. Pages before a window are given back."""
-        case = self.forward.case
-        before = max(0, case.first_rows[request] - case.window_left) if case.window_left >= 0 else 0
+        case, window_left = self.forward.case, self._window_left
+        before = max(0, case.first_rows[request] - window_left) if window_left >= 0 else 0
         return int(before // case.page_size * case.page_size)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mha.block_sparse import NUM_PAGES
 from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mla.calls import MLALayer
 from lab.metadata.mla.dsv4 import DSV4Cache, DSV4Layer
@@ -18,12 +20,13 @@ from lab.references.errors import Truth
 from lab.references.forward_metadata import dsa_forward_metadata, dsv4_forward_metadata
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplayCase
 from lab.workloads.inputs.expected_metadata import (
+    wrong_block_sparse_metadata,
     wrong_dsa_metadata,
     wrong_dsv4_metadata,
     wrong_metadata,
     wrong_mla_metadata,
 )
-from lab.workloads.inputs.forward_pass import mha_truth
+from lab.workloads.inputs.forward_pass import block_sparse_truth, mha_truth
 from lab.workloads.inputs.mla_pass import (
     draw_groups,
     draw_positions,
@@ -39,6 +42,7 @@ from lab.workloads.inputs.replay_fixture import (
     ReplayFixture,
     RunnerFactory,
 )
+from lab.workloads.inputs.selection import draw_pages
 from lab.workloads.requests import History, Requests
 
 
@@ -159,22 +163,25 @@ class MLAReplayFixture(ReplayFixture):
         return mla_truth(query, query.dtype, seen, q_lens, self.layer, self.selected)
 
 
-class DSAReplayFixture(MLAReplayFixture):
-    """A fixture for DeepSeek sparse attention: each pass draws the positions that its rows see. Padding rows select nothing."""
+class SelectingFixture(ReplayFixture):
+    """A fixture whose passes draw what their rows select. Padding rows select nothing."""
 
-    selected: Tensor
-    tables: tuple[str, ...] = ("page_table_1",)
-    rewritten = ("seq_lens",)
-    _is_padded = False
+    selected: Tensor  # what the rows of the last pass select, [rows, ...], without padding rows
 
     @functools.cached_property
     def topk_indices(self) -> Tensor:
         """Return the buffer from which the graphs read what rows select."""
-        rows = max(SIZES) * self.width
-        return torch.full((rows, self._num_columns()), -1, dtype=torch.int32, device=self.device)
+        return torch.full((max(SIZES) * self.width, *self._columns()), -1, dtype=torch.int32, device=self.device)
 
-    def _num_columns(self) -> int:
-        return self.case.index_topk or 0
+    def _columns(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _select(self, batch: ForwardBatch) -> None:
+        raise NotImplementedError
+
+    def _of_indexer(self, selected: Tensor) -> Tensor:
+        """Return a selection in the shape that the backend takes."""
+        return selected
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
         self._select(batch)
@@ -185,6 +192,68 @@ class DSAReplayFixture(MLAReplayFixture):
     def eager(self, batch: ForwardBatch) -> ReplayedPass:
         self._select(batch)
         return super().eager(batch)
+
+    def _metadata_owners(self) -> tuple[Any, ...]:
+        return tuple(self.runner.metadata.metadata.values())
+
+    def _prepare(
+        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, **buffers: Tensor
+    ) -> Callable[[], Tensor]:
+        topk_indices = self._of_indexer(buffers["topk_indices"] if buffers else self.selected)
+        return super()._prepare(batch, metadata, query, out, topk_indices=topk_indices)
+
+    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
+        rows = view.num_tokens
+        return self._prepare(view, metadata, self.query[:rows], self.out[:rows], topk_indices=self.topk_indices[:rows])
+
+    def _padded_lens(self, batch: ForwardBatch, metadata: Any, length: int, least: int = 0) -> Cells:
+        rows, width = batch.num_tokens, self.width
+        return {
+            f"seq_lens of row {j}": (metadata.seq_lens[..., rows + j :: width], max(length - width + 1 + j, least))
+            for j in range(width)
+        }
+
+
+class BlockSparseReplayFixture(SelectingFixture, MHAReplayFixture):
+    """A fixture for MiniMax-M3: each pass draws the pages that each K/V head of its rows sees."""
+
+    tables = ("page_table",)
+    rewritten = ("query_seq_lens", "seq_lens")
+
+    def _columns(self) -> tuple[int, ...]:
+        return self.case.model.num_kv_heads, NUM_PAGES
+
+    def _layer(self) -> AttentionLayer:
+        return replace(super()._layer(), sinks=None)
+
+    def _select(self, batch: ForwardBatch) -> None:
+        seen = self.runner.eager(batch).query_seq_lens.tolist()
+        self.selected = draw_pages(seen, self.case.model.num_kv_heads, self.generator).transpose(0, 1)
+
+    def _of_indexer(self, selected: Tensor) -> Tensor:
+        return selected.transpose(0, 1)
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        return wrong_block_sparse_metadata(batch, self.pool, result.metadata, self._of_indexer(self.selected))
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        tables: Cells = {"page_table": (metadata.page_table[batch.num_tokens :, :pages], 0)}
+        return self._padded_lens(batch, metadata, length, least=1) | tables
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        return block_sparse_truth(query, seen, q_lens, self._of_indexer(self.selected), self.layer)
+
+
+class DSAReplayFixture(SelectingFixture, MLAReplayFixture):
+    """A fixture for DeepSeek sparse attention: each pass draws the positions that its rows see."""
+
+    selected: Tensor
+    tables: tuple[str, ...] = ("page_table_1",)
+    rewritten = ("seq_lens",)
+    _is_padded = False
+
+    def _columns(self) -> tuple[int, ...]:
+        return (self.case.index_topk or 0,)
 
     def _select(self, batch: ForwardBatch) -> None:
         none, every = self.topk_indices[:0], self.case.max_context_len
@@ -198,23 +267,6 @@ class DSAReplayFixture(MLAReplayFixture):
         lens = self._padded_lens(batch, metadata, length)
         return lens | {"page_table_1": (metadata.page_table_1[batch.num_tokens :, :length], 0)}
 
-    def _padded_lens(self, batch: ForwardBatch, metadata: Any, length: int, least: int = 0) -> Cells:
-        rows, width = batch.num_tokens, self.width
-        return {
-            f"seq_lens of row {j}": (metadata.seq_lens[rows + j :: width], max(length - width + 1 + j, least))
-            for j in range(width)
-        }
-
-    def _prepare(
-        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, **buffers: Tensor
-    ) -> Callable[[], Tensor]:
-        buffers = {"topk_indices": self.selected} | buffers
-        return super()._prepare(batch, metadata, query, out, **buffers)
-
-    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
-        rows = view.num_tokens
-        return self._prepare(view, metadata, self.query[:rows], self.out[:rows], topk_indices=self.topk_indices[:rows])
-
 
 class DSV4ReplayFixture(DSAReplayFixture):
     """A fixture for DeepSeek-V4: each pass draws the groups whose compressed entries its rows see."""
@@ -223,8 +275,8 @@ class DSV4ReplayFixture(DSAReplayFixture):
     cache: Any
     tables: tuple[str, ...] = ("window", "page_table")
 
-    def _num_columns(self) -> int:
-        return draw_groups((self.case.max_context_len,), self.case, self.generator).shape[1]
+    def _columns(self) -> tuple[int, ...]:
+        return (draw_groups((self.case.max_context_len,), self.case, self.generator).shape[1],)
 
     def _new_cache(self) -> Any:
         return DSV4Cache.over(self.pool, self.case.head_dim, DTYPE, self.case.compress_ratio or 0)
@@ -258,7 +310,8 @@ class DSV4ReplayFixture(DSAReplayFixture):
 def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, make: RunnerFactory) -> ReplayFixture:
     """Return a new fixture of the case's backend."""
     if isinstance(case, GraphCase):
-        return MHAReplayFixture(case, implementation, device, make)
+        of_mha = BlockSparseReplayFixture if case.block_sparse else MHAReplayFixture
+        return of_mha(case, implementation, device, make)
     assert isinstance(case, MLAGraphCase)
     if case.compress_ratio is not None:
         return DSV4ReplayFixture(case, implementation, device, make)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lab.metadata.mha.block_sparse import NUM_PAGES, PAGE_SIZE
 from lab.workloads.attention_case import AttentionCase, Entries
 
 EMPTY_COLUMNS = 128  # before the first entry of Entries.LATE: a tile of keys of most kernels
@@ -54,6 +55,25 @@ def seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
     """Return how many keys of each request a K/V head sees, int32 [num_kv_heads, batch_size], from `AttentionInputs.seen`."""
     return torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
+
+
+def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Generator) -> Tensor:
+    """Draw the pages that MiniMax-M3's indexer selects: earlier pages in any order, the row's own page, then -1. Returns int32
+    [num_kv_heads, num_rows, 16].
+
+    Args:
+        row_lens: how many tokens of its request each row sees, at least 1.
+        num_kv_heads: K/V heads, which select different pages.
+        generator: draws, on its device.
+    """
+    drawn = torch.full((num_kv_heads, len(row_lens), NUM_PAGES), -1, dtype=torch.int32, device=generator.device)
+    for of_head in drawn:
+        for row, length in zip(of_head, row_lens, strict=True):
+            own = (length - 1) // PAGE_SIZE
+            pages = torch.randperm(own, generator=generator, device=drawn.device)[: NUM_PAGES - 1]
+            row[: len(pages)] = pages
+            row[len(pages)] = own
+    return drawn
 
 
 def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> list[int]:

@@ -13,10 +13,11 @@ from lab.metadata import ForwardMode, KVLayout
 from lab.metadata.engine.backend import RebuiltMetadata
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.mha.block_sparse import (
+    BlockSparseBackend,
     as_pages,
     build_block_sparse_metadata,
-    prepare_block_sparse_attention,
 )
+from lab.metadata.mha.calls import AttentionLayer
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import build, graph_case
 from tests.metadata.noted import NotedCalls
@@ -104,7 +105,8 @@ def test_the_call(sglang: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs.run(query)
     noted, cache = NotedCalls(), pool.new_cache(HEADS, 128, torch.float8_e4m3fn, KVLayout.NHD)
     topk, out = torch.zeros(HEADS, 3, 16, dtype=torch.int32), torch.zeros(query.shape, dtype=torch.bfloat16)
-    prepare_block_sparse_attention(noted, metadata, 0.25, query, cache, topk, out=out)()
+    backend, layer = BlockSparseBackend(noted), AttentionLayer(0.25)
+    backend.prepare_attention(batch, metadata, layer, query, cache, out=out, topk_indices=topk)()
     ((_, ours),), (other,) = noted.calls, calls
     for name in ("block_tables", "seq_lens", "query"):
         assert (ours[name].dtype, ours[name].stride()) == (other[name].dtype, other[name].stride()), name

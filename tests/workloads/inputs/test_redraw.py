@@ -36,6 +36,7 @@ SCENARIOS = [
     "extend/tiny/3q40",
     "mixed/tiny/q20s90_3q1s50/split_tail",
 ]
+TWO_POOLS: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, "kv_lora_rank": 64}
 MLA = [
     MLACase(ForwardMode.DECODE, (30, 100), (1, 1), page_size=32),
     MLACase(ForwardMode.DECODE, (30, 100), (1, 1), page_size=32, draft_step=1),
@@ -43,6 +44,9 @@ MLA = [
     MLACase(ForwardMode.TARGET_VERIFY, (30, 100), (4, 4), page_size=32),
     MLACase(ForwardMode.DRAFT_EXTEND, (30, 100), (2, 4), page_size=32),
     MLACase(ForwardMode.TARGET_VERIFY, (30, 100), (4, 4), page_size=32, index_topk=20),
+    MLACase(ForwardMode.DECODE, (30, 300), (1, 1), compress_ratio=4, index_topk=20, **TWO_POOLS),
+    MLACase(ForwardMode.TARGET_VERIFY, (30, 500), (4, 4), compress_ratio=128, **TWO_POOLS),
+    MLACase(ForwardMode.EXTEND, (30, 300), (9, 4), compress_ratio=0, **TWO_POOLS),
 ]
 NVFP4 = ForwardCase(ForwardMode.DECODE, "tiny", (30, 100), (1, 1), page_size=32, kv_dtype=torch.uint8)
 BRANCHES = ForwardCase(ForwardMode.DECODE, "tiny", (30, 30, 70, 70), (1,) * 4, -1, topk=2, page_size=16)
