@@ -6,16 +6,18 @@ replaced function, code, constant, hook, default or operator of torch is a chang
 memory are not detected (docs/evidence/trust.md).
 """
 
+import ctypes
 import functools
 import gc
 import importlib
 import itertools
 import operator
 import os
+import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,11 +69,12 @@ OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
 COMPILERS = ("TRITON_", "DISABLE_PTXAS", "PTXAS_", "NVCC_", "LLVM_")
 SHOWN = 3  # changes that a sentence names
 PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)
-# Names that change without a kernel's doing: Python's own names, and names that torch.compile wraps.
+# Names that decide nothing, or change without a kernel's doing: Python's own names, and names that torch.compile wraps.
 PASSING = (
     "__builtins__",
     "__warningregistry__",
     "__annotations__",
+    *("__cached__", "__doc__", "__loader__", "__package__", "__spec__"),
     "torch.manual_seed",
     "TRITON_CACHE_DIR",
     "TRITON_LIBDEVICE_PATH",
@@ -91,42 +94,41 @@ class Bindings:
     functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
     constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
     settings: Mapping[str, Any]  # settings of the process by name
-    # Names and values of all mappings in `held` as views, the numbers of entries of the views, and all entries.
-    _together: tuple[list[Collection[Any]], list[int], list[Any]] = field(init=False)
-    # Functions with no other parts than code and defaults, and these parts and the None in place of keyword defaults.
-    _plain: tuple[list[types.FunctionType], list[Any]] = field(init=False)
-    _others: list[tuple[types.FunctionType, tuple[Any, ...]]] = field(init=False)  # the other ones, and their parts
+    # What `_addresses` reads, and the addresses at the time of the record.
+    _read: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = field(init=False)
+    _recorded: bytes | None = field(init=False)
+    _sizes: tuple[int, ...] = field(init=False)  # numbers of watched modules and of names
 
     def __post_init__(self) -> None:
-        # Every case is followed by a comparison, so that it goes over all entries together, and over each function once.
-        holders = {id(holder): holder for _, holder, _, _ in self.held}.values()
-        views: list[Collection[Any]] = [view for each in holders for view in (each.keys(), each.values())]
-        views.append([object()])  # which moves if an entry before it is gone
-        object.__setattr__(self, "_together", (views, [*map(len, views)], [*itertools.chain.from_iterable(views)]))
-        functions = {id(each): (each, parts) for _, each, parts in self.functions}.values()
-        is_plain = [len(parts) == 2 and each.__kwdefaults__ is None for each, parts in functions]
-        plain = [*itertools.compress(functions, is_plain)]
-        parts_of_plain = [part for _, parts in plain for part in (*parts, None)]
-        object.__setattr__(self, "_plain", ([each for each, _ in plain], parts_of_plain))
-        object.__setattr__(self, "_others", [*itertools.compress(functions, map(operator.not_, is_plain))])
+        holders = {id(holder): holder for _, holder, _, _ in self.held}
+        names: dict[int, list[str]] = {each: [] for each in holders}
+        for _, holder, name, _ in self.held:
+            names[id(holder)].append(name)
+        lookups = [operator.itemgetter(*each, each[0]) for each in names.values()]  # of one name it returns no tuple
+        functions = [*{id(each): each for _, each, _ in self.functions}.values()]
+        keywords = [each.__kwdefaults__ for each in functions if each.__kwdefaults__]
+        constants = [each for _, each, _ in self.constants]
+        views = [view for each in (*keywords, *constants) for view in _views(each)]
+        cells = [cell for each in functions for cell in each.__closure__ or () if _is_function(_contents(cell))]
+        object.__setattr__(self, "_read", (lookups, [*holders.values()], views, functions, cells))
+        object.__setattr__(self, "_recorded", _addresses(*self._read))
+        object.__setattr__(self, "_sizes", self._sizes_now())
+
+    def is_current(self) -> bool:
+        """Return True if nothing has changed and no module or name is new, so that another record would be the same."""
+        return self._sizes == self._sizes_now() and not self.changes()
+
+    def _sizes_now(self) -> tuple[int, ...]:
+        _, holders, *_ = self._read
+        return len([*_watched()]), *(len(each) for each in holders if each is not sys.modules)
 
     def changes(self) -> list[str]:
         """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
-        now = dict(_settings())
-        (views, sizes, entries), (functions, parts_of_plain) = self._together, self._plain
-        are_entries_same = _are_same(entries, views, sizes)
-        are_functions_same = _are_same(parts_of_plain, functions, parts=_PARTS) and not any(
-            _differs(*each) for each in self._others
-        )
+        now, is_same = dict(_settings()), _addresses(*self._read) == self._recorded
         return [
-            *(
-                path
-                # Names too: a kernel may put an old object under a new name, and its own object under the old name.
-                for path, holder, name, value in (() if are_entries_same else self.held)
-                if holder.get(name) is not value
-            ),
-            *(path for path, each, parts in (() if are_functions_same else self.functions) if _differs(each, parts)),
-            *(path for path, constant, items in self.constants if _items(constant) != items),
+            *(path for path, holder, name, value in (() if is_same else self.held) if holder.get(name) is not value),
+            *(path for path, each, parts in (() if is_same else self.functions) if _differs(each, parts)),
+            *(path for path, each, items in (() if is_same else self.constants) if _items(each) != items),
             *(name for name, value in self.settings.items() if now[name] != value),
         ]
 
@@ -147,13 +149,11 @@ def bindings() -> Bindings:
     held: list[tuple[str, Mapping[str, Any], str, Any]] = []
     for name in WATCHED:
         importlib.import_module(name)
-    for name, module in list(sys.modules.items()):
-        is_lab = name.partition(".")[0] == "lab"
-        if isinstance(module, types.ModuleType) and (is_lab or name in WATCHED):
-            held += [(name, sys.modules, name, module), *_held_by(name, module)]
-            for own in vars(module).values() if is_lab else ():
-                if isinstance(own, type) and own.__module__ == name:
-                    held += _held_by(f"{name}.{own.__qualname__}", own)
+    for name, module in _watched():
+        held += [(name, sys.modules, name, module), *_held_by(name, module)]
+        for own in vars(module).values() if _is_lab(name) else ():
+            if isinstance(own, type) and own.__module__ == name:
+                held += _held_by(f"{name}.{own.__qualname__}", own)
     for cls in CLASSES:
         held += _held_by(f"{cls.__module__}.{cls.__qualname__}", cls)
     functions = [(path, each, _parts(each)) for path, _, _, value in held for each in _functions_in(value)]
@@ -163,9 +163,19 @@ def bindings() -> Bindings:
     return Bindings(tuple(held), tuple(functions), tuple(constants), dict(_settings()))
 
 
+def _is_lab(path: str) -> bool:
+    return path.partition(".")[0] == "lab"
+
+
+def _watched() -> Iterator[tuple[str, types.ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        if (name in WATCHED or _is_lab(name)) and isinstance(module, types.ModuleType):
+            yield name, module
+
+
 def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str, Any]]:
     # Objects other than functions in modules outside the lab are state, which may change.
-    names, is_lab = vars(holder), owner.partition(".")[0] == "lab"
+    names, is_lab = vars(holder), _is_lab(owner)
     return [
         (f"{owner}.{name}", names, name, value)
         for name, value in names.items()
@@ -185,40 +195,53 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
         inner = [value.__func__]
     else:
         inner = [getattr(value, "func", None), getattr(value, "__wrapped__", None), value]
-    yield from (each for each in inner if isinstance(each, types.FunctionType))
+    yield from filter(_is_function, inner)
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
     """Return what determines a function's behaviour: its code, its defaults, and the functions that its closure holds."""
     keywords = (function.__kwdefaults__ or {}).items()
-    cells = [held for cell in function.__closure__ or () if isinstance(held := _contents(cell), types.FunctionType)]
+    cells = [held for cell in function.__closure__ or () if _is_function(held := _contents(cell))]
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
 
 
-_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-
-
-def _are_same(
-    before: list[Any],
-    *of_each: Iterable[Any],
-    parts: Callable[..., Iterable[Any]] = itertools.islice,  # bound here, before a kernel can replace Python's own
-    every: Callable[..., bool] = all,
-    pairs: Callable[..., Any] = map,
-    is_same: Callable[..., bool] = operator.is_,
-    joined: Callable[..., Any] = itertools.chain.from_iterable,
-) -> bool:
-    """Return True if the parts of all objects, one object's after another's, are the objects in `before`, in the same order."""
-    return every(pairs(is_same, joined(pairs(parts, *of_each)), before))
+def _addresses(
+    lookups: Iterable[Callable[[Any], tuple[Any, ...]]],
+    holders: Iterable[Any],
+    views: Iterable[Iterable[Any]],
+    functions: Iterable[types.FunctionType],
+    cells: Iterable[Any],
+    # Bound here, before a kernel can replace Python's own.
+    join: Callable[..., Any] = itertools.chain.from_iterable,
+    of_each: Callable[..., Any] = map,
+    look_up: Callable[..., Any] = operator.itemgetter.__call__,
+    parts: Callable[..., Any] = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__"),
+    contents: Callable[..., Any] = operator.attrgetter("cell_contents"),
+    as_tuple: Callable[..., tuple[Any, ...]] = tuple,
+    address: Callable[[Any], int] = id,
+    length: Callable[[Any], int] = len,
+    read: Callable[[int, int], bytes] = ctypes.string_at,
+    begin: int = tuple.__basicsize__,
+    size: int = struct.calcsize("P"),
+) -> bytes | None:
+    """Return the addresses of the objects that are looked up in holders, of those in views, of the functions' parts and of the
+    cells' contents; None if an object is gone. Every case is followed by a comparison, so that no object costs a Python call.
+    """
+    found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
+    try:
+        objects = as_tuple(join(join(found)))
+    except (KeyError, ValueError):  # of a name, or of a cell
+        return None
+    return read(address(objects) + begin, size * length(objects))  # a tuple ends with the addresses of its items
 
 
 def _differs(function: types.FunctionType, parts: tuple[Any, ...], is_same: Callable[..., bool] = operator.is_) -> bool:
-    code, defaults, *rest = parts
-    if function.__code__ is not code or function.__defaults__ is not defaults:
-        return True
-    if not rest and not function.__kwdefaults__:  # most functions: the check runs around every case
-        return False
     now = _parts(function)
     return len(now) != len(parts) or not all(map(is_same, now, parts))
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType)
 
 
 def _contents(cell: Any) -> Any:
@@ -233,6 +256,11 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)
+
+
+def _views(constant: Any) -> list[Iterable[Any]]:
+    """Return what yields the contents of a list or dict as they are whenever it is iterated."""
+    return [constant.keys(), constant.values()] if isinstance(constant, dict) else [constant]
 
 
 def _items(constant: Any) -> tuple[Any, ...]:
@@ -272,5 +300,7 @@ def _kernels_of(name: str) -> str:
 
 @functools.cache
 def _overloads(name: str) -> list[str]:
+    """Return the names of an operator's overloads that have kernels. Those of TorchScript, such as of two ints, have none."""
     overloads = getattr(torch.ops.aten, name).overloads()
-    return [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
+    names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
+    return [each for each in names if torch._C._dispatch_has_kernel(each)]

@@ -1,6 +1,7 @@
 """What is noted before a kernel is loaded, and what counts as a change of it."""
 
 import builtins
+import ctypes
 import gc
 import itertools
 import operator
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -144,20 +145,18 @@ def test_a_change_is_named_if_python_s_own_comparison_is_replaced_too(
     noted = bindings()
     restore = CHANGES[name]()
     monkeypatch.setattr(operator, "is_", lambda *_: True)
+    monkeypatch.setattr(ctypes, "string_at", lambda *_: b"")
     try:
         assert name in noted.changes()
     finally:
         restore()
 
 
-def test_a_change_is_named_if_python_s_own_slices_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, own, islice = bindings(), lab.references.errors.regress, itertools.islice
+def test_a_change_is_named_if_python_s_own_lookups_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, own = bindings(), lab.references.errors.regress
     monkeypatch.setattr(lab.references.errors, "regress", callback)
-    monkeypatch.setattr(
-        itertools,
-        "islice",
-        lambda each, *bounds: (own if kept is callback else kept for kept in islice(each, *bounds)),
-    )
+    monkeypatch.setattr(operator, "itemgetter", lambda *_: lambda _: (own,))
+    monkeypatch.setattr(itertools, "chain", types.SimpleNamespace(from_iterable=lambda _: iter((own,))))
     assert "lab.references.errors.regress" in noted.changes()
 
 
@@ -200,6 +199,50 @@ def test_what_is_new_and_what_is_only_used_is_no_change() -> None:
         torch.randn(3).norm()
     assert noted.changes() == []
     del lab.references.errors.new  # type: ignore[attr-defined]
+
+
+def keyword_default_added(function: Any) -> None:
+    function.__kwdefaults__["first"] = 1
+
+
+def cell_emptied(function: Any) -> None:
+    del function.__closure__[0].cell_contents
+
+
+@pytest.mark.parametrize("change", [keyword_default_added, cell_emptied])
+def test_a_part_of_a_function_that_is_new_or_gone_is_a_change(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own() -> None:
+        pass
+
+    def function(*, first: int, second: int = 2) -> None:
+        own()
+
+    module = types.ModuleType("lab.added")
+    monkeypatch.setitem(sys.modules, "lab.added", module)
+    module.__dict__["function"] = function
+    noted = bindings()
+    assert noted.changes() == []
+    change(function)
+    assert noted.changes() == ["lab.added.function"]
+
+
+def test_a_record_is_current_until_a_name_changes_or_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("lab.added")
+    noted = bindings()
+    assert noted.is_current()
+    with monkeypatch.context() as patched:
+        patched.setattr(lab.references.errors, "CONTROL_FACTOR", 1e9)
+        assert not noted.is_current()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "lab.added", module)
+        assert not noted.is_current()
+        with_module = bindings()
+        module.__dict__["new"] = print
+        assert with_module.changes() == []
+        assert not with_module.is_current()
+    assert noted.is_current()
 
 
 def test_a_name_that_is_gone_is_a_change_and_a_new_one_is_none() -> None:

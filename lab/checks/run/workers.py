@@ -92,8 +92,9 @@ class Workers:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Workers":
-        noted.cache_clear()  # what a process changes between two runs is its own affair
-        noted()
+        if not noted().is_current():  # what a process changes between two runs is its own affair
+            noted.cache_clear()
+            noted()
         if self.is_apart:
             made = tempfile.TemporaryDirectory(prefix="lab-judge-", ignore_cleanup_errors=True)
             self._folder = Path(self._stack.enter_context(made))
