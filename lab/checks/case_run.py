@@ -146,8 +146,7 @@ class CaseRun:
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
-        function = functools.partial(self.kernel.once, self._offered(interface.value))
-        returned = self.kernel.invoke(interface, function, arguments)
+        returned = self._make("", interface, arguments)
         self._wait()
         if interface in LATENT_CALLS:
             self._expect_shape_of(interface, returned, arguments)
@@ -155,12 +154,20 @@ class CaseRun:
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
         return result if rows is None else result.leading(rows)
 
-    def _offered(self, name: str) -> Callable[..., Any]:
-        """Return a function of the implementation; raise KernelError if the implementation does not have it."""
-        try:
-            return cast("Callable[..., Any]", getattr(self.implementation, name))
-        except AttributeError as error:
-            raise KernelError(f"it has no {name}") from error
+    def _make(self, prefix: str, interface: AttentionCall, arguments: Any, workspace: Tensor | None = None) -> Any:
+        """Make a call, or with a form's prefix prepare it; a refused one in equivalent forms. An engine has a `workspace`."""
+        function = self._offered(prefix + interface.value, KernelError if workspace is None else Unsupported)
+        once = functools.partial(self.kernel.prepared if prefix else self.kernel.once, function)
+        if workspace is not None:
+            arguments = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
+        return self.kernel.invoke(interface, once, arguments, by_engine=workspace is not None and not prefix)
+
+    def _offered(self, name: str, missing: type[Exception] = KernelError) -> Callable[..., Any]:
+        """Return a function of the implementation; raise the error `missing` if the implementation does not have it."""
+        function: Callable[..., Any] | None = getattr(self.implementation, name, None)
+        if function is None:
+            raise missing(f"it has no {name}")
+        return function
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Repeat a call that was accepted before. A refusal now counts as a failure and raises KernelError."""
@@ -176,10 +183,12 @@ class CaseRun:
 
         `what` names the call. If `expected` is given, compare the result with it: with the expected output (`Truth`), or with
         another result whose bits must be equal. If the call is `needed`, its refusal is raised. Otherwise a call that
-        FlashInfer excludes is not made if the case is of a special kind (`_is_special`).
+        FlashInfer excludes is not made if the case has selected pages or entries, or one rank's keys, which exclude many
+        arguments.
         """
-        result: Result | None = None
-        if not needed and _is_special(self.case) and _is_excluded(inputs, changes):
+        case, result = self.case, None
+        is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
+        if is_special and not needed and _is_excluded(inputs, changes):
             return None
         with self.noting(what, needed):
             result = self.call(inputs, **changes)
@@ -235,10 +244,8 @@ class CaseRun:
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
         """Prepare or plan a call, and return the function that makes it. The errors are those of `call`."""
-        prepare = functools.partial(self.kernel.prepared, self._offered(form.value + interface.value))
         self.note_call(interface, arguments)
-        call: Callable[[], Any] = self.kernel.invoke(interface, prepare, arguments)
-        return call
+        return cast("Callable[[], Any]", self._make(form.value, interface, arguments))
 
     def function(self, interface: Interface) -> Callable[..., Any]:
         """Return the implementation's function, wrapped so that it raises Unsupported for a refused call."""
@@ -268,12 +275,7 @@ class CaseRun:
             of_call = self.note_call(interface, arguments)
             lengths = self._of_case if self._of_case.of_requests else of_call
             self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
-        offered = getattr(self.implementation, prefix + interface.value, None)
-        if offered is None:
-            raise Unsupported(f"it has no {interface.value}")
-        function = functools.partial(self.kernel.prepared if prefix else self.kernel.once, offered)
-        given = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
-        return self.kernel.invoke(interface, function, given, by_engine=not prefix)
+        return self._make(prefix, interface, arguments, workspace)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
         """Record and return the features of a call before it is made. `case` gives its contents, by default the run's."""
@@ -290,7 +292,7 @@ class CaseRun:
         """Record an error for each sentence in `wrongs`. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
-        self._note(what, kind, bool(found), call)
+        self._note(what, kind, OutputComparison("; ".join(found)), call)
 
     def wrong(self, sentence: str) -> None:
         """Record a sentence about an error of the last call."""
@@ -341,33 +343,25 @@ class CaseRun:
             self.wrongs.append(f"{what}: {found.failure}")
             self.is_misshapen |= found.wrong_rows is None
         self.worst_ratio = max(self.worst_ratio, found.worst_ratio)
-        self._note(what, kind, bool(found.failure), call, found.wrong_rows, found.example)
+        self._note(what, kind, found, call)
 
-    def _note(
-        self,
-        what: str,
-        kind: str,
-        wrong: bool,
-        call: CallFeatures | None = None,
-        rows: Tensor | None = None,
-        example: Any = None,
-    ) -> None:
-        """Record one comparison, by default of the last call. `rows` marks wrong rows, whose requests are then wrong."""
-        call = call or self.called
+    def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
+        """Record one comparison, by default of the last call. A request with wrong rows is wrong."""
+        call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
         alone = kind in ("output", "return", "other") and not requests  # they are compared with results of requests
         features = of_any_request(call.features, call.of_requests) if alone else call.features
-        self.results.append(CheckedResult(what, kind, features, wrong, requests, example))
+        self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 
     def fail(self, failure: str, what: str = "") -> None:
         """Record that the last call failed. The same sentence is recorded only once."""
         failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
-        self._note(what or IT_FAILED, "return", True)
+        self._note(what or IT_FAILED, "return", OutputComparison(failure))
 
     def decline(self, sentence: str) -> None:
         """Record a sentence about a refusal, unless it is recorded already."""
@@ -392,11 +386,6 @@ def as_result(returned: Any, interface: AttentionCall) -> Result:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
     return Result(out.detach(), None if lse is None else lse.detach())
-
-
-def _is_special(case: Any) -> bool:
-    """Return True if a call has selected pages or entries, or one rank's keys: such calls exclude many arguments."""
-    return isinstance(case, AttentionCase) and bool(case.head_pages or case.rank or case.top_k)
 
 
 def _is_excluded(inputs: Inputs, changes: dict[str, Any]) -> bool:
