@@ -174,28 +174,17 @@ def judge(
             )
         _print_recorded_coverage(Path(implementation))
         raise typer.Exit
-    from lab.checks.run import judge as judging
+    from lab.checks.run.judge import device_of
+    from lab.checks.run.judge import judge as judge_kernel
 
     with refusing_errors():
-        judging.device_of(device)
+        device_of(device)
         settings |= {"ranges": ranges_of(narrowed), "workers": workers, "out": out}
         settings |= {"most_seconds": most_seconds, "first_failure": first_failure}
     if calls is not None:
         refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
-        if implementation is not None:
-            prepare_machine(device)
-            settings["refusals"] = refusals_named(refusals, implementation)
-        from lab.recorded.case import recorded_cases
-        from lab.recorded.own_form import ends
-
-        arguments = (calls,) if implementation is None else (calls, implementation)
-        with refusing_errors():
-            folder = recorded_cases(calls)[0].address.rpartition("#")[0]
-            if Path(folder) not in (Path(calls), Path(calls).parent, Path(calls.rpartition("#")[0])):
-                typer.echo(printable(f"{calls} has no calls: those of {folder} are judged"))
-            for sentence in ends(Path(folder)):
-                typer.echo(printable(f"the recording may lack the wrong calls: {sentence}"))
-        _judge_and_exit(partial(_judge_and_show, partial(judging.judge_calls, *arguments, **settings), False), watch)
+        judge_calls = _judge_of_calls(calls, implementation, refusals, settings)
+        _judge_and_exit(partial(_judge_and_show, judge_calls, False), watch)
     prepare_machine(device)
     from lab.kernels import default_implementation
 
@@ -213,7 +202,27 @@ def judge(
         "out": out or last_report(name),
         "fresh": fresh or out is None,
     }
-    _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
+    _judge_and_exit(partial(_judge_and_show, partial(judge_kernel, name, **settings), coverage), watch)
+
+
+def _judge_of_calls(
+    calls: str, implementation: str | None, refusals: str | None, settings: dict[str, Any]
+) -> "Callable[..., Report]":
+    """Return a function that judges recorded calls. Print which folder's calls they are, and what the recording may lack."""
+    from lab.checks.run.judge import judge_calls
+    from lab.recorded.case import recorded_cases
+    from lab.recorded.own_form import ends
+
+    if implementation is not None:
+        prepare_machine(settings["device"])
+        settings = settings | {"implementation": implementation, "refusals": refusals_named(refusals, implementation)}
+    with refusing_errors():
+        folder = recorded_cases(calls)[0].address.rpartition("#")[0]
+        if Path(folder) not in (Path(calls), Path(calls).parent, Path(calls.rpartition("#")[0])):
+            typer.echo(printable(f"{calls} has no calls: those of {folder} are judged"))
+        for sentence in ends(Path(folder)):
+            typer.echo(printable(f"the recording may lack the wrong calls: {sentence}"))
+    return partial(judge_calls, calls, **settings)
 
 
 def refusals_named(named: str | None, kernel: str) -> "NamesOfRefusals | None":
