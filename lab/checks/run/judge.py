@@ -84,61 +84,43 @@ def judge(
         isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
         workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated. Or open workers of the
             implementation, which have a device, a time limit and refusals of their own.
-        most_seconds: no case is begun after this time, and none that runs in a worker is waited for 2 seconds later. The report
-            counts the cases that were left out, of all checks. None: 17 at the quick level, without end at the others.
+        most_seconds: no case is begun after this time, and none in a worker is waited for 2 seconds later. The report counts
+            the cases that were left out. None: 17 at the quick level, without end at the others.
         drawn: number of random cases per check and function; None: the level's number.
-        refusals: the exceptions that count as refusals, or their names, instead of those of
-            `lab.checks.run.support_protocol.invoke`.
+        refusals: the exceptions that count as refusals, or their names, instead of those of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out, fresh: the report's file, written during the run. Unless `fresh`, right and declined cases in it are not judged
             again, if they are from the same run with the same sources of the implementation and the lab.
         first_failure: no further case is begun after the first wrong or failed case.
-        profile: name of an engine ("sglang" or "vllm"): only cases that it sends are judged, and only they decide whether the
-            implementation is right. "": all cases.
+        discover: if a function declines most cases, judge it also on the values in `ranges` that it is found to accept.
         seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
+        profile: name of an engine ("sglang" or "vllm"): only cases that it sends are judged and decide; "": all cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
         shard: judge one part of the run, such as "3/8". `lab.checks.run.merging.merged` unites the reports of all parts.
-        discover: if a function declines most cases, judge it also on the values in `ranges` that it is found to accept.
 
     Raises:
-        ValueError: the implementation has none of the functions; or a setting is not one of those above, or a name of
-            `refusals` is no exception.
+        ValueError: the implementation has none of the functions, a setting is invalid, or a name of `refusals` is no exception.
         lab.loading.LoadError: the implementation cannot be imported.
     """
-    start = time.monotonic()
-    depth, where = _of_name(level, {each: (each.value,) for each in Level}, "level"), device_of(device)
-    _check_settings(isolated, implementation, workers, time_limit_s, drawn)
-    chosen, wanted = _checks(only), _functions(functions)
+    start, depth = time.monotonic(), _of_name(level, {each: (each.value,) for each in Level}, "level")
+    where, chosen, wanted = device_of(device), _checks(only), _functions(functions)
+    _check_settings(depth, isolated, implementation, workers, time_limit_s, drawn, profile, shard)
+    name, subject = (implementation, implementation) if isolated else _named(implementation)
+    path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
     given = ranges or Ranges()
     given = given if seed is None else replace(given, seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
-    if profile:
-        profile_named(profile)
-    if Shard.of(shard) != Shard() and depth is Level.QUICK:
-        raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
-    name, subject = (implementation, implementation) if isolated else _named(implementation)
-    path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
-    is_open = isinstance(workers, Workers)
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
-    with nullcontext(opened) if is_open else opened as pool:
-        offered, sources = _offered(pool, name, isinstance(implementation, str), wanted)
-        settings = ([check.key for check in chosen], offered, count, discover, profile)
-        report = _empty_report(name, depth, given, where, refused, sources, settings)
-        report = replace(report, profile=profile, shard=shard)
-        return Run(
-            pool,
-            report,
-            chosen,
-            count,
-            end=start + most,
-            stops_at_fault=first_failure,
-            earlier={} if fresh else earlier_verdicts(path, report.run),
-            path=path,
-            known=partial(known, findings=known_failures, capability=capability_of(where)),
-            progress=progress,
-        ).judge(offered, discover, start + for_seconds)
+    with nullcontext(opened) if opened is workers else opened as pool:
+        settings = [each.key for each in chosen], count, discover
+        report = Report(name, depth, environment(), str(where), (), ranges=given, profile=profile, shard=shard)
+        offered, report = _offered(pool, report, isinstance(implementation, str), wanted, refused, settings)
+        earlier = {} if fresh else earlier_verdicts(path, report.run)
+        knows = partial(known, findings=known_failures, capability=capability_of(where))
+        run = Run(pool, report, chosen, count, start + most, first_failure, earlier, path, knows, progress)
+        return run.judge(offered, discover, start + for_seconds)
 
 
 def judge_case(
@@ -223,7 +205,7 @@ def judge_recorded(
     """
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
-    _check_settings(isolated, name, 1, time_limit_s, None)
+    _check_settings(Level.FULL, isolated, name, 1, time_limit_s, None, "", "")
     refused = _recorded_refusals(Path(path), name) if refusals is None else _refusals(refusals)
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
@@ -286,38 +268,42 @@ def device_of(device: torch.device | str | None) -> torch.device:
     return named
 
 
-def _empty_report(
-    name: str,
-    level: Level,
-    ranges: Ranges,
-    device: torch.device,
+def _offered(
+    pool: Workers,
+    report: Report,
+    is_named: bool,
+    wanted: Sequence[Interface],
     refusals: Refusals | RefusalNames | None,
-    sources: str,
     settings: tuple[Any, ...],
-) -> Report:
-    """Return a report without verdicts. Its `run` is a digest of `sources`, of `settings` and of the report's own fields."""
-    about, names = environment(), () if refusals is None else refusals.names
-    run = (name, level, ranges, str(device), names, [about.get(part) for part in VERDICT_PARTS])
-    digest = digest_of_run(sources, run, settings)
-    return Report(name, level, about, str(device), (), 0, ranges, refusals=names, run=digest)
-
-
-def _offered(pool: Workers, name: str, is_named: bool, wanted: Sequence[Interface]) -> tuple[list[Interface], str]:
-    """Return the wanted functions that an implementation has, and the digest of its sources.
+) -> tuple[list[Interface], Report]:
+    """Return the wanted functions that an implementation has, and the report with the refusals and with `run`, a digest of the
+    implementation's sources, of `settings` and of the report's own fields.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: it has none of the functions.
     """
-    has, sources = pool.call(partial(offer_of, name if is_named else ""))
+    has, sources = pool.call(partial(offer_of, report.implementation if is_named else ""))
     if not (offered := [each for each in has if each in wanted]):
-        raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
-    return offered, sources
+        raise ValueError(f"{report.implementation} has none of {', '.join(each.value for each in wanted)}")
+    report = replace(report, refusals=() if refusals is None else refusals.names)
+    machine = [report.environment.get(part) for part in VERDICT_PARTS]
+    whole = replace(report, environment={}, shard="")  # the shards of a run have one digest
+    return offered, replace(report, run=digest_of_run(sources, whole, machine, offered, settings))
 
 
 def _check_settings(
-    isolated: bool, implementation: Any, workers: int | Workers, time_limit_s: float, drawn: int | None
+    level: Level,
+    isolated: bool,
+    implementation: Any,
+    workers: int | Workers,
+    time_limit_s: float,
+    drawn: int | None,
+    profile: str,
+    shard: str,
 ) -> None:
-    """Raise ValueError if an object is to be judged in worker processes, or a number is out of range."""
+    """Raise ValueError if an object is to be judged in worker processes, a number is out of range, there is no such profile or
+    shard, or a shard is to be judged quickly.
+    """
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     most_workers = max(LEAST_MOST_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
@@ -329,6 +315,10 @@ def _check_settings(
         )
     if drawn is not None and not 0 <= drawn <= MOST_DRAWN:
         raise ValueError(f"drawn={drawn} must be from 0 to {MOST_DRAWN} cases, or None for the level's number")
+    if profile:
+        profile_named(profile)
+    if Shard.of(shard) != Shard() and level is Level.QUICK:
+        raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
