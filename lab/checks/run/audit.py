@@ -6,7 +6,7 @@ it sends the first output of every case of `AUDITED_CHECKS`.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,22 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
         for each in right.values()
         for verdict in dice.sample(each, min(AUDITED, len(each)))
     ]
+
+
+def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
+    """Yield verdicts on the chosen cases with new contents, the first even if the time is over.
+
+    If a worker says of all that the lab could not judge them, the last has FAILED, because nothing confirms the right cases.
+    """
+    is_confirmed, again = False, chosen(verdicts)
+    for number, verdict in enumerate(again, 1):
+        if number > 1 and is_over():
+            return
+        judged = audit(pool, verdict)
+        is_confirmed |= judged.judged > 0
+        if number == len(again) and judged.by_lab and not is_confirmed:
+            judged = replace(judged, outcome=Outcome.FAILED, wrongs=(UNCONFIRMED,))
+        yield replace(verdict, judged=judged)
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:

@@ -18,7 +18,7 @@ from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
 from lab.checks.properties.check import Check, Following, Level
 from lab.checks.report import Report
-from lab.checks.run.audit import UNCONFIRMED, audit, chosen
+from lab.checks.run.audit import audited
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome, TooLate
 from lab.checks.run.workers import Pending, Workers
 from lab.ranges import Ranges
@@ -124,39 +124,27 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Judge some right cases again with new contents, apart from the kernel's code. Report those that are not right.
-
-        One case is audited even if the time is over. If a worker says of all that the lab could not judge them, the last has
-        FAILED, because nothing confirms the right cases.
-        """
+        """Judge some right cases again, apart from the kernel's code. Report those that are not right."""
+        if not self.pool.is_apart or self.is_stopped:
+            return
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
-        audited = chosen(verdicts) if self.pool.is_apart else []
-        for number, verdict in enumerate(audited, 1):
-            if self.is_stopped or (number > 1 and self.is_over):
-                return
-            judged = audit(self.pool, verdict)
-            self.report = replace(self.report, audited=self.report.audited + judged.judged)
-            if number == len(audited) and judged.by_lab and not self.report.audited:
-                judged = replace(judged, outcome=Outcome.FAILED, wrongs=(UNCONFIRMED,))
-            if judged.outcome in BROKEN:
-                self._runs[verdict.check, verdict.interface].keep(self.known(replace(verdict, judged=judged)))
+        for verdict in audited(self.pool, verdicts, lambda: self.is_over):
+            self.report = replace(self.report, audited=self.report.audited + verdict.judged.judged)
+            if verdict.outcome in BROKEN:
+                self._runs[verdict.check, verdict.interface].keep(self.known(verdict))
 
     def _take_turns(self, waits_of_each: Iterable[Waits]) -> None:
-        turns = in_turns(waits_of_each, self.end + GRACE_S)
-        while True:
-            try:
-                next(turns)
-            except StopIteration as over:
-                if over.value:  # they still run when the time is over: a kernel that hangs is not right
-                    ended = f"the time was over while {over.value} of them ran"
-                    self.report = replace(self.report, unended=over.value, ended=ended)
-                    self.pool.stop()
-                return
-            if self.is_stopped:
-                turns.close()
-                return
-            if self._file is not None and time.monotonic() > self._next_write:
-                self._save(self._report_so_far(), goes_on=True)
+        if unended := in_turns(waits_of_each, self._goes_on, self.end + GRACE_S):
+            # They still run when the time is over: a kernel that hangs is not right
+            ended = f"the time was over while {unended} of them ran"
+            self.report = replace(self.report, unended=unended, ended=ended)
+            self.pool.stop()
+
+    def _goes_on(self) -> bool:
+        """Write the report's file if it is time to. Return False if a case has stopped the run."""
+        if self._file is not None and not self.is_stopped and time.monotonic() > self._next_write:
+            self._save(self._report_so_far(), goes_on=True)
+        return not self.is_stopped
 
     def _report_so_far(self) -> Report:
         runs = self._runs.values()
@@ -400,10 +388,10 @@ class CheckRun:
         self._run.note(self.verdicts[-1])
 
 
-def in_turns(waits_of_each: Iterable[Waits], end: float = math.inf) -> Generator[None, None, int]:
-    """Run the generators of several checks concurrently: continue each when the case that it waits for has been judged. Yield
-    after each such step. No case is waited for after `end`, a time of `time.monotonic`. Return how many of those that
-    it waited for had begun then.
+def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
+    """Run the generators of several checks concurrently: continue each when the case that it waits for has been judged, as long
+    as `goes_on` returns True, and wait for no case after `end`, a time of `time.monotonic`. Return how many of those that it
+    waited for had begun then.
 
     A case that takes minutes thus delays only its own check, and a run that ends early has verdicts of all checks.
     """
@@ -412,7 +400,7 @@ def in_turns(waits_of_each: Iterable[Waits], end: float = math.inf) -> Generator
         for waits in waits_of_each:
             stack.enter_context(closing(waits))
             waiting.extend((waits, pending) for pending in itertools.islice(waits, 1))
-        while waiting:
+        while waiting and goes_on():
             futures = [pending.future for _, pending in waiting if pending.future is not None]
             if len(futures) == len(waiting):
                 left = None if end == math.inf else max(end - time.monotonic(), 0)
@@ -423,5 +411,4 @@ def in_turns(waits_of_each: Iterable[Waits], end: float = math.inf) -> Generator
             waits, _ = waiting[ready]
             del waiting[ready]
             waiting.extend((waits, following) for following in itertools.islice(waits, 1))
-            yield
     return 0

@@ -14,7 +14,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Level, Outcome, Ranges, Report
 from lab.checks.parameters.covering import Shard
 from lab.checks.properties.check import Check
-from lab.checks.run import judge_run
+from lab.checks.run import audit, judge_run
 from lab.checks.run.judge_run import LEAST_DONE, CheckRun, Progress, Run
 from lab.checks.run.verdicts import Judged, Key
 from lab.checks.run.workers import Pending
@@ -77,7 +77,7 @@ def test_a_case_is_planned_once_although_narrower_ranges_have_it_too() -> None:
     of_check = CheckRun(run, run.checks[0], AttentionCall.DECODE, turn=0)
     of_check._run._runs = {("K99", AttentionCall.DECODE): of_check}
     for ranges, planned in ((RANGES, 10), (replace(RANGES, longest=120), 12)):
-        assert not list(judge_run.in_turns([of_check.plan(ranges)]))[planned:]
+        assert judge_run.in_turns([of_check.plan(ranges)]) == 0
         assert of_check.planned == of_check.judged == planned
     assert cases_of(of_check.verdicts) == [*range(12)]
 
@@ -183,8 +183,13 @@ def test_an_audit_begins_though_the_time_is_over_and_confirms_something(
 ) -> None:
     run, made = run_of(a_check()), list[CaseVerdict]()
     right = judged(run)[:2]
-    monkeypatch.setattr(judge_run, "chosen", lambda verdicts: right)
-    monkeypatch.setattr(judge_run, "audit", lambda pool, verdict: made.append(verdict) or found)
+
+    def note(_: object, verdict: CaseVerdict) -> Judged:
+        made.append(verdict)
+        return found
+
+    monkeypatch.setattr(audit, "chosen", lambda verdicts: right)
+    monkeypatch.setattr(audit, "audit", note)
     run.pool.is_apart = True
     if audits == 1:
         run.end = time.monotonic() - 1.0
