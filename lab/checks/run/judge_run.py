@@ -177,10 +177,12 @@ class Run:
             left = min(rate * (total - done), max(self.end - time.monotonic(), 0))
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
-    def note(self, verdict: CaseVerdict) -> None:
-        """Note if a verdict ends the run."""
-        self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *verdict.sent_by)
+    def noted(self, verdict: CaseVerdict) -> CaseVerdict:
+        """Return a verdict with the engines that it is about. Note if it ends the run."""
+        sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
+        self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
+        return replace(verdict, sent_by=sent_by)
 
     def _numbered(self, verdicts: Iterable[CaseVerdict]) -> Iterator[CaseVerdict]:
         """Yield verdicts with their numbers in the report: the number in an earlier run's report, or else the next one, so that
@@ -295,7 +297,7 @@ class CheckRun:
             if self._run.is_over:
                 return
             blanks = [self._blank(case, drawn) for case in cases[at:end]]
-            begun = [(blank, self._earlier(blank) or self._submit(blank, self._run.end)) for blank in blanks]
+            begun = [(blank, self._begun(blank, self._run.end)) for blank in blanks]
             for blank, found in begun:
                 if isinstance(found, CaseVerdict):
                     keep(found, False)
@@ -323,11 +325,11 @@ class CheckRun:
             self._run.show(verdict, is_new)
             if verdict.outcome not in BROKEN:
                 if self.num_random <= MOST_KEPT:
-                    self._keep(verdict)
+                    self.verdicts.append(self._run.noted(verdict))
             elif len(wrong) < most_wrong:
                 small = self._shrunk(verdict, sample_of[repr(verdict.case)])
                 if repr(small.case) not in wrong:
-                    self._keep(small)
+                    self.verdicts.append(self._run.noted(small))
                 wrong.add(repr(small.case))
 
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
@@ -340,9 +342,9 @@ class CheckRun:
             if repr(case) not in tried and len(tried) < MOST_SHRINKS:
                 tried.add(repr(case))
                 blank = self._blank(case, True)
-                earlier = self._earlier(blank)
-                found = earlier or self._verdict(blank, self._submit(blank))
-                self._run.show(found, earlier is None)
+                begun = self._begun(blank)
+                found = begun if isinstance(begun, CaseVerdict) else self._verdict(blank, begun)
+                self._run.show(found, found is not begun)
                 if found.outcome in BROKEN:
                     wrong[repr(case)] = found
             return repr(case) in wrong
@@ -350,7 +352,7 @@ class CheckRun:
         try:
             return wrong[repr(shrunk(sample, stays_wrong).case)]
         except KeyboardInterrupt:
-            self._keep(list(wrong.values())[-1])
+            self.verdicts.append(self._run.noted(list(wrong.values())[-1]))
             raise
 
     def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
@@ -359,12 +361,11 @@ class CheckRun:
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
-    def _earlier(self, blank: CaseVerdict) -> CaseVerdict | None:
-        """Return an earlier run's verdict on a case if it is right or declined, else None: a wrong case is judged again."""
+    def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
+        """Return an earlier run's verdict on a case if it is right or declined; otherwise submit the case."""
         earlier = self._run.earlier.get(blank.key)
-        return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
-
-    def _submit(self, blank: CaseVerdict, end: float = math.inf) -> Pending:
+        if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
+            return earlier
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
@@ -380,12 +381,7 @@ class CheckRun:
         counted.
         """
         self._run.show(verdict, is_new)
-        self._keep(verdict)
-
-    def _keep(self, verdict: CaseVerdict) -> None:
-        sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
-        self.verdicts.append(replace(verdict, sent_by=sent_by))
-        self._run.note(self.verdicts[-1])
+        self.verdicts.append(self._run.noted(verdict))
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:

@@ -85,28 +85,17 @@ def _united(records: Sequence[dict[str, Any]], out: str) -> Report:
             of_check[verdict.key] = max(both, key=_badness)
     verdicts = [verdict for of_check in found.values() for verdict in of_check.values()]
     first, left_out = records[0], [record for record in records if record["left_out"]]
+    ranges = (each for record in records for each in record["narrowed"].items())
     return Report(
-        implementation=first["implementation"],
         level=Level(first["level"]),
         environment=dict(first["environment"]),
-        device=first["device"],
         verdicts=tuple(replace(each, number=number, recorded_in=out) for number, each in enumerate(verdicts, 1)),
-        left_out=sum(record["left_out"] for record in records),
         ranges=read_expression(first["ranges"]),
         ended=left_out[0]["ended"] if left_out else "",
         interrupted=any(record["interrupted"] for record in records),
-        narrowed=tuple(
-            dict.fromkeys(
-                (interface_of(name), read_expression(ranges))
-                for record in records
-                for name, ranges in record["narrowed"].items()
-            )
-        ),
+        narrowed=tuple(dict.fromkeys((interface_of(name), read_expression(text)) for name, text in ranges)),
         refusals=tuple(first["refusals"]),
-        run=first["run"],
-        num_random=sum(record["num_random"] for record in records),
-        audited=sum(record["audited"] for record in records),
-        profile=first["profile"],
         functions=tuple(dict.fromkeys(interface_of(name) for record in records for name in record["functions"])),
-        unended=sum(record["unended"] for record in records),
+        **{name: first[name] for name in ("implementation", "device", "run", "profile")},
+        **{name: sum(each[name] for each in records) for name in ("left_out", "num_random", "audited", "unended")},
     )
