@@ -3,7 +3,6 @@
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import wait as wait_for_futures
@@ -85,10 +84,8 @@ class Run:
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
         """Judge functions by the run's checks, and return the report. Verdicts are written to `path` during the run.
 
-        Args:
-            interfaces: the functions.
-            discovers: if a function declines most cases, find the ranges that it accepts, and judge it within these too.
-            random_until: after the level's cases, judge random cases until this time of `time.monotonic`.
+        `discovers` is `discover` of `lab.checks.judge`. After the level's cases, random cases are judged until `random_until`,
+        a time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -125,13 +122,12 @@ class Run:
 
     def _audit(self) -> None:
         """Judge some right cases again, apart from the kernel's code. Report those that are not right."""
-        if not self.pool.is_apart or self.is_stopped:
-            return
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
-        for verdict in audited(self.pool, verdicts, lambda: self.is_over):
+        is_audited = self.pool.is_apart and not self.is_stopped
+        for verdict in audited(self.pool, verdicts, lambda: self.is_over) if is_audited else ():
             self.report = replace(self.report, audited=self.report.audited + verdict.judged.judged)
             if verdict.outcome in BROKEN:
-                self._runs[verdict.check, verdict.interface].keep(self.known(verdict))
+                self._runs[verdict.check, verdict.interface].keep(self.known(verdict), is_planned=False)
 
     def _take_turns(self, waits_of_each: Iterable[Waits]) -> None:
         if unended := in_turns(waits_of_each, self._goes_on, self.end + GRACE_S):
@@ -199,8 +195,7 @@ class CheckRun:
 
     def __init__(self, run: Run, check: Check, interface: Interface, turn: int) -> None:
         self.interface, self.verdicts = interface, list[CaseVerdict]()
-        self.planned = self.judged = 0  # cases
-        self.num_random = 0  # further cases that were judged after those
+        self.planned = self.judged = self.num_random = 0  # cases; the random ones were judged after the planned ones
         self._run, self._check, self._ranges = run, check, run.report.ranges
         self._reprs = set[str]()  # of the planned cases that were not drawn, those of other shards included
         self._shard = Shard.of(run.report.shard)
@@ -249,7 +244,6 @@ class CheckRun:
         return replace(short, long_requests=(min(ranges.long_requests),), large_batches=(min(ranges.large_batches),))
 
     def _is_chosen(self, case: Any) -> bool:
-        """Return True if the engine of the run's profile, if any, sends the case."""
         profile = self._run.report.profile
         return not profile or profiles()[profile].sends(self.interface, case)
 
@@ -265,12 +259,12 @@ class CheckRun:
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[DrawnPoint]) -> Waits:
         """Judge the fixed cases, then further rounds of cases that depend on earlier verdicts, then the random cases."""
-        yield from self._judge(cases, self._keep_planned)
+        yield from self._judge(cases, self.keep)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
                 return
             cases = self._planned(following(self.interface, self._ranges_of_cases, self.verdicts, self._shard))
-            yield from self._judge(cases, self._keep_planned)
+            yield from self._judge(cases, self.keep)
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
@@ -372,14 +366,11 @@ class CheckRun:
         """Return the verdict on a submitted case once it is judged, with known failures marked, without the saved output."""
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
-    def _keep_planned(self, verdict: CaseVerdict, is_new: bool) -> None:
-        self.judged += 1
-        self.keep(verdict, is_new)
-
-    def keep(self, verdict: CaseVerdict, is_new: bool = True) -> None:
+    def keep(self, verdict: CaseVerdict, is_new: bool = True, is_planned: bool = True) -> None:
         """Report a verdict to `progress`, and add it to the run. A case that was not planned, such as an audited one, is not
         counted.
         """
+        self.judged += is_planned
         self._run.show(verdict, is_new)
         self.verdicts.append(self._run.noted(verdict))
 
@@ -392,7 +383,7 @@ def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambd
     A case that takes minutes thus delays only its own check, and a run that ends early has verdicts of all checks.
     """
     with ExitStack() as stack:
-        waiting = deque[tuple[Waits, Pending]]()
+        waiting = list[tuple[Waits, Pending]]()
         for waits in waits_of_each:
             stack.enter_context(closing(waits))
             waiting.extend((waits, pending) for pending in itertools.islice(waits, 1))
@@ -404,7 +395,6 @@ def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambd
             ready = next((at for at, (_, pending) in enumerate(waiting) if pending.is_ready), None)
             if ready is None:
                 return sum(pending.future is not None and pending.future.running() for _, pending in waiting)
-            waits, _ = waiting[ready]
-            del waiting[ready]
+            waits, _ = waiting.pop(ready)
             waiting.extend((waits, following) for following in itertools.islice(waits, 1))
     return 0
