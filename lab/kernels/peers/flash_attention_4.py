@@ -15,7 +15,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import PagedAttention
 from lab.gpus import SM100, capability_of, family_of
-from lab.kernels.peers.entries import Ready, entries
+from lab.kernels.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import refuse_unsupported
 from lab.kernels.support.packages import FLASH_ATTENTION_4

@@ -10,8 +10,8 @@ import torch
 
 from lab.calls import AttentionCall, PagedAttention
 from lab.gpus import Capability
+from lab.kernels.entries import Ready, entries
 from lab.kernels.flashinfer_call import capability_for
-from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
 

@@ -21,8 +21,8 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability, capability_of
+from lab.kernels.entries import Ready, entries
 from lab.kernels.flashinfer_call import PreparedCall
-from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.peers.planned import refuse_planning_in_capture
 from lab.kernels.support import Kernel, refuse_unsupported

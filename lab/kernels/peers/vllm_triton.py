@@ -14,8 +14,8 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import Capability
+from lab.kernels.entries import Ready, entries
 from lab.kernels.flashinfer_call import PreparedCall
-from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel, refuse_unsupported
 from lab.kernels.support.packages import VLLM_TRITON

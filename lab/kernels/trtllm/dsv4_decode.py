@@ -1,18 +1,12 @@
 """FlashInfer's sparse MLA call of DeepSeek-V4 under its own name. Only trtllm-gen's kernel is run."""
 
-from lab.calls import DSV4DecodeCall, made_at_once, takes
-from lab.kernels.flashinfer_call import (
-    PreparedCall,
-    but_defaults,
-    prepared,
-    returning,
-    supported_kernel,
-    trtllm_gen_memory,
-)
+from lab.calls import DSV4DecodeCall
+from lab.calls.dsv4_decode import TwoPools
+from lab.kernels.entries import entries
+from lab.kernels.flashinfer_call import PreparedCall, but_defaults, prepared, supported_kernel, trtllm_gen_memory
 
 
-@takes(DSV4DecodeCall)
-def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> PreparedCall:
+def _prepare(call: DSV4DecodeCall, problem: TwoPools) -> PreparedCall:
     """Prepare FlashInfer's sparse MLA call of DeepSeek-V4: decode, verify, draft extend and prefill.
 
     `lab.calls.DSV4DecodeCall` documents parameters, shapes and errors. If `multi_ctas_kv_counter_buffer` is None, the first
@@ -20,12 +14,11 @@ def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Prepare
     requests, and the kernel rows (SGLang 0.5.23, `deepseek_v4_trtllm_backend.py` 90). If the GPU's kernel does not support the
     call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
     """
-    problem = call.problem()
-    if problem.has_no_rows:
-        return returning(problem, call.returned)
     supported_kernel(problem, call.backend)
     arguments = but_defaults(call, {"backend": "trtllm-gen", **trtllm_gen_memory(call, problem)})
     return prepared(call.module, call.function.value, arguments, ())
 
 
-trtllm_batch_decode_sparse_mla_dsv4 = made_at_once(prepare_trtllm_batch_decode_sparse_mla_dsv4)
+prepare_trtllm_batch_decode_sparse_mla_dsv4, trtllm_batch_decode_sparse_mla_dsv4 = entries(
+    "prepare", DSV4DecodeCall, _prepare
+)

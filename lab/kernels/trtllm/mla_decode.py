@@ -9,15 +9,14 @@ scale by `bmm2_scale` for XQA, which multiplies the logits by both (mla_sm120.cu
 from dataclasses import replace
 from typing import Any
 
-from lab.calls import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
+from lab.kernels.entries import entries
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
     packed,
     prepared,
-    returning,
     supported_kernel,
     trtllm_gen_memory,
     xqa_memory,
@@ -25,17 +24,13 @@ from lab.kernels.flashinfer_call import (
 from lab.kernels.support.xqa import XQA_MLA
 
 
-@takes(MLADecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
+def _prepare(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
     """Prepare FlashInfer's MLA decode call: decode, verify and draft extend.
 
     `lab.calls.MLADecodeCall` documents parameters, shapes and errors. `workspace_buffer` and `multi_ctas_kv_counter_buffer` are
     as in `prepare_trtllm_batch_decode_with_kv_cache`. If the GPU's kernel does not support the call, NotImplementedError is
     raised with the reason of `lab.kernels.support.why_not`.
     """
-    problem = call.problem()
-    if problem.has_no_rows:
-        return returning(problem, call.returned)
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {"kv_cache": problem.k_cache, "block_tables": block_tables, "sinks": problem.sinks}
@@ -47,7 +42,9 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Prepar
     return made
 
 
-trtllm_batch_decode_with_kv_cache_mla = made_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
+prepare_trtllm_batch_decode_with_kv_cache_mla, trtllm_batch_decode_with_kv_cache_mla = entries(
+    "prepare", MLADecodeCall, _prepare
+)
 
 
 def _xqa_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:

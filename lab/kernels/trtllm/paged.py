@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls import ContextCall, DecodeCall
 from lab.calls.arguments import following_scale
 from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, mask_words
+from lab.kernels.entries import entries
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     Refresh,
@@ -25,7 +26,6 @@ from lab.kernels.flashinfer_call import (
     packed,
     prepared,
     refuse_during_capture,
-    returning,
     scratch_for,
     supported_kernel,
     takes_kv_pairs,
@@ -38,8 +38,7 @@ from lab.kernels.support.stored_cache import StoredCache, stored_cache
 from lab.kernels.support.xqa import XQA
 
 
-@takes(DecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
+def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
     """Prepare FlashInfer's decode call over paged K/V: decode, verify and draft extend.
 
     `lab.calls.DecodeCall` documents parameters, shapes and errors. Without a `mask`, verify rows are causal on every GPU.
@@ -48,9 +47,6 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
     counters if `multi_ctas_kv_counter_buffer` is None. If the GPU's kernel does not support the call, NotImplementedError is
     raised with the reason of `lab.kernels.support.why_not`.
     """
-    problem = call.problem()
-    if problem.has_no_rows:
-        return returning(problem, problem.returned)
     kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
     changes |= xqa_memory(call, call.query.device) if kernel is XQA else trtllm_gen_memory(call, problem)
@@ -71,8 +67,7 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
     return prepared("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", arguments, refreshes)
 
 
-@takes(ContextCall)
-def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
+def _prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall:
     """Prepare FlashInfer's context call over paged K/V: extend and prefill.
 
     `lab.calls.ContextCall` documents parameters, shapes and errors. On SM90, SM120 and SM121 the call runs
@@ -82,9 +77,6 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCal
     only the attention kernel is launched. This kernel takes lengths from `cum_seq_lens_kv`, which must count keys there, not
     pages. A given `workspace_buffer` may be the decode call's: its first 8 MiB stay zero.
     """
-    problem = call.problem()
-    if problem.has_no_rows:
-        return returning(problem, problem.returned)
     if supported_kernel(problem) is FMHA_V2:
         arguments, refreshes = _fmha_v2_arguments(call, problem)
         return prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
@@ -93,8 +85,12 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCal
     return prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
 
 
-trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
+prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(
+    "prepare", DecodeCall, _prepare_decode
+)
+prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
+    "prepare", ContextCall, _prepare_context
+)
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:

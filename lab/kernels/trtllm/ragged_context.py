@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lab.calls import made_at_once, takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
+from lab.kernels.entries import entries
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
@@ -23,8 +23,7 @@ from lab.kernels.flashinfer_call import (
 )
 
 
-@takes(RaggedContextCall)
-def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
+def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
     """Prepare FlashInfer's ragged call, MLA's prefill before absorption: attention of new tokens to themselves or to a chunk.
 
     A chunk is a part of the cached prefix. `lab.calls.RaggedContextCall` documents shapes and errors. Without a
@@ -33,9 +32,6 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Prepare
     `lab.kernels.support.why_not`. The launches that correct rows without keys are left out if the host knows that there are no
     such rows: both offsets are the same tensor, or both lengths are on the host.
     """
-    problem = call.problem()
-    if problem.has_no_rows:
-        return returning(problem, problem.returned)
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
         return _then_filled(returning(problem, problem.returned), problem)
@@ -47,7 +43,9 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Prepare
     return _then_filled(made, problem) if _may_lack_keys(call, problem) else made
 
 
-trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_deepseek)
+prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek = entries(
+    "prepare", RaggedContextCall, _prepare
+)
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:

@@ -1,4 +1,4 @@
-"""The two functions that each module of `lab.kernels.peers` offers for a call: one prepares the call, one runs it at once."""
+"""The two functions that each module of `trtllm` and `peers` offers for a call: one prepares the call, one runs it at once."""
 
 import functools
 from collections.abc import Callable
