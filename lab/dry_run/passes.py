@@ -4,6 +4,7 @@ A pass has the same lengths, pool, metadata and arguments as in `lab bench` and 
 that a pool of gigabytes takes no memory.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.properties.forward_modes import mode_cases
-from lab.checks.properties.mla_modes import mla_mode_cases
+from lab.checks.properties.mla_modes import mla_mode_cases, two_pool_cases
 from lab.dry_run import build
 from lab.dry_run.launcher import GPUS, Gpu, LaunchError, gpu_named
 from lab.dry_run.launches import Launch
@@ -112,7 +113,8 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
             words = [*_options(case), *(["window"] if has_window else [])]
             yield "/".join(["M1", model, case.mode.name.lower(), *words]), replace(case, sliding_window=has_window)
     for heads in SURVEYED_MLA_HEADS:
-        for mla in mla_mode_cases(PAGE_SIZE, (Q_LEN,), num_qo_heads=heads):
+        two_pools = two_pool_cases(Q_LEN, num_qo_heads=heads)
+        for mla in itertools.chain(mla_mode_cases(PAGE_SIZE, (Q_LEN,), num_qo_heads=heads), two_pools):
             if mla.virtual_slots:
                 continue
             yield "/".join(["M2", f"{heads}_heads", mla.mode.name.lower(), *_mla_options(mla)]), mla
@@ -141,6 +143,8 @@ def _options(case: ForwardCase) -> Iterator[str]:
 
 
 def _mla_options(case: MLACase) -> Iterator[str]:
+    if case.compress_ratio is not None:
+        yield f"ratio{case.compress_ratio}"
     if case.draft_step is not None:
         yield f"step{case.draft_step}"
     if case.attention is DraftAttention.MLA_WITH_OFFSET:
