@@ -40,15 +40,12 @@ LATENT_CALLS = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The softmax's inputs besides queries, keys and values. All calls have them.
+    """The softmax's inputs besides queries, keys and values. All calls have them."""
 
-    Attributes:
-        bmm1_scale, bmm2_scale: factors of Q·K^T and of P·V.
-        sinks: float32 [num_qo_heads], one logit per head, whose exponential is added to the softmax's denominator; or None.
-    """
-
+    #: factors of Q·K^T and of P·V
     bmm1_scale: Scale = 1.0
     bmm2_scale: Scale = 1.0
+    #: float32 [num_qo_heads], one logit per head, whose exponential is added to the softmax's denominator; or None
     sinks: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
@@ -58,40 +55,30 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The fields of a checked attention problem that are the same for all calls.
+    """The fields of a checked attention problem that are the same for all calls."""
 
-    Attributes:
-        call: the call that defined the problem.
-        query: [num_rows, num_qo_heads, head_dim].
-        seq_lens: int32 or uint32 [batch_size], keys of each request, including the keys of its query tokens.
-        cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
-        cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`, or in a paged call of the requests' pages; None in a
-            decode call.
-        max_q_len: upper bound of the query rows of one request, given by the caller.
-        max_kv_len: upper bound of the keys of one request, given by the caller.
-        causal: True: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position.
-            False: every row sees all keys of its request.
-        window_left: a row at position p sees keys p - window_left … p; -1 sees all.
-        out, out_dtype, lse, return_lse: the call's tensors or dtype for the results, and whether it returns the LSE.
-        skip_softmax: a kernel may leave out keys of a row whose exp(logit - largest logit of the row) is below
-            skip_softmax / L, where L is the number of keys of the request; 0: none. It may leave out none of them too, and the
-            references do so. Sinks are no logits here. The threshold is FlashInfer 0.7.2's (decode.py 3865); that a tile of
-            keys is left out if it is so small for every row is in prefill.py 8384 and arxiv.org/abs/2512.12087.
-    """
-
-    call: AttentionCall
-    query: torch.Tensor
+    call: AttentionCall  #: the call that defined the problem
+    query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]
+    #: int32 or uint32 [batch_size], keys of each request, including the keys of its query tokens
     seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None  #: int32 [batch_size + 1], or None when every request has `max_q_len` query rows
+    #: int32 [batch_size + 1], running sum of `seq_lens`, or in a paged call of the requests' pages; None in a decode call
     cu_seqlens_kv: torch.Tensor | None
-    max_q_len: int
-    max_kv_len: int
+    max_q_len: int  #: upper bound of the query rows of one request, given by the caller
+    max_kv_len: int  #: upper bound of the keys of one request, given by the caller
+    #: True: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position. False:
+    #: every row sees all keys of its request.
     causal: bool
-    window_left: int
+    window_left: int  #: a row at position p sees keys p - window_left … p; -1 sees all
+    #: the call's tensors or dtype for the results, and whether it returns the LSE
     out: torch.Tensor | None
     out_dtype: torch.dtype
     lse: torch.Tensor | None
     return_lse: bool
+    #: a kernel may leave out keys of a row whose exp(logit - largest logit of the row) is below skip_softmax / L, where L is
+    #: the number of keys of the request; 0: none. It may leave out none of them too, and the references do so. Sinks are no
+    #: logits here. The threshold is FlashInfer 0.7.2's (decode.py 3865); that a tile of keys is left out if it is so small for
+    #: every row is in prefill.py 8384 and arxiv.org/abs/2512.12087.
     skip_softmax: float = field(default=0.0, kw_only=True)
 
     @property
@@ -188,36 +175,31 @@ class AttentionProblem(Softmax):
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention(AttentionProblem):
-    """One attention problem over a paged K/V cache.
+    """One attention problem over a paged K/V cache."""
 
-    Attributes:
-        k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4), for any layout
-            of the call. V's last dimension is smaller if V is a part of K (MLA).
-        k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
-        v_scale_factors_interleaved: True if `v_scale_factors` are in TRT-LLM's interleaved order over 4 tokens.
-        k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor if K and V share page ids.
-            In a block-sparse call [num_kv_heads, batch_size, max_num_pages_per_seq], and `seq_lens` is [num_kv_heads,
-            batch_size].
-            With `selected` they have no columns.
-        mask: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None.
-        selected: int32 [num_rows, num_columns], the entries that each row sees, as places in the flattened pool
-            (page * page_size + offset in the page), or None. `lab.calls.selection` says which cells are entries. They replace
-            the rule by which rows see keys: `causal` and `window_left` have no effect.
-        selected_lens: int32 [num_rows], how many of the first columns of `selected` each row uses; or None.
-        num_visible: int32 [num_rows], how many of its request's first keys each row sees, instead of those up to its position;
-            or None. `lab.calls.context_parallel` has the rule.
-    """
-
+    #: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4), for any layout of the call. V's
+    #: last dimension is smaller if V is a part of K (MLA).
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    #: int32 [batch_size, max_num_pages_per_seq]; the same tensor if K and V share page ids. In a block-sparse call
+    #: [num_kv_heads, batch_size, max_num_pages_per_seq], and `seq_lens` is [num_kv_heads, batch_size]. With `selected` they
+    #: have no columns.
     k_block_tables: torch.Tensor
     v_block_tables: torch.Tensor
+    #: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only
     k_scale_factors: torch.Tensor | None = None
     v_scale_factors: torch.Tensor | None = None
+    #: True if `v_scale_factors` are in TRT-LLM's interleaved order over 4 tokens
     v_scale_factors_interleaved: bool = False
-    mask: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  #: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None
+    #: int32 [num_rows, num_columns], the entries that each row sees, as places in the flattened pool (page * page_size + offset
+    #: in the page), or None. `lab.calls.selection` says which cells are entries. They replace the rule by which rows see keys:
+    #: `causal` and `window_left` have no effect.
     selected: torch.Tensor | None = None
+    #: int32 [num_rows], how many of the first columns of `selected` each row uses; or None
     selected_lens: torch.Tensor | None = None
+    #: int32 [num_rows], how many of its request's first keys each row sees, instead of those up to its position; or None.
+    #: `lab.calls.context_parallel` has the rule.
     num_visible: torch.Tensor | None = None
 
     @property

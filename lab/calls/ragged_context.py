@@ -21,16 +21,12 @@ class RaggedAttention(AttentionProblem):
 
     Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys after the
     last offsets belong to no request.
-
-    Attributes:
-        key: [num_tokens, num_kv_heads, head_dim].
-        value: [num_tokens, num_kv_heads, v_head_dim].
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    key: torch.Tensor  #: [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor  #: [num_tokens, num_kv_heads, v_head_dim]
 
     @property
     def num_kv_heads(self) -> int:

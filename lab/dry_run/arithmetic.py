@@ -40,22 +40,15 @@ FOLLOWED = frozenset(
 
 @dataclass(frozen=True)
 class _Request:
-    """One request of a launch, as the launch's offsets and lengths define it.
+    """One request of a launch, as the launch's offsets and lengths define it."""
 
-    Attributes:
-        number: index in the batch.
-        first_row, num_rows, computed: first query row, number of query rows, and how many of these (the first ones) the launch
-            computes.
-        kv_len: number of keys.
-        first_key: index of the first key in K and V, if they are not paged.
-    """
-
-    number: int
+    number: int  #: index in the batch
+    #: first query row, number of query rows, and how many of these (the first ones) the launch computes
     first_row: int
     num_rows: int
     computed: int
-    kv_len: int
-    first_key: int
+    kv_len: int  #: number of keys
+    first_key: int  #: index of the first key in K and V, if they are not paged
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:

@@ -62,45 +62,28 @@ PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+
 
 @dataclass(frozen=True)
 class Shape:
-    """The parameters for which FlashInfer compiles a module.
+    """The parameters for which FlashInfer compiles a module."""
 
-    Attributes:
-        kernel: `XQA`, `XQA_MLA` or `FMHA_V2`.
-        capability: (major, minor) of the target.
-        dtypes: query, K/V and output; uint8 is NVFP4.
-        head_dim: elements of a head; for MLA, kv_lora_rank + qk_rope_head_dim.
-        group: query heads per K/V head; fmha_v2 takes it at run time.
-        q_len: query rows of each request; fmha_v2 takes it at run time.
-        page_size: tokens per page; fmha_v2 takes it at run time.
-        window: XQA is compiled with a sliding window.
-    """
-
-    kernel: Kernel
-    capability: Capability
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    head_dim: int
-    group: int = 1
-    q_len: int = 1
-    page_size: int = 64
-    window: bool = False
+    kernel: Kernel  #: `XQA`, `XQA_MLA` or `FMHA_V2`
+    capability: Capability  #: (major, minor) of the target
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  #: query, K/V and output; uint8 is NVFP4
+    head_dim: int  #: elements of a head; for MLA, kv_lora_rank + qk_rope_head_dim
+    group: int = 1  #: query heads per K/V head; fmha_v2 takes it at run time
+    q_len: int = 1  #: query rows of each request; fmha_v2 takes it at run time
+    page_size: int = 64  #: tokens per page; fmha_v2 takes it at run time
+    window: bool = False  #: XQA is compiled with a sliding window
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The verdict of nvcc's front end on one source file of FlashInfer.
+    """The verdict of nvcc's front end on one source file of FlashInfer."""
 
-    Attributes:
-        source: file name.
-        refusal: the first assertion that fails, with its file and line; or another error of the compiler or FlashInfer; None if
-            the source supports the shape.
-        shared_memory_bytes: shared memory that the kernel needs; None if it is not known.
-        seconds: wall-clock time of the compiler.
-    """
-
-    source: str
+    source: str  #: file name
+    #: the first assertion that fails, with its file and line; or another error of the compiler or FlashInfer; None if the
+    #: source supports the shape
     refusal: str | None
-    shared_memory_bytes: int | None = None
-    seconds: float = 0.0
+    shared_memory_bytes: int | None = None  #: shared memory that the kernel needs; None if it is not known
+    seconds: float = 0.0  #: wall-clock time of the compiler
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:

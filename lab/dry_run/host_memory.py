@@ -13,12 +13,9 @@ class UnsoundLaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The bytes of tensors in host memory. Each tensor spans the bytes from its first element to its last.
+    """The bytes of tensors in host memory. Each tensor spans the bytes from its first element to its last."""
 
-    Attributes:
-        spans: (address of the first byte, address after the last byte) of each tensor. Gaps inside a tensor belong to it.
-    """
-
+    #: (address of the first byte, address after the last byte) of each tensor. Gaps inside a tensor belong to it.
     spans: tuple[tuple[int, int], ...]
 
     @classmethod

@@ -31,29 +31,21 @@ PAGED = 2  # QkvLayout::PagedKv
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The properties in a kernel's row of the table.
+    """The properties in a kernel's row of the table."""
 
-    Attributes:
-        name: name under which the kernel is launched.
-        dtype_q, dtype_k, dtype_v, dtype_o: dtypes of the elements; uint8 is NVFP4, two elements per byte.
-        head_dim_qk, head_dim_v: head_dim of the query and K, and of V and the output.
-        mask: the mask in the kernel's name. A generation kernel is causal even if its name says dense.
-        is_context: True for the context phase, False for generation (decode calls).
-        is_paged: K and V are paged.
-        is_sparse: the kernel reads only selected keys.
-    """
-
-    name: str
+    name: str  #: name under which the kernel is launched
+    #: dtypes of the elements; uint8 is NVFP4, two elements per byte
     dtype_q: torch.dtype
     dtype_k: torch.dtype
     dtype_v: torch.dtype
     dtype_o: torch.dtype
+    #: head_dim of the query and K, and of V and the output
     head_dim_qk: int
     head_dim_v: int
-    mask: MaskType
-    is_context: bool
-    is_paged: bool
-    is_sparse: bool
+    mask: MaskType  #: the mask in the kernel's name. A generation kernel is causal even if its name says dense.
+    is_context: bool  #: True for the context phase, False for generation (decode calls)
+    is_paged: bool  #: K and V are paged
+    is_sparse: bool  #: the kernel reads only selected keys
 
     @property
     def sees_all_keys(self) -> bool:

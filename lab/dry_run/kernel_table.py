@@ -31,17 +31,11 @@ NO_MACHINE_CODE = '"' + 64 * "0" + '"'
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The rows of flashInferMetaInfo.h, stored by column.
+    """The rows of flashInferMetaInfo.h, stored by column."""
 
-    Attributes:
-        source: origin of the table, such as "flashinfer-cubin 0.6.13".
-        types: C++ type of each column, by FlashInfer's member name.
-        columns: values of each column, one string per kernel, as in the header.
-    """
-
-    source: str
-    types: dict[str, str]
-    columns: dict[str, tuple[str, ...]]
+    source: str  #: origin of the table, such as "flashinfer-cubin 0.6.13"
+    types: dict[str, str]  #: C++ type of each column, by FlashInfer's member name
+    columns: dict[str, tuple[str, ...]]  #: values of each column, one string per kernel, as in the header
 
     def __len__(self) -> int:
         return len(self.columns["mFuncName"])

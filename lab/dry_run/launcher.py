@@ -20,24 +20,16 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU with the properties that the fake CUDA reports.
+    """A GPU with the properties that the fake CUDA reports."""
 
-    Attributes:
-        name: common name.
-        cuda_name: CUDA's name, a key of `lab.gpus.DATASHEETS`.
-        capability: (major, minor).
-        multiprocessors: number of multiprocessors.
-        shared_memory_optin_bytes: largest shared memory of one thread block (CUDA C++ Programming Guide, technical
-            specifications per compute capability).
-        multiprocessors_per_gpc, gpcs: guessed grouping of the multiprocessors. The launcher queries how many clusters fit at
-            once, and takes a kernel without clusters if they do not fit. Nothing else depends on these numbers.
-    """
-
-    name: str
-    cuda_name: str
-    capability: Capability
-    multiprocessors: int
+    name: str  #: common name
+    cuda_name: str  #: CUDA's name, a key of `lab.gpus.DATASHEETS`
+    capability: Capability  #: (major, minor)
+    multiprocessors: int  #: number of multiprocessors
+    #: largest shared memory of one thread block (CUDA C++ Programming Guide, technical specifications per compute capability)
     shared_memory_optin_bytes: int
+    #: guessed grouping of the multiprocessors. The launcher queries how many clusters fit at once, and takes a kernel without
+    #: clusters if they do not fit. Nothing else depends on these numbers.
     multiprocessors_per_gpc: int = 16
     gpcs: int = 8
 

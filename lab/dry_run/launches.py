@@ -17,25 +17,16 @@ TMA_SWIZZLES = ("none", "32B", "64B", "128B", "128B_atom_32B", "128B_atom_32B_fl
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor that a kernel received (cuda.h, `cuTensorMapEncodeTiled`).
+    """A TMA descriptor that a kernel received (cuda.h, `cuTensorMapEncodeTiled`)."""
 
-    Attributes:
-        member: the descriptor's name in `KernelParams`, such as `tmaK_`.
-        dtype: one of `TMA_DTYPES`. e4m3 is "uint8". NVFP4 is "uint8" too, two elements per byte, unless the kernel unpacks it.
-        address: address of the first element.
-        dims: size of each dimension in elements, the innermost first.
-        strides_bytes: stride of each dimension except the innermost, whose elements are adjacent.
-        box: elements of each dimension that one copy transfers.
-        swizzle: one of `TMA_SWIZZLES`.
-    """
-
-    member: str
+    member: str  #: the descriptor's name in `KernelParams`, such as `tmaK_`
+    #: one of `TMA_DTYPES`. e4m3 is "uint8". NVFP4 is "uint8" too, two elements per byte, unless the kernel unpacks it.
     dtype: str
-    address: int
-    dims: tuple[int, ...]
-    strides_bytes: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: str
+    address: int  #: address of the first element
+    dims: tuple[int, ...]  #: size of each dimension in elements, the innermost first
+    strides_bytes: tuple[int, ...]  #: stride of each dimension except the innermost, whose elements are adjacent
+    box: tuple[int, ...]  #: elements of each dimension that one copy transfers
+    swizzle: str  #: one of `TMA_SWIZZLES`
 
 
 @dataclass(frozen=True)
@@ -115,28 +106,19 @@ class LseArguments:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        name: the table's name for trtllm-gen's kernels, the compiler's mangled name for FlashInfer's own kernels.
-        grid, block: (x, y, z).
-        cluster: thread blocks per cluster, along x.
-        pdl: the launch may begin before the previous one has ended (programmatic dependent launch).
-        shared_memory_bytes: dynamic shared memory per thread block.
-        params: parameters of an attention kernel, or of the kernel that merges partial results; None for other kernels.
-        tma: the TMA descriptors in `params`, in order.
-        lse: the arguments of the kernel that computes the LSE; None for other kernels.
-    """
-
-    name: str
+    name: str  #: the table's name for trtllm-gen's kernels, the compiler's mangled name for FlashInfer's own kernels
+    #: (x, y, z)
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    cluster: int
-    pdl: bool
-    shared_memory_bytes: int
+    cluster: int  #: thread blocks per cluster, along x
+    pdl: bool  #: the launch may begin before the previous one has ended (programmatic dependent launch)
+    shared_memory_bytes: int  #: dynamic shared memory per thread block
+    #: parameters of an attention kernel, or of the kernel that merges partial results; None for other kernels
     params: KernelParams | None
-    tma: tuple[TensorMap, ...]
-    lse: LseArguments | None
+    tma: tuple[TensorMap, ...]  #: the TMA descriptors in `params`, in order
+    lse: LseArguments | None  #: the arguments of the kernel that computes the LSE; None for other kernels
 
 
 @dataclass(frozen=True)
@@ -150,19 +132,12 @@ class Fill:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A call of a kernel that FlashInfer compiles for the call's shape, such as XQA. The call is recorded, not simulated.
+    """A call of a kernel that FlashInfer compiles for the call's shape, such as XQA. The call is recorded, not simulated."""
 
-    Attributes:
-        backend: "xqa", "xqa_mla" or "fmha_v2".
-        compiled_for: (parameter, value) pairs with which FlashInfer compiles the kernel.
-        function: name of the function in the compiled module.
-        arguments: arguments of the function, in order. Tensors are the call's own.
-    """
-
-    backend: str
-    compiled_for: tuple[tuple[str, Any], ...]
-    function: str
-    arguments: tuple[Any, ...]
+    backend: str  #: "xqa", "xqa_mla" or "fmha_v2"
+    compiled_for: tuple[tuple[str, Any], ...]  #: (parameter, value) pairs with which FlashInfer compiles the kernel
+    function: str  #: name of the function in the compiled module
+    arguments: tuple[Any, ...]  #: arguments of the function, in order. Tensors are the call's own.
 
 
 @dataclass(frozen=True)

@@ -55,20 +55,15 @@ PAGE_SIZE, Q_LEN = 64, 4
 
 @dataclass(frozen=True)
 class DryCall:
-    """One attention call of a pass.
+    """One attention call of a pass."""
 
-    Attributes:
-        function: FlashInfer's name of the call.
-        kernel: name of the kernel's row in `lab.kernels.support`.
-        launches: launches of FlashInfer's launcher, in order; empty if only the rules of `lab.kernels.support` were used.
-        refusal: the sentence of `lab.kernels.support.why_not` if the kernel does not support the call; None if it does.
-        failure: error of FlashInfer's launcher for a call that `why_not` accepts; None if it launched, or was not called.
-    """
-
-    function: str
-    kernel: str
+    function: str  #: FlashInfer's name of the call
+    kernel: str  #: name of the kernel's row in `lab.kernels.support`
+    #: launches of FlashInfer's launcher, in order; empty if only the rules of `lab.kernels.support` were used
     launches: tuple[Launch, ...] = ()
+    #: the sentence of `lab.kernels.support.why_not` if the kernel does not support the call; None if it does
     refusal: str | None = None
+    #: error of FlashInfer's launcher for a call that `why_not` accepts; None if it launched, or was not called
     failure: str | None = None
 
 
@@ -83,21 +78,14 @@ class DryPass:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The kernels and launches of passes on an absent GPU.
+    """The kernels and launches of passes on an absent GPU."""
 
-    Attributes:
-        gpu: the GPU.
-        table: origin of the launcher's kernel table, such as "flashinfer-cubin 0.6.13"; None if the launcher was not called.
-        table_is_older: the launcher reads members of a kernel's row that the table does not have.
-        by_rules_because: a sentence that says why FlashInfer's launcher was not called; None if it was.
-        passes: the passes, in order.
-    """
-
-    gpu: Gpu
+    gpu: Gpu  #: the GPU
+    #: origin of the launcher's kernel table, such as "flashinfer-cubin 0.6.13"; None if the launcher was not called
     table: str | None
-    table_is_older: bool
-    by_rules_because: str | None
-    passes: tuple[DryPass, ...]
+    table_is_older: bool  #: the launcher reads members of a kernel's row that the table does not have
+    by_rules_because: str | None  #: a sentence that says why FlashInfer's launcher was not called; None if it was
+    passes: tuple[DryPass, ...]  #: the passes, in order
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:

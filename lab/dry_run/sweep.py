@@ -76,24 +76,16 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdicts of `why_not` and of the launcher on one call.
+    """The verdicts of `why_not` and of the launcher on one call."""
 
-    Attributes:
-        call: the function's name.
-        non_default: the arguments of the call that differ from the default call, by the names of the call's axes.
-        refusal: the sentence with which `why_not` refuses the call; None if it accepts the call.
-        failure: the error of the launcher or FlashInfer, or a sentence about a misread call; None if the call was launched
-            correctly.
-        kernel: the attention kernel's name, or None.
-        agreement: whether and how the two verdicts agree; `AGREED` lists the kinds of agreement.
-    """
-
-    call: str
+    call: str  #: the function's name
+    #: the arguments of the call that differ from the default call, by the names of the call's axes
     non_default: dict[str, Any]
-    refusal: str | None
+    refusal: str | None  #: the sentence with which `why_not` refuses the call; None if it accepts the call
+    #: the error of the launcher or FlashInfer, or a sentence about a misread call; None if the call was launched correctly
     failure: str | None
-    kernel: str | None
-    agreement: str
+    kernel: str | None  #: the attention kernel's name, or None
+    agreement: str  #: whether and how the two verdicts agree; `AGREED` lists the kinds of agreement
 
 
 AGREED = ("taken by both", "refused by both", "refused for longer requests", "in a later table")

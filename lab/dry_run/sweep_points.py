@@ -22,17 +22,11 @@ PAGED_BASES: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class SweptCall:
-    """What the sweep makes of one of FlashInfer's calls.
+    """What the sweep makes of one of FlashInfer's calls."""
 
-    Attributes:
-        model: the call's axes and the rules between them.
-        bases: points that trtllm-gen supports. Random points differ from one of them.
-        make: makes the call of a point, as an object of its class in `lab.calls`.
-    """
-
-    model: Model
-    bases: tuple[Point, ...]
-    make: Callable[[Point], Any]
+    model: Model  #: the call's axes and the rules between them
+    bases: tuple[Point, ...]  #: points that trtllm-gen supports. Random points differ from one of them.
+    make: Callable[[Point], Any]  #: makes the call of a point, as an object of its class in `lab.calls`
 
 
 SWEPT: Mapping[AttentionCall, SweptCall] = {

@@ -76,18 +76,14 @@ class Regression:
     """The mean slope of each group of vectors in one output. The five kinds of groups are: all vectors; those of one head;
     those of one request; those of the rows with one index in their request, counted from its first row; and the same counted
     from its last row.
-
-    Attributes:
-        words: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name.
-        labels: int64 [num_kinds, num_rows, num_heads], the index of each vector's group in `slope`, for each kind of groups.
-        slope: float64 [num_groups], the mean slope of each group.
-        bound: float64 [num_groups], largest allowed |slope - 1|.
     """
 
+    #: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name
     words: tuple[str, ...]
+    #: int64 [num_kinds, num_rows, num_heads], the index of each vector's group in `slope`, for each kind of groups
     labels: Tensor
-    slope: Tensor
-    bound: Tensor
+    slope: Tensor  #: float64 [num_groups], the mean slope of each group
+    bound: Tensor  #: float64 [num_groups], largest allowed |slope - 1|
 
     @property
     def ratio(self) -> Tensor:
@@ -115,16 +111,11 @@ class Regression:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Errors and bounds of one output.
+    """Errors and bounds of one output."""
 
-    Attributes:
-        error: relative L2 of each vector, float64 [num_rows, num_heads].
-        bound: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads].
-        regression: regression of the output on the expected output; None if a vector exceeds its bound or there are no vectors.
-    """
-
-    error: Tensor
-    bound: Tensor
+    error: Tensor  #: relative L2 of each vector, float64 [num_rows, num_heads]
+    bound: Tensor  #: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads]
+    #: regression of the output on the expected output; None if a vector exceeds its bound or there are no vectors
     regression: Regression | None = None
 
     @property
@@ -274,27 +265,18 @@ def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or a pass, and the control: a low-precision result whose error bounds the kernel's error.
+    """The expected results of a call or a pass, and the control, a low-precision result whose error bounds the kernel's."""
 
-    Attributes:
-        expected: float64 [num_rows, num_qo_heads, head_dim].
-        control: the same output computed in low precision, in the output's dtype.
-        lse_log2: float64 [num_rows, num_qo_heads], -inf where a row sees no key.
-        request_of_row: int64 [num_rows], the request of each row.
-        arithmetic: dtype of the control's operands.
-        shared_error: relative bias, common to all vectors, that a right kernel may have.
-        skipped: float64 [num_rows, num_qo_heads, 2], what skip-softmax allows: the share of the softmax's denominator that may
-            be left out, and the relative L2 error that this may cause; None: nothing is left out.
-        rows: int64 [num_rows], the index of each row among the rows of the call; None if no row is left out.
-    """
-
-    expected: Tensor
-    control: Tensor
-    lse_log2: Tensor
-    request_of_row: Tensor
-    arithmetic: torch.dtype
-    shared_error: float = 0.0
+    expected: Tensor  #: float64 [num_rows, num_qo_heads, head_dim]
+    control: Tensor  #: the same output computed in low precision, in the output's dtype
+    lse_log2: Tensor  #: float64 [num_rows, num_qo_heads], -inf where a row sees no key
+    request_of_row: Tensor  #: int64 [num_rows], the request of each row
+    arithmetic: torch.dtype  #: dtype of the control's operands
+    shared_error: float = 0.0  #: relative bias, common to all vectors, that a right kernel may have
+    #: float64 [num_rows, num_qo_heads, 2], what skip-softmax allows: the share of the softmax's denominator that may be left
+    #: out, and the relative L2 error that this may cause; None: nothing is left out
     skipped: Tensor | None = None
+    #: int64 [num_rows], the index of each row among the rows of the call; None if no row is left out
     rows: Tensor | None = None
 
     @classmethod

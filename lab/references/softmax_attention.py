@@ -175,22 +175,17 @@ def visible_keys(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rules(Softmax):
-    """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
+    """The rules of attention for the rows of a request: masks, the softmax's terms, and precision."""
 
-    Attributes:
-        window_left: how many keys before its own position a row sees; -1 for all.
-        arithmetic, out_dtype: dtypes of the control's operands and of the output.
-        causal: False: every row sees every key.
-        skip_softmax: factor of the weights that a kernel may leave out, as in `AttentionProblem`; 0 for none.
-        shown: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the
-            causal rule; None: no such mask.
-    """
-
+    #: dtypes of the control's operands and of the output
     arithmetic: torch.dtype
     out_dtype: torch.dtype
-    window_left: int = -1
-    causal: bool = True
+    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    causal: bool = True  #: False: every row sees every key
+    #: factor of the weights that a kernel may leave out, as in `AttentionProblem`; 0 for none
     skip_softmax: float = 0.0
+    #: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the causal
+    #: rule; None: no such mask.
     shown: Tensor | None = None
 
     @classmethod

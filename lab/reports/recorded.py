@@ -66,17 +66,12 @@ class FileKind(NamedEnum):
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A JSON file of recorded results.
-
-    Attributes:
-        name: path relative to the folder that was read, without ".json" or ".json.gz".
-        content: the file's data: a mapping, or any JSON for `FileKind.OTHER`.
-    """
+    """A JSON file of recorded results."""
 
     path: Path
-    name: str
+    name: str  #: path relative to the folder that was read, without ".json" or ".json.gz"
     kind: FileKind
-    content: Any
+    content: Any  #: the file's data: a mapping, or any JSON for `FileKind.OTHER`
 
     @property
     def environment(self) -> Mapping[str, Any]:
@@ -148,16 +143,11 @@ def _kind(content: Any) -> FileKind:
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark of a run.
+    """One benchmark of a run."""
 
-    Attributes:
-        name: the test's full name.
-        samples_us: raw samples in microseconds per call, in the order of measurement.
-        facts: all other recorded fields by name, such as the scenario and the floor (pytest-benchmark's `extra_info`).
-    """
-
-    name: str
-    samples_us: tuple[float, ...]
+    name: str  #: the test's full name
+    samples_us: tuple[float, ...]  #: raw samples in microseconds per call, in the order of measurement
+    #: all other recorded fields by name, such as the scenario and the floor (pytest-benchmark's `extra_info`)
     facts: Mapping[str, Any]
 
     @property
@@ -234,21 +224,15 @@ class Rivals:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run of the benchmarks.
-
-    Attributes:
-        environment: `lab.provenance.environment` of the run; empty if it was not recorded.
-        ceilings: `lab.timing.Ceilings.facts` of the run; empty if they were not recorded.
-        recorded_at: pytest-benchmark's time stamp.
-        not_timed: one mapping per implementation without a time: its name, the reason as a sentence, and the scenario that it
-            declined or computed wrongly (None if the machine lacks the implementation).
-    """
+    """One run of the benchmarks."""
 
     path: Path
-    environment: Mapping[str, Any]
-    ceilings: Mapping[str, Any]
+    environment: Mapping[str, Any]  #: `lab.provenance.environment` of the run; empty if it was not recorded
+    ceilings: Mapping[str, Any]  #: `lab.timing.Ceilings.facts` of the run; empty if they were not recorded
     rows: tuple[Row, ...]
-    recorded_at: str | None = None
+    recorded_at: str | None = None  #: pytest-benchmark's time stamp
+    #: one mapping per implementation without a time: its name, the reason as a sentence, and the scenario that it declined or
+    #: computed wrongly (None if the machine lacks the implementation)
     not_timed: tuple[Mapping[str, Any], ...] = ()
 
     @property

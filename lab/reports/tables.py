@@ -50,19 +50,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table.
+    """A cell of a table."""
 
-    Attributes:
-        text: the shown text, without the unit, which is in the column's heading.
-        number: the unrounded value, used for sorting; None for words.
-        style: names of styles, such as "slower" or "long code", for the terminal and the page; "" for none.
-        links: links that the page shows instead of the text.
-    """
-
-    text: str
-    number: float | None = None
-    style: str = ""
-    links: tuple[Link, ...] = ()
+    text: str  #: the shown text, without the unit, which is in the column's heading
+    number: float | None = None  #: the unrounded value, used for sorting; None for words
+    style: str = ""  #: names of styles, such as "slower" or "long code", for the terminal and the page; "" for none
+    links: tuple[Link, ...] = ()  #: links that the page shows instead of the text
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text))
@@ -81,21 +74,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its notes.
+    """A table with its notes."""
 
-    Attributes:
-        columns, rows: the shown columns and rows.
-        name: an id that is unique on a page.
-        caption: words that say what one row is.
-        common: shown as a note: heading and text of the columns that have the same text in every row.
-        left_out: shown as a note: headings of columns whose values are too long for cells and remain in the file.
-    """
-
+    #: the shown columns and rows
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    name: str = ""
-    caption: str = ""
+    name: str = ""  #: an id that is unique on a page
+    caption: str = ""  #: words that say what one row is
+    #: shown as a note: heading and text of the columns that have the same text in every row
     common: tuple[tuple[str, str], ...] = ()
+    #: shown as a note: headings of columns whose values are too long for cells and remain in the file
     left_out: tuple[str, ...] = ()
 
 

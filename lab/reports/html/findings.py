@@ -10,15 +10,10 @@ SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding, cited as "path#heading" by `lab.checks.run.known_failures`.
+    """A finding, cited as "path#heading" by `lab.checks.run.known_failures`."""
 
-    Attributes:
-        path: path of the Markdown page, relative to the root of the repository.
-        heading: anchor of the section (`slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale".
-    """
-
-    path: str
-    heading: str
+    path: str  #: path of the Markdown page, relative to the root of the repository
+    heading: str  #: anchor of the section (`slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale"
 
     @property
     def target(self) -> str:

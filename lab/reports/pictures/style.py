@@ -30,15 +30,11 @@ class Drawing:
     """A picture of a recorded experiment, which the page shows.
 
     A study's pictures are listed as `DRAWINGS` in the module of `studies.pictures` with the same name.
-
-    Attributes:
-        key: key of the drawn value in the recording.
-        words: description of the picture.
-        draw: makes the figure from the value and a title; raises ValueError with the reason if the value lacks data.
     """
 
-    key: str
-    words: str
+    key: str  #: key of the drawn value in the recording
+    words: str  #: description of the picture
+    #: makes the figure from the value and a title; raises ValueError with the reason if the value lacks data
     draw: Callable[[Any, str], Figure]
 
 
