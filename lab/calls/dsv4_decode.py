@@ -22,15 +22,11 @@ NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sp
 
 @dataclass(frozen=True, eq=False)
 class TwoPools(PagedAttention):
-    """The problem of a DSV4 call.
+    """The problem of a DSV4 call. A row at position p uses at most p + 1 of its first `WINDOW_COLUMNS` columns."""
 
-    Attributes:
-        selected, selected_lens: as in `PagedAttention`, but the first `WINDOW_COLUMNS` columns are places in `window_cache`,
-            and the others places in `k_cache`. A row at position p uses at most p + 1 of the first ones.
-        window_cache: view [num_pages, 1, page_size, head_dim] of keys that are values too.
-    """
-
+    #: the first `WINDOW_COLUMNS` columns are places in `window_cache`, and the others places in `k_cache`
     selected: torch.Tensor = field(kw_only=True)
+    #: view [num_pages, 1, page_size, head_dim] of keys that are values too
     window_cache: torch.Tensor = field(kw_only=True)
 
     def of_one_pool(self) -> PagedAttention:

@@ -35,39 +35,23 @@ class KernelParams:
 
     Names are FlashInfer's in Python's spelling, without the m: `ptr_o` is FlashInfer's `ptrO`, `batch_size` its `mBatchSize`. A
     member that the installed FlashInfer's struct does not have is None. `others` holds the members without a field here.
-
-    Attributes:
-        sizeof: size of the struct in bytes.
-        ptr_attention_sinks: float32 [num_heads_q].
-        ptr_cum_seq_lens_q, ptr_cum_seq_lens_kv: int32 [batch_size + 1].
-        ptr_page_idx_kv: the page table, int32.
-        ptr_seq_lens_kv: int32 [batch_size].
-        ptr_multi_ctas_kv_counter, ptr_partial_stats, ptr_partial_o: scratch memory for the case that several CTAs share a
-            request's keys.
-        ptr_softmax_stats: (max, sum) of each row and head, if the call returns the LSE.
-        ptr_scale_softmax_log2, ptr_output_scale: scales on the device, which replace the two floats.
-        scale_softmax_log2: the logits' factor, times log2(e).
-        ptr_sparse_mla_top_k_lens: int32 [rows], how many of its selected entries each row sees.
-        attention_window_size: how many keys a row sees, including its own.
-        sparse_attn_top_k: columns of selected entries, 0 in a launch over pages.
-        use_block_sparse_attention: the page table and the lengths have a first dimension of K/V heads.
     """
 
-    sizeof: int
+    sizeof: int  #: size of the struct in bytes
     ptr_o: int
-    ptr_attention_sinks: int
-    ptr_cum_seq_lens_q: int
-    ptr_cum_seq_lens_kv: int
-    ptr_multi_ctas_kv_counter: int
-    ptr_output_scale: int
-    ptr_page_idx_kv: int
+    ptr_attention_sinks: int  #: float32 [num_heads_q]
+    ptr_cum_seq_lens_q: int  #: int32 [batch_size + 1]
+    ptr_cum_seq_lens_kv: int  #: int32 [batch_size + 1]
+    ptr_multi_ctas_kv_counter: int  #: scratch, as the next two, if several CTAs share a request's keys
     ptr_partial_o: int
     ptr_partial_stats: int
-    ptr_scale_softmax_log2: int
-    ptr_seq_lens_kv: int
-    ptr_softmax_stats: int
-    ptr_sparse_mla_top_k_lens: int | None
-    attention_window_size: int
+    ptr_output_scale: int  #: scale on the device, which replaces `output_scale`
+    ptr_page_idx_kv: int  #: the page table, int32
+    ptr_scale_softmax_log2: int  #: scale on the device, which replaces `scale_softmax_log2`
+    ptr_seq_lens_kv: int  #: int32 [batch_size]
+    ptr_softmax_stats: int  #: (max, sum) of each row and head, if the call returns the LSE
+    ptr_sparse_mla_top_k_lens: int | None  #: int32 [rows], how many of its selected entries each row sees
+    attention_window_size: int  #: how many keys a row sees, including its own
     batch_size: int
     chunked_attention_size_log2: int
     max_seq_len_q: int
@@ -81,12 +65,13 @@ class KernelParams:
     num_tokens_per_cta_q: int
     num_tokens_per_page_log2: int
     output_scale: float
-    scale_softmax_log2: float
+    scale_softmax_log2: float  #: the logits' factor, times log2(e)
     skip_softmax_threshold_scale_factor: float
-    sparse_attn_top_k: int | None
+    sparse_attn_top_k: int | None  #: columns of selected entries, 0 in a launch over pages
     sum_of_seq_lens_q: int
     sum_of_seq_lens_kv: int
     uses_shared_paged_kv_idx: bool | None
+    #: the page table and the lengths have a first dimension of K/V heads
     use_block_sparse_attention: bool | None
     others: tuple[tuple[str, Any], ...]
 

@@ -30,21 +30,14 @@ SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One check of one function in one run of the judge.
-
-    Attributes:
-        key, outcome: the check's key, and its worst outcome.
-        function: the function's short name, such as "decode"; the recorded name if the lab does not know the function.
-        check: the check's row in the recorded report, with the counts of outcomes and of results.
-        cases: the check's recorded cases; () if the file has no cases.
-    """
+    """One check of one function in one run of the judge."""
 
     run: "JudgedRun"
-    key: str
-    function: str
-    outcome: str
-    check: Mapping[str, Any]
-    cases: Sequence[Mapping[str, Any]]
+    key: str  #: the check's key
+    function: str  #: short name, such as "decode"; the recorded name if the lab does not know the function
+    outcome: str  #: the worst outcome
+    check: Mapping[str, Any]  #: its row in the recorded report, with the counts of outcomes and of results
+    cases: Sequence[Mapping[str, Any]]  #: its recorded cases; () if the file has no cases
 
     @property
     def catches(self) -> str:
