@@ -135,6 +135,14 @@ def test_strides_an_element_apart_are_no_whole_loads(interface: Interface) -> No
             assert side.stride(axis) % 16
 
 
+@pytest.mark.parametrize(("kv_layout", "tokens"), [("HND", 2), ("NHD", 1)])
+def test_a_cache_has_gaps_after_what_its_name_says(kv_layout: str, tokens: int) -> None:
+    for form, axis in (("pages apart", 0), ("tokens apart", tokens), ("heads apart", 3 - tokens)):
+        for side in judged(cache=form, kv_layout=kv_layout, num_kv_heads=2)[0]["kv_cache"]:
+            dense = [side.stride(each + 1) * side.shape[each + 1] for each in range(3)]
+            assert [each for each in range(3) if side.stride(each) != dense[each]] == [axis]
+
+
 def test_no_key_shades_others_where_mla_has_no_rotary_part() -> None:
     """Its value would be its logit, and so large that an output shows nothing else."""
     model = paged_model(AttentionCall.MLA_DECODE, Ranges())
@@ -158,6 +166,9 @@ def test_a_call_has_the_values_of_its_ranges_and_no_other_call_s() -> None:
     assert set(of[AttentionCall.MLA_DECODE]["q_len"]) == set(Ranges().widened("q_lens"))
     assert "base e" in of[AttentionCall.MLA_DECODE]["lse"]
     assert "base e" not in of[AttentionCall.DECODE]["lse"]
+    of_mla, of_decode = (set(of[call]["cache"]) for call in (AttentionCall.MLA_DECODE, AttentionCall.DECODE))
+    assert of_mla - of_decode == {"4-D", "4-D with odd strides"}
+    assert of_decode - of_mla >= {"one tensor", "heads apart", "K is V", "V otherwise inside pages"}
 
 
 def test_lengths_are_what_their_names_say() -> None:
@@ -169,7 +180,8 @@ def test_lengths_are_what_their_names_say() -> None:
     assert ragged_case(ragged(lengths="none first")).kv_lens[0] == 0
     assert ragged_case(ragged(lengths="none twice")).kv_lens[:2] == (0, 0)
     assert ragged_case(ragged(offsets="none twice")).q_lens == (0, 0, 17)
-    assert len(ragged_case(ragged(requests=257)).q_lens) == 257
+    many = ragged_case(ragged(requests=257))
+    assert (len(many.q_lens), len(set(many.kv_lens)) > 40) == (257, True)
     assert paged(offsets="none in the middle").q_lens == (1, 0, 1)
     assert paged(lengths="none but the first").kv_lens[1:] == (0, 0)
 
