@@ -133,14 +133,12 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield MiniMax-M3's passes: a decode and verifications, with requests of fewer pages than a row selects, and of more."""
-    dtype, prefixes = ranges.dtypes[0][0], (0, 127, 128, 300, 2047, 2400)
+    """Yield MiniMax-M3's passes: a decode and verifications. One row sees one page more than a row selects."""
+    dtype = ranges.dtypes[0][0]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
     for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
-        rows = (q_len,) * len(prefixes)
-        yield ForwardCase(
-            mode, ranges.tiny, prefixes, rows, page_size=128, block_sparse=True, dtype=dtype, kv_dtype=dtype
-        )
+        prefixes, dtypes = (0, 126, 300, 2049 - q_len), dict[str, Any](dtype=dtype, kv_dtype=dtype)
+        yield ForwardCase(mode, ranges.tiny, prefixes, (q_len,) * 4, page_size=128, block_sparse=True, **dtypes)
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
