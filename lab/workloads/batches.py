@@ -23,17 +23,13 @@ class Batch:
     """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's grammar, and
     `repr` is an expression with this text.
 
-    Attributes:
-        q_lens: query rows of each request: the tokens that are new in this pass. There is at least one request.
-        kv_lens: tokens of each request, the new ones included.
-
     Raises:
         ValueError: the batch is empty, the two tuples differ in length, or a request has no query row or fewer keys than query
             rows.
     """
 
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]  #: query rows of each request, at least one: the tokens that are new in this pass
+    kv_lens: tuple[int, ...]  #: tokens of each request, the new ones included
 
     def __post_init__(self) -> None:
         if not self.q_lens or len(self.q_lens) != len(self.kv_lens):

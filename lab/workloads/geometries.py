@@ -6,25 +6,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of one model's attention.
+    """The sizes of one model's attention, of one layer on one GPU."""
 
-    Attributes:
-        name: the name in ids and reports.
-        num_qo_heads, num_kv_heads, head_dim: sizes of one layer on one GPU.
-        softmax_scale: factor of Q·K^T.
-        sliding_window: how many keys a row of a sliding-window layer sees, including its own; None without such layers.
-        has_sinks: each query head has one learned logit in the softmax's denominator.
-        source: the Hugging Face configuration from which the numbers come.
-    """
-
-    name: str
+    name: str  #: the name in ids and reports
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
-    softmax_scale: float
-    source: str
+    softmax_scale: float  #: factor of Q·K^T
+    source: str  #: the Hugging Face configuration from which the numbers come
+    #: keys that a row of a sliding-window layer sees, its own included; None: no such layer
     sliding_window: int | None = None
-    has_sinks: bool = False
+    has_sinks: bool = False  #: each query head has one learned logit in the softmax's denominator
 
     @property
     def group(self) -> int:

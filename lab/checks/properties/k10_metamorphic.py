@@ -70,7 +70,8 @@ def _judge(run: CaseRun) -> None:
     _scales(run, inputs, truth, base)
     for variant in bounds(run, inputs):
         run.vary(variant.what, variant.inputs, truth, **variant.changes)
-    _pdl(run, inputs, base)
+    for enabled in (False, True) if run.device.type == "cuda" else ():  # PDL is programmatic dependent launch
+        run.vary(f"enable_pdl={enabled}", inputs, base, enable_pdl=enabled)
     _switched_off(run, inputs)
 
 
@@ -171,13 +172,6 @@ def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
         yield Variant(f"a page table with {columns} spare columns", run.build(spare_columns=columns))
     if "max_q_len" in inputs.arguments():
         yield Variant("a larger max_q_len", inputs, {"max_q_len": 2 * max(inputs.q_lens)})
-
-
-def _pdl(run: CaseRun, inputs: AttentionInputs, base: Result) -> None:
-    """Make the call on a GPU with and without PDL (programmatic dependent launch). The bits must stay."""
-    if run.device.type == "cuda":
-        for enabled in (False, True):
-            run.vary(f"enable_pdl={enabled}", inputs, base, enable_pdl=enabled)
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:

@@ -118,11 +118,11 @@ class AttentionInputs:
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of the call by FlashInfer's names. Arguments at their default are left out."""
-        case = self.case
+        case, q_lens, device = self.case, self.case.q_lens, self.query.device
         arguments: dict[str, Any] = {
             "query": self.query,
             "kv_cache": (self.k_pages, self.v_pages),
-            "workspace_buffer": new_workspace(self.query.device),
+            "workspace_buffer": new_workspace(device),
             "block_tables": self.block_tables,
             "seq_lens": self.seq_lens,
             "bmm1_scale": self.bmm1_scale,
@@ -133,7 +133,7 @@ class AttentionInputs:
         if self.sinks is not None:
             arguments["sinks"] = self.sinks
         if self.shown is not None:
-            arguments["mask"] = packed_mask(self.shown.cpu()).to(self.query.device)
+            arguments["mask"] = packed_mask(self.shown.cpu()).to(device)
         if not self.causal:
             arguments["causal"] = False
         if self.scale_factors is not None:
@@ -141,11 +141,23 @@ class AttentionInputs:
             is_plain = case.interface is AttentionCall.DECODE and self.seen is None
             arguments |= self.scale_factor_arguments(interleaved=not is_plain)
         if case.is_mla:
-            arguments |= self._mla_arguments()
+            arguments |= {
+                "query": self.query if case.offsets else self.query.unflatten(0, (len(q_lens), q_lens[0])),
+                "kv_cache": self.k_pages,
+                "qk_nope_head_dim": case.out_head_dim // 4,  # 128 of 512 in DeepSeek-V3; changes no result
+                "kv_lora_rank": case.out_head_dim,
+                "qk_rope_head_dim": case.head_dim - case.out_head_dim,
+            }
         elif case.storage.kv_layout != "HND":
             arguments["kv_layout"] = case.storage.kv_layout
         if case.interface is AttentionCall.CONTEXT:
-            arguments |= self._context_arguments()
+            arguments |= {
+                "max_q_len": max(q_lens),
+                "max_kv_len": self.max_seq_len,
+                "batch_size": len(q_lens),
+                "cum_seq_lens_q": running_sum(q_lens, device),
+                "cum_seq_lens_kv": running_sum(case.kv_lens, device),
+            }
         else:
             arguments["max_seq_len"] = self.max_seq_len
         if self.seen is not None:
@@ -153,9 +165,11 @@ class AttentionInputs:
         elif self.block_tables.dim() == 3:
             arguments["uses_shared_paged_kv_idx"] = False
         if case.offsets:
-            arguments |= self._offset_arguments()
-        elif case.interface is AttentionCall.DECODE and case.q_lens[0] > 1:
-            arguments["q_len_per_req"] = case.q_lens[0]
+            arguments |= {"max_q_len": max(q_lens), "cum_seq_lens_q": running_sum(q_lens, device)}
+            if not case.is_mla:
+                arguments["q_len_per_req"] = None
+        elif case.interface is AttentionCall.DECODE and q_lens[0] > 1:
+            arguments["q_len_per_req"] = q_lens[0]
         return arguments | self._selection_arguments() | self._rank_arguments()
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -231,16 +245,6 @@ class AttentionInputs:
         places = places if case.offsets else places.view(len(case.q_lens), case.q_lens[0], case.top_k)
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
-    def _offset_arguments(self) -> dict[str, Any]:
-        """Return the arguments for unequal numbers of query rows in a decode call: max_q_len, cum_seq_lens_q and, except in
-        MLA, q_len_per_req=None.
-        """
-        offsets = {
-            "max_q_len": max(self.case.q_lens),
-            "cum_seq_lens_q": running_sum(self.case.q_lens, self.query.device),
-        }
-        return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
-
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
         """Return the arguments kv_cache_sf and backend for an NVFP4 cache. `interleaved` is the order of V's scale factors that
         trtllm-gen reads; XQA reads them in token order.
@@ -254,27 +258,6 @@ class AttentionInputs:
         v = interleave_v_scale_factors(plain.transpose(1, 2) if is_nhd else plain)
         v = v.transpose(1, 2).contiguous() if is_nhd else v
         return {"kv_cache_sf": (k, v.view(E4M3)), "backend": "trtllm-gen"}
-
-    def _context_arguments(self) -> dict[str, Any]:
-        case, device = self.case, self.query.device
-        return {
-            "max_q_len": max(case.q_lens),
-            "max_kv_len": self.max_seq_len,
-            "batch_size": len(case.q_lens),
-            "cum_seq_lens_q": running_sum(case.q_lens, device),
-            "cum_seq_lens_kv": running_sum(case.kv_lens, device),
-        }
-
-    def _mla_arguments(self) -> dict[str, Any]:
-        case = self.case
-        per_request = (len(case.q_lens), case.q_lens[0], *self.query.shape[1:])
-        return {
-            "query": self.query if case.offsets else self.query.view(per_request),
-            "kv_cache": self.k_pages,
-            "qk_nope_head_dim": case.out_head_dim // 4,  # 128 of 512 in DeepSeek-V3; changes no result
-            "kv_lora_rank": case.out_head_dim,
-            "qk_rope_head_dim": case.head_dim - case.out_head_dim,
-        }
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
