@@ -20,7 +20,6 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Return the query heads per K/V head."""
         return self.num_qo_heads // self.num_kv_heads
 
     @property

@@ -69,11 +69,9 @@ class GraphCase(GroupedLayer, ReplayCase):
 
     @property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the backend calls in the mode."""
         return self.mode.forward_mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return an engine's backend with the settings of the case. It calls `implementation`."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         settings = CallSettings(decode_splits=self.decode_splits)
@@ -103,7 +101,6 @@ class MLAGraphCase(LatentLayer, ReplayCase):
         return self.compress_ratio is not None
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return an engine's backend with the settings of the case. It calls `implementation`."""
         if self.index_topk is not None or self.compress_ratio is not None:
             return self.sparse_backend(implementation)
         return TRTLLMMLABackend(implementation, self.attention)

@@ -32,11 +32,9 @@ class LatentLayer:
 
     @property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the backend calls."""
         return AttentionCall.MLA_DECODE if self.compress_ratio is None else AttentionCall.DSV4_DECODE
 
     def sparse_backend(self, implementation: Any, query_dtype: torch.dtype | None = None) -> Any:
-        """Return the backend of a layer whose rows select entries."""
         if self.compress_ratio is None:
             assert self.index_topk is not None
             return DSABackend(implementation, Indexer(self.index_topk), query_dtype=query_dtype)
@@ -144,7 +142,6 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def is_sparse(self) -> bool:
-        """Return True if rows select entries."""
         return self.index_topk is not None or self.compress_ratio is not None
 
     def _check_sparse(self) -> None:
@@ -167,7 +164,6 @@ class MLACase(LatentLayer, PassCase):
             raise ValueError(f"{self.mode!r} is no mode of {name}: leave index_topk and compress_ratio None")
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return an engine's backend with the settings of the case. It calls `implementation`."""
         query_dtype = self.query_dtype or self.dtype
         if self.is_sparse:
             return self.sparse_backend(implementation, query_dtype)

@@ -134,15 +134,8 @@ def test_rows_that_see_each_other_pass() -> None:
 @IN_INTERPRETER
 def test_rows_of_an_earlier_replay_are_found() -> None:
     """The requests' lengths are rebuilt, and their rows' are not."""
-
-    class Unexpanded(GraphRunner):
-        def replay(self, batch: ForwardBatch) -> Any:
-            stale = self.metadata.buffers.encoder_cache_seqlens.clone()
-            output = super().replay(batch)
-            self.metadata.buffers.encoder_cache_seqlens.copy_(stale)
-            return output
-
-    assert "encoder_cache_seqlens" in reason(encoder_only(ReplaySequence.A_B_A), make=runner(Unexpanded))
+    unexpanded = keeping(lambda made, batch: made.metadata.buffers.encoder_cache_seqlens)
+    assert "encoder_cache_seqlens" in reason(encoder_only(ReplaySequence.A_B_A), make=unexpanded)
 
 
 @IN_INTERPRETER
@@ -297,18 +290,6 @@ def padding_not_reset(name: str) -> RunnerFactory:
     return make
 
 
-class KeepsTheTailOfWriteLocations(GraphRunner):
-    """Of the sliding window's write locations only the real rows are written."""
-
-    def replay(self, batch: ForwardBatch) -> Any:
-        written = self.metadata.buffers.swa_out_cache_loc
-        assert written is not None
-        stale = written.clone()
-        output = super().replay(batch)
-        written[batch.num_tokens :].copy_(stale[batch.num_tokens :])
-        return output
-
-
 class ColumnsOfTheFirstReplay(GraphRunner):
     """A page table has the columns of the longest request in the first replay: later ones keep what they held."""
 
@@ -325,6 +306,20 @@ class ColumnsOfTheFirstReplay(GraphRunner):
 
 def runner(kind: type[GraphRunner]) -> RunnerFactory:
     return lambda backend, case, pool, sizes, body: kind(backend, case.mode, pool, sizes, body, case.place)
+
+
+def keeping(part: Callable[[Any, ForwardBatch], torch.Tensor]) -> RunnerFactory:
+    """Return a maker of runners whose replays leave a part of a tensor as it was."""
+
+    class Keeping(GraphRunner):
+        def replay(self, batch: ForwardBatch) -> Any:
+            kept = part(self, batch)
+            stale = kept.clone()
+            output = super().replay(batch)
+            kept.copy_(stale)
+            return output
+
+    return runner(Keeping)
 
 
 @dataclass(frozen=True)
@@ -384,13 +379,11 @@ DEFECTS = {
         "frozen_kv_draft", runner(CountsItsRow), {ReplaySequence.CAPTURED_BELOW_Q: "cache_seqlens"}, sliding_window=True
     ),
     "a missing offset": Defect("draft_decode", without_the_offset, {ReplaySequence.CAPTURED_BELOW_Q: ""}),
-    "seq_lens of padding not reset": padded("seq_lens"),
-    "req_pool_indices of padding not reset": padded("req_pool_indices"),
-    "out_cache_loc of padding not reset": padded("out_cache_loc"),
+    **{f"{name} of padding not reset": padded(name) for name in ("seq_lens", "req_pool_indices", "out_cache_loc")},
     "extend_seq_lens of padding not reset": padded("extend_seq_lens", "draft_extend"),
     "the tail of write locations kept": Defect(
         "decode",
-        runner(KeepsTheTailOfWriteLocations),
+        keeping(lambda made, batch: made.metadata.buffers.swa_out_cache_loc[batch.num_tokens :]),
         {ReplaySequence.POISONED: "swa_out_cache_loc of padded rows is"},
         sliding_window=True,
     ),

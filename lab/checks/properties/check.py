@@ -45,7 +45,6 @@ class Scope:
         return self.level is Level.FULL
 
     def counted(self, smoke: int, full: int) -> int:
-        """Return `full` at the full level, otherwise `smoke`."""
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:

@@ -47,8 +47,6 @@ def launches(run: CaseRun, inputs: CallInputs, arguments: dict[str, Any]) -> Ite
 
 
 class _Stress:
-    """Keeps the multiprocessors busy with matrix products on another stream."""
-
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.matrix = torch.randn(2048, 2048, device=device)

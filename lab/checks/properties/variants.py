@@ -18,7 +18,6 @@ from lab.workloads.inputs.selection import lengths_of_heads
 
 
 def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes a call eagerly."""
     return lambda: run.call(call)
 
 

@@ -195,7 +195,6 @@ class AttentionInputs:
         return Rules(**(given | changes))
 
     def _rank_arguments(self) -> dict[str, Any]:
-        """Return the arguments of context parallelism, if the case has a rank."""
         if self.case.rank is None:
             return {}
         rank, world = self.case.rank

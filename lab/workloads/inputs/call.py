@@ -72,7 +72,6 @@ class BuiltCall:
             self.given[name] = other.given[name] if alike or name == "workspace_buffer" else value
 
     def truth(self) -> Truth:
-        """Return the expected results of the call."""
         return self.inputs.truth(**self.rules)
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -54,7 +54,6 @@ class EnginePass:
 
     @property
     def functions(self) -> list[str]:
-        """Return the names of the attention functions that the pass calls."""
         return [self.case.interface.value]
 
     @property
@@ -129,7 +128,6 @@ class ForwardPass(EnginePass):
 
     @property
     def plan(self) -> list[PlannedCall]:
-        """Return the attention calls that the backend plans for the pass."""
         return self.case.backend().plan_calls(self.batch, self.layer, self.case.dtypes.query, self.case.kv_dtype)
 
     @property

@@ -308,7 +308,6 @@ class DSV4ReplayFixture(DSAReplayFixture):
 
 
 def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, make: RunnerFactory) -> ReplayFixture:
-    """Return a new fixture of the case's backend."""
     if isinstance(case, GraphCase):
         of_mha = BlockSparseReplayFixture if case.block_sparse else MHAReplayFixture
         return of_mha(case, implementation, device, make)

@@ -200,7 +200,6 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _write(self, admitted: Requests) -> None:
-        """Write the histories of the requests into the cache."""
         admitted.write(self.cache, self.histories, sliding_window=self.case.sliding_window)
 
     def _uncounted(self) -> int:

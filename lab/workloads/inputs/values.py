@@ -29,8 +29,6 @@ _LARGEST_E4M3_KEY = torch.finfo(E4M3).max * E4M3_K_SCALE
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """The random numbers of one request."""
-
     case: AttentionCase
     request: int  # the request's number in the case
     directions: Tensor  # directions of the needles, [num_kv_heads, head_dim]
