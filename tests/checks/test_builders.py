@@ -13,7 +13,7 @@ from corpus.kernels import kernel
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.parameters.models import Configuration
-from lab.checks.properties import checks
+from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Level
 from lab.checks.run.judging import run_case
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
@@ -37,7 +37,7 @@ CHANGED = {
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, (_, keys) in CHANGED.items() for key in keys])
 def test_the_verdict_names_what_a_builder_changed_and_nothing_else(name: str, key: str) -> None:
     wrong, changed = kernel(name), CHANGED[name][0]
-    check = next(check for check in checks() if check.key == key)
+    check = checks_by_key()[key]
     cases = check.cases(interface_of(wrong.interface[0]), Ranges(), Level.SMOKE)
     judged = (run_case(wrong.implementation(), check, case, torch.device("cpu"), Ranges()) for case in cases)
     found = next(each.wrongs for each in judged if each.wrongs)
@@ -103,7 +103,7 @@ def test_metadata_that_shares_a_tensor_with_its_batch_is_wrong(function: Metadat
         return replace(metadata, **{field: of_batch}) if is_alike else metadata
 
     key = "K16" if function is MetadataFunction.MHA_METADATA else "K17"
-    check = next(check for check in checks() if check.key == key)
+    check = checks_by_key()[key]
     judged = (
         run_case(SimpleNamespace(**{function.value: build}), check, case, torch.device("cpu"), Ranges())
         for case in check.cases(function, Ranges(), Level.SMOKE)

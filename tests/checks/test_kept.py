@@ -14,9 +14,8 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.models import Configuration
-from lab.checks.properties import checks
-from lab.checks.properties.check import Check, Level
-from lab.checks.properties.k14_interleaving import PARTS, calls_at_once
+from lab.checks.properties.check import Level
+from lab.checks.properties.k14_interleaving import CHECK, PARTS, calls_at_once
 from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Judged, Outcome
 from lab.ranges import Ranges
@@ -39,15 +38,11 @@ FOUND = {
 }
 
 
-def check() -> Check:
-    return next(check for check in checks() if check.key == "K14")
-
-
 def one_by_one(interface: Interface, implementation: Any) -> list[Judged]:
     """Judge the smoke level's cases of calls that differ in one argument, by one implementation."""
-    cases = [case for case in check().cases(interface, Ranges(), Level.SMOKE) if isinstance(case, Configuration)]
+    cases = [case for case in CHECK.cases(interface, Ranges(), Level.SMOKE) if isinstance(case, Configuration)]
     assert len(cases) == PARTS
-    return [run_case(implementation, check(), case, CPU, Ranges()) for case in cases]
+    return [run_case(implementation, CHECK, case, CPU, Ranges()) for case in cases]
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -85,7 +80,7 @@ def test_the_first_call_is_judged_again_and_nothing_follows_a_wrong_one() -> Non
 
     def first_words(wrong: Callable[..., bool]) -> set[str]:
         calls.clear()
-        judged = run_case(decode(wrong), check(), Configuration(AttentionCall.DECODE, {}, 2), CPU, Ranges())
+        judged = run_case(decode(wrong), CHECK, Configuration(AttentionCall.DECODE, {}, 2), CPU, Ranges())
         return {each.split(":")[0] for each in judged.wrongs}
 
     assert first_words(as_first) == {"A again"}

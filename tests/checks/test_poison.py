@@ -10,7 +10,7 @@ from corpus.right import KERNELS as RIGHT
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.models import Configuration
 from lab.checks.parameters.values import Cache
-from lab.checks.properties import checks
+from lab.checks.properties import checks_by_key
 from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Outcome
 from lab.ranges import Ranges
@@ -35,7 +35,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_a_kernel_that_reads_what_must_not_matter_is_found(name: str) -> None:
     wrong, (key, values) = kernel(name), FOUND[name]
-    check = next(check for check in checks() if check.key == key)
+    check = checks_by_key()[key]
     for function in wrong.interface:
         interface = AttentionCall(interface_of(function))
         case: Any = Configuration(interface, values)
@@ -49,7 +49,7 @@ def test_a_kernel_that_reads_what_must_not_matter_is_found(name: str) -> None:
 @pytest.mark.parametrize("lse", ["given", "given alone", "strided", "rows apart", None])
 def test_what_any_given_lse_holds_is_huge_too(lse: str | None) -> None:
     key = "K18" if lse else "K5"
-    check = next(check for check in checks() if check.key == key)
+    check = checks_by_key()[key]
     case: Any = Configuration(WINDOW.interface, {"lse": lse}) if lse else WINDOW
     judged = run_case(kernel("lse_kept_if_larger").implementation(), check, case, CPU, Ranges())
     assert "1e+30" in judged.wrongs[0], judged.wrongs
