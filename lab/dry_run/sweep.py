@@ -17,7 +17,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from lab.reports.tables import markdown_of, table_of_lines
 SWEPT_GPUS = ("b200", "b300")
 DRAWN = 1000  # random calls of each function
 MOST_WORDS = 500  # most characters of a recorded failure
+REFUSALS = (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError)  # of the launcher and FlashInfer
 
 
 BUILT = "no kernel of these dtypes, sizes and masks"
@@ -186,7 +187,7 @@ def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | No
     gpu.clear()
     try:
         getattr(trtllm, call.value)(**vars(arguments))
-    except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
+    except REFUSALS as error:
         words = re.sub(r"(?<= at )\S*/", "", f"{type(error).__name__}: {error}")  # without the folders of a file's path
         return words.strip()[:MOST_WORDS], None
     launch = next((each for each in gpu.launches if each.params is not None), None)
@@ -210,7 +211,7 @@ def _survives(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launch_alone(gpu: Gpu, call: AttentionCall, point: Point) -> None:
-    with unguarded_machine(gpu):
+    with unguarded_machine(gpu), suppress(*REFUSALS):
         getattr(trtllm, call.value)(**vars(SWEPT[call].make(point)))
 
 
