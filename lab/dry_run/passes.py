@@ -146,18 +146,10 @@ def _mla_options(case: MLACase) -> Iterator[str]:
 def dry_run(
     gpu_name: str, cases: Iterable[tuple[str, ForwardCase | MLACase]], before_build: Callable[[], object] = lambda: None
 ) -> DryRun:
-    """Return the kernels and launches of passes on an absent GPU.
-
-    On SM100 and SM103 FlashInfer's launcher is called, if it can be compiled here. Otherwise `lab.kernels.support` determines
-    the kernel. On a GPU without FlashInfer's TRT-LLM kernels, the portable kernels are taken.
-
-    Args:
-        gpu_name: a name in `lab.dry_run.GPUS`.
-        cases: (name, case) of each pass.
-        before_build: called before the launcher is compiled. Compiling takes a minute.
-
-    Raises:
-        ValueError: the GPU is unknown.
+    """Return the kernels and launches of passes, (name, case) each, on an absent GPU, a name in `lab.dry_run.GPUS`. On SM100
+    and SM103 FlashInfer's launcher is called, if it can be compiled here. Otherwise `lab.kernels.support` determines the
+    kernel. On a GPU without FlashInfer's TRT-LLM kernels, the portable kernels are taken. Before the launcher is compiled,
+    which takes a minute, `before_build` is called. Raises ValueError for an unknown GPU.
     """
     gpu, reason = gpu_named(gpu_name), why_no_launcher(gpu_name)
     with ExitStack() as stack:

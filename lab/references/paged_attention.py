@@ -89,15 +89,10 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
 
 
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`.
-
-    Rows after the last request's rows are padding. Their output is zero and their LSE is -inf, even if there are sinks.
-
-    Returns:
-        out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
-
-    Raises:
-        ValueError: `PagedAttention.check_values` refuses a length, an offset, a page id or a place.
+    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`. Return out
+    [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None. Rows after the last request's
+    rows are padding. Their output is zero and their LSE is -inf, even if there are sinks. Raises ValueError if
+    `PagedAttention.check_values` refuses a length, an offset, a page id or a place.
     """
     if len(problem.query) == 0:
         return problem.results()

@@ -33,15 +33,9 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`.
-
-    Rows after the last request's rows are padding. Their output is zero and their LSE is -inf, even if there are sinks.
-
-    Returns:
-        out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
-
-    Raises:
-        ValueError: `RaggedAttention.check_values` refuses a length or an offset.
+    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`. Results and
+    padding are as in `lab.references.paged_attention.paged_attention`. Raises ValueError if `RaggedAttention.check_values`
+    refuses a length or an offset.
     """
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already

@@ -73,18 +73,11 @@ class FindingRow:
 def releases_report(
     paths: Sequence[Path], package: str = "flashinfer-python", findings: Path | None = None
 ) -> TableReport:
-    """Return a table of findings, with their status in each release, from reports of the judge.
-
-    Args:
-        paths: paths of the reports, with the oldest release first.
-        package: the package whose version in a report's environment is the release.
-        findings: a page whose headings "## 1. ..." are the findings. Findings that no report cites also have a row.
-
-    Raises:
-        lab.reports.recorded.RecordedFileError, lab.checks.record.ReportError, OSError: a file cannot be read, or is no
-            report of the judge.
-        NotComparableError: a file lacks the package's version, there is only one release, or a release has two reports with the
-            same axes.
+    """Return a table of findings, with their status in each release, from reports of the judge, the oldest release first. The
+    release is the version of `package` in a report's environment. The headings "## 1. ..." of the page `findings` are the
+    findings: those that no report cites also have a row. Raises RecordedFileError, ReportError or OSError if a file cannot be
+    read or is no report of the judge; NotComparableError if one lacks the package's version, there is only one release, or a
+    release has two reports with the same axes.
     """
     releases = _by_version([read_file(path) for path in paths], package)
     verdicts = {

@@ -112,12 +112,9 @@ def make_table(
     say_once: Collection[str] | None = None,
     left_out: Iterable[str] = (),
 ) -> Table:
-    """Make a table of one row per record, without columns that are empty in every row.
-
-    Args:
-        columns: for each heading a function that returns a record's cell.
-        say_once: headings of the columns that become a note if every row has the same text; None means all columns, for tables
-            of two rows or more.
+    """Make a table of one row per record, without columns that are empty in every row. For each heading, `columns` has a
+    function that returns a record's cell. The columns in `say_once` become a note if every row has the same text; None means
+    all columns, for tables of two rows or more.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     said = {heading: cells for heading, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
