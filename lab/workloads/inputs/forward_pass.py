@@ -118,6 +118,19 @@ class EnginePass:
 
 
 @dataclass(frozen=True, eq=False)
+class SelectingPass(EnginePass):
+    """An `EnginePass` whose rows select what they see."""
+
+    topk_indices: Tensor
+
+    def arguments(self, out: Tensor) -> dict[str, Any]:
+        return super().arguments(out) | {"topk_indices": self.topk_indices}
+
+    def inputs(self) -> dict[str, Tensor]:
+        return super().inputs() | {"topk_indices": self.topk_indices}
+
+
+@dataclass(frozen=True, eq=False)
 class ForwardPass(EnginePass):
     """An `EnginePass` over paged K and V."""
 
@@ -171,21 +184,14 @@ class ForwardPass(EnginePass):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockSparsePass(ForwardPass):
+class BlockSparsePass(SelectingPass, ForwardPass):
     """A pass of MiniMax-M3: the K/V heads of each row see the pages in `topk_indices`, which `draw_pages` returns."""
 
     metadata: Any
-    topk_indices: Tensor
 
     @property
     def functions(self) -> list[str]:
         return [self.case.interface.value]
-
-    def arguments(self, out: Tensor) -> dict[str, Any]:
-        return super().arguments(out) | {"topk_indices": self.topk_indices}
-
-    def inputs(self) -> dict[str, Tensor]:
-        return super().inputs() | {"topk_indices": self.topk_indices}
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         q_lens = self.case.q_lens

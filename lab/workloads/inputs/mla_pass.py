@@ -24,6 +24,7 @@ from lab.workloads.inputs.encoding import E4M3_K_SCALE, as_stored
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.forward_pass import (
     EnginePass,
+    SelectingPass,
     admit_and_write,
     limits_of,
     new_poisonable_pool,
@@ -85,7 +86,7 @@ class ShardedMLAPass(MLAPass):
 
 
 @dataclass(frozen=True, eq=False)
-class SparseMLAPass(MLAPass):
+class SparseMLAPass(SelectingPass, MLAPass):
     """A pass whose rows select entries.
 
     In DeepSeek sparse attention (DSA) a row sees the entries at its positions. In DeepSeek-V4 it sees the tokens of its window,
@@ -98,14 +99,7 @@ class SparseMLAPass(MLAPass):
     """
 
     metadata: Any
-    topk_indices: Tensor
     cache: Any
-
-    def arguments(self, out: Tensor) -> dict[str, Any]:
-        return super().arguments(out) | {"topk_indices": self.topk_indices}
-
-    def inputs(self) -> dict[str, Tensor]:
-        return super().inputs() | {"topk_indices": self.topk_indices}
 
     def selected(self, requests: Sequence[int]) -> Tensor:
         of_requests = self.rows_of_requests(self.topk_indices).split(self.case.q_lens)
