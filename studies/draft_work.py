@@ -24,8 +24,8 @@ from lab.metadata.speculation.draft_steps import (
     allocate_draft,
     build_draft_steps,
     prepare_draft,
+    prepare_iteration,
 )
-from lab.metadata.speculation.iteration import prepare_iteration
 from lab.timing.gpu_time import GpuTime, measure
 from lab.timing.host_time import host_time
 from lab.timing.method import Method

@@ -25,13 +25,14 @@ from lab.metadata.engine.kv_cache import NVFP4KVCache
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import (
     AttentionLayer,
+    CallDtypes,
+    CallSettings,
     PlannedCall,
     attention_call,
     call_arguments,
     plan_calls,
+    splits_mixed_tail,
 )
-from lab.metadata.mha.quantised import CallDtypes
-from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, MODES, Case, build
 from tests.metadata.noted import NotedCalls
 

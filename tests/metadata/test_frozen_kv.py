@@ -11,8 +11,7 @@ from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mla.metadata import build_mla_decode_metadata
-from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, build_draft_steps
-from lab.metadata.speculation.frozen_kv import frozen_kv_batch
+from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, build_draft_steps, frozen_kv_batch
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import DEVICES
 from tests.metadata.batches import Case, assert_live_cells_right, build

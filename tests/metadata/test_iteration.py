@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo
-from lab.metadata.speculation.iteration import prepare_iteration
+from lab.metadata.speculation.draft_steps import prepare_iteration
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.metadata.batches import Case, assert_live_cells_right, build

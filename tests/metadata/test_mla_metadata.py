@@ -38,7 +38,7 @@ from lab.metadata.mla.calls import (
 )
 from lab.metadata.mla.metadata import query_layout, replan_outgrown
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
-from lab.metadata.speculation.frozen_kv import frozen_kv_batch
+from lab.metadata.speculation.draft_steps import frozen_kv_batch
 from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, Case, assert_same, build, label
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.served import (

@@ -15,10 +15,11 @@ from lab.metadata.mla.calls import (
     MLALayer,
     mla_call_arguments,
     mla_query,
+    mla_query_dtype,
     prepare_mla_prefill,
+    quantised_prefill,
     ragged_context_arguments,
 )
-from lab.metadata.mla.quantised import mla_query_dtype, quantised_prefill
 from tests.metadata.batches import Case, build, of_mla
 
 BF16 = torch.bfloat16

@@ -18,6 +18,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, device_lengths, uncounted_tokens
 
 MetadataT = TypeVar("MetadataT")
+PassT = TypeVar("PassT", bound="PassMetadata")
 MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
@@ -32,7 +33,7 @@ class PassMetadata(Protocol):
     @property
     def block_tables(self) -> Tensor: ...
 
-    def leading(self, batch_size: int) -> "PassMetadata":
+    def leading(self: PassT, batch_size: int) -> PassT:
         """Return the metadata of the first `batch_size` requests, as slices of the same storage."""
         ...
 
@@ -65,6 +66,37 @@ class MetadataBuffers(Protocol[MetadataT_co]):
             view: the batch of that size, whose tensors are the runner's input buffers (`StaticInputs.view`).
         """
         ...
+
+
+class GraphMetadata(Generic[PassT]):
+    """The metadata of one mode in buffers for the largest captured size. Every size has leading slices of the same storage.
+
+    Args:
+        mode: the runner's mode.
+        pool: the pool whose tables are read.
+        buffers: the metadata of the largest size.
+    """
+
+    def __init__(self, mode: GraphMode, pool: KVPool, buffers: PassT) -> None:
+        self.mode, self.pool, self.buffers = mode, pool, buffers
+
+    def slices(self, batch_size: int) -> PassT:
+        """Return the metadata of a captured batch size. Raises ValueError if the buffers have too few requests."""
+        most = len(self.buffers.seq_lens)
+        if not 1 <= batch_size <= most:
+            raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={most}")
+        return self.buffers.leading(batch_size)
+
+    def prepare_launch(self, view: ForwardBatch, rows: int | Tensor | None, offset: int) -> Callable[[], None]:
+        """Return a function that rebuilds the metadata of a captured batch size in one launch.
+
+        Args:
+            view: as in `MetadataBuffers.prepare`.
+            rows: query rows of each request; None leaves ``cu_seqlens_q`` as it is.
+            offset: tokens of each request that ``seq_lens`` does not count.
+        """
+        written = self.slices(view.batch_size).pass_buffers(offset, rows, view.out_cache_loc)
+        return prepare_passes([written], view, self.pool)
 
 
 class RebuiltMetadata(Generic[MetadataT]):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, INTERLEAVED_TOKENS, NVFP4_BLOCK
+from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK
 from lab.named_enum import NamedEnum
 
 
@@ -96,6 +96,53 @@ class PagedKVCache:
             _check_rows(name, rows, expected, self.storage.dtype)
         for cache, rows in ((self.k_cache, k), (self.v_cache, v)):
             _write_rows(cache if self.layout is KVLayout.NHD else cache.transpose(1, 2), slots, rows)
+
+
+def write_e4m3(
+    cache: PagedKVCache,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    query: Tensor | None = None,
+) -> Tensor | None:
+    """Write K and V to an e4m3 cache, quantised as in SGLang's fused write, and return the quantised query.
+
+    An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
+    (`fused_fp8_qkv_kv_cache.cuh`). SGLang's other write divides in the model's dtype first and so rounds twice
+    (`MHATokenToKVPool.set_kv_buffer`); context parallelism uses it.
+
+    Args:
+        cache: a cache of dtype e4m3.
+        slots: ``[n]`` int64.
+        k, v: ``[n, num_kv_heads, head_dim]`` in the model's dtype.
+        k_scale, v_scale: the layer's scales.
+        query: ``[n, num_qo_heads, head_dim]``, quantised without a scale; None if the kernel takes the query in the model's
+            dtype.
+
+    Returns:
+        The query in e4m3, or None without one.
+
+    Raises:
+        TypeError: K and V are neither float16 nor bfloat16, or the cache is not e4m3.
+        ValueError: a shape differs from the cache's, or a scale is not positive.
+    """
+    if cache.storage.dtype != E4M3:
+        raise TypeError(f"the fused write fills an e4m3 cache, not one of {cache.storage.dtype}: use cache.write")
+    for name, side in (("k", k), ("v", v)):
+        if side.dtype not in HALF_DTYPES:
+            raise TypeError(f"{name} has dtype {side.dtype}, expected torch.float16 or torch.bfloat16")
+    if min(k_scale, v_scale) <= 0:
+        raise ValueError(f"k_scale={k_scale} and v_scale={v_scale} must be positive: they divide what is stored")
+    cache.write(slots, _times_reciprocal(k, k_scale), _times_reciprocal(v, v_scale))
+    return None if query is None else _times_reciprocal(query, 1.0)
+
+
+def _times_reciprocal(values: Tensor, scale: float) -> Tensor:
+    reciprocal = 1.0 / torch.tensor(scale, dtype=torch.float32, device=values.device)
+    return saturated_e4m3(values.to(torch.float32) * reciprocal)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,18 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall, attention_call, call_arguments, plan_calls
+from lab.metadata.mha.calls import (
+    AttentionLayer,
+    CallDtypes,
+    CallSettings,
+    PlannedCall,
+    attention_call,
+    call_arguments,
+    call_dtypes,
+    plan_calls,
+    splits_mixed_tail,
+)
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
-from lab.metadata.mha.quantised import CallDtypes, call_dtypes
-from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 
 
 @dataclass(frozen=True, eq=False)

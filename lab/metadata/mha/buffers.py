@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.backend import prepare_passes, seq_len_offset
+from lab.metadata.engine.backend import GraphMetadata, prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -52,20 +52,16 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
     return prepare_passes([written], batch, pool)
 
 
-class MHAGraphMetadata:
+class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
     """The metadata buffers of one mode for all captured sizes, as SGLang's `init_cuda_graph_state` makes them.
 
     Tables and running sums start as 0. The offsets of decode and verify rows are written once, when the buffers are made.
 
     Args:
-        mode: the runner's mode.
-        pool: the pool whose tables are read, with or without sliding-window pages.
+        mode, pool: as in `GraphMetadata`; the pool may have sliding-window pages.
         max_batch_size: the largest captured size.
         builder: how the buffers are written.
         expand_encoder_only_verify: as in `build_mha_metadata`.
-
-    Attributes:
-        buffers: the metadata of the largest size.
     """
 
     def __init__(
@@ -76,12 +72,10 @@ class MHAGraphMetadata:
         builder: MetadataBuilder = MetadataBuilder.FUSED,
         expand_encoder_only_verify: bool = False,
     ) -> None:
-        self.mode = mode
-        self.pool = pool
         self.builder = builder
         width = mode.num_tokens_per_req
         preset = None if mode.in_extend_seq_lens else uniform_boundaries(max_batch_size, width, pool.device)
-        self.buffers = TRTLLMMHAMetadata.allocate(
+        buffers = TRTLLMMHAMetadata.allocate(
             pool,
             max_batch_size,
             width,
@@ -89,10 +83,7 @@ class MHAGraphMetadata:
             cu_seqlens_q=preset,
             expand_encoder_only_verify=expand_encoder_only_verify and mode.forward_mode is ForwardMode.TARGET_VERIFY,
         )
-
-    def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
-        """Return the metadata of a captured batch size. All sizes are slices of the same storage."""
-        return self.buffers.leading(batch_size)
+        super().__init__(mode, pool, buffers)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`.
@@ -107,8 +98,7 @@ class MHAGraphMetadata:
         if self.mode.in_extend_seq_lens:
             uniform = self.mode.forward_mode.query_rows.are_uniform
             rows = self.mode.num_tokens_per_req if uniform else view.extend_seq_lens
-        written = metadata.pass_buffers(seq_len_offset(view), rows, view.out_cache_loc)
-        write = prepare_passes([written], view, self.pool)
+        write = self.prepare_launch(view, rows, seq_len_offset(view))
         return write if metadata.encoder_page_table is None else partial(_write_expanded, write, metadata)
 
 

@@ -1,15 +1,21 @@
-"""The attention calls of a forward pass on TRT-LLM MHA, and their arguments."""
+"""The attention calls of a forward pass on TRT-LLM MHA: their arguments, dtypes and settings.
+
+The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4, AttentionCall
+from lab.calls.arguments import check_int
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.engine.lengths import query_lens
+from lab.metadata.mha.decode_split import DecodeSplit
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
 
 
@@ -32,7 +38,7 @@ class AttentionLayer:
     v_scale: float = 1.0
     window_left: int = -1
     reads_swa_pool: bool = False
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     encoder_only: bool = False
 
 
@@ -80,7 +86,7 @@ def plan_calls(
         batch: the forward pass.
         draft_extend: as in `attention_call`.
         split_mixed_tail: in extends without speculation, compute the last requests with one new token each by a decode call.
-            `lab.metadata.mha.settings.splits_mixed_tail` says for which GPUs, dtypes and layers SGLang does so. Other batches
+            `lab.metadata.mha.calls.splits_mixed_tail` says for which GPUs, dtypes and layers SGLang does so. Other batches
             ignore this setting.
         with_padding_rows: pass the padding rows, which follow the requests' rows, to the context call too. SGLang 0.5.15 does
             so; 0.5.23 passes only the requests' rows (`padded_extend_real_tokens`). A ragged verification always passes its
@@ -112,7 +118,7 @@ def call_arguments(
     batch: ForwardBatch,
     metadata: TRTLLMMHAMetadata,
     layer: AttentionLayer,
-    query: torch.Tensor,
+    query: Tensor,
     cache: PagedKVCache,
     max_context_len: int,
 ) -> dict[str, Any]:
@@ -213,3 +219,98 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
             "on the decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"
         )
     return ragged | {"max_q_len": max(widths)}
+
+
+@dataclass(frozen=True)
+class CallDtypes:
+    """The dtypes of a call: the engine casts the query to dtype `query` before the call, and the output has dtype `out`."""
+
+    query: torch.dtype
+    out: torch.dtype
+
+
+def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, *, trtllm_gen: bool) -> CallDtypes:
+    """Return the dtypes of a call's query and output (`forward_decode`, `forward_extend`).
+
+    ========  ==================  =============  =========
+    cache     kernel              query          output
+    ========  ==================  =============  =========
+    e4m3      trtllm-gen          e4m3           the model's
+    e4m3      XQA                 the model's    the model's
+    e4m3      fmha_v2             e4m3           the model's
+    NVFP4     trtllm-gen          e4m3           e4m3, then converted to the model's
+    NVFP4     XQA                 the model's    the model's
+    other     any                 the model's    the model's
+    ========  ==================  =============  =========
+
+    The cast has no scale, so that values beyond 448 saturate.
+
+    Args:
+        call: DECODE or CONTEXT.
+        dtype: the model's dtype.
+        kv_dtype: the cache's dtype; uint8 is NVFP4.
+        trtllm_gen: FlashInfer's trtllm-gen runs the call (SM100, SM103); else XQA or fmha_v2.
+
+    Raises:
+        ValueError: a context call over NVFP4 without trtllm-gen. SGLang refuses this configuration when it starts.
+    """
+    if kv_dtype == NVFP4:
+        if not trtllm_gen and call is AttentionCall.CONTEXT:
+            raise ValueError("fmha_v2 does not read an NVFP4 cache: prefill with another backend, or on SM100 or SM103")
+        return CallDtypes(E4M3, E4M3) if trtllm_gen else CallDtypes(dtype, dtype)
+    is_cast = kv_dtype == E4M3 and (trtllm_gen or call is AttentionCall.CONTEXT)
+    return CallDtypes(E4M3 if is_cast else dtype, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class CallSettings:
+    """The arguments that have the same values in all calls of an engine.
+
+    Attributes:
+        multi_ctas_kv_counter_buffer: passed to decode calls only. `lab.metadata.allocate_multi_ctas_kv_counters` makes it;
+            SGLang passes that function ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests and the
+            model's number of query heads.
+        skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of each call, from
+            ``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR`` and ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``;
+            None skips nothing. Skipping is an approximation: `AttentionProblem.skip_softmax` says what it may leave out.
+        decode_splits: into how many calls a decode call is divided at most, with requests sorted by length
+            (``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS``); see `lab.metadata.mha.decode_split`.
+
+    Raises:
+        TypeError, ValueError: `decode_splits` is not an int, or below 1.
+    """
+
+    multi_ctas_kv_counter_buffer: Tensor | None = None
+    skip_softmax_decode: float | None = None
+    skip_softmax_prefill: float | None = None
+    decode_splits: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
+
+    def implementation(self, implementation: Any) -> Any:
+        """Return the implementation; if decode calls are to be divided, wrapped in `DecodeSplit`."""
+        return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
+
+    def arguments(self, call: AttentionCall) -> dict[str, Any]:
+        """Return the keyword arguments that these settings add to a DECODE or CONTEXT call. Settings that are None add none."""
+        is_decode = call is AttentionCall.DECODE
+        threshold = self.skip_softmax_decode if is_decode else self.skip_softmax_prefill
+        counters = self.multi_ctas_kv_counter_buffer if is_decode else None
+        given = {"skip_softmax_threshold_scale_factor": threshold, "multi_ctas_kv_counter_buffer": counters}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def splits_mixed_tail(
+    query_dtype: torch.dtype, kv_dtype: torch.dtype, *, prefills_with_fmha_v2: bool = False, is_decoder: bool = True
+) -> bool:
+    """Return True if an engine computes the last one-token requests of an extend by a decode call (`forward_extend`).
+
+    Args:
+        query_dtype: dtype of the call's query; e4m3 if the engine casts it for an e4m3 cache.
+        kv_dtype: dtype of the cache. A call over NVFP4 (uint8) is never split.
+        prefills_with_fmha_v2: the GPU is SM90 or SM120, whose prefill kernel is fmha_v2.
+        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``), not an encoder layer and not
+            cross-attention.
+    """
+    return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in (*HALF_DTYPES, E4M3)

@@ -16,10 +16,9 @@ from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.buffers import MLAGraphMetadata, new_block_table
-from lab.metadata.mla.calls import MLALayer, mla_call_arguments, mla_query
+from lab.metadata.mla.calls import MLALayer, mla_call_arguments, mla_query, mla_query_dtype
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
-from lab.metadata.mla.quantised import mla_query_dtype
 from lab.metadata.mla.rows import dense_block, unpad_draft_extend_output
 
 

@@ -1,7 +1,7 @@
-"""The MLA backend's metadata in CUDA graphs: one block table for all modes and sizes, and lengths per mode and size.
+"""The MLA backend's metadata in CUDA graphs: one block table for all modes, and lengths per mode.
 
 SGLang 0.5.23 keeps metadata by the captured size only: if a backend captures two modes at the same size, the second replaces
-the first or its tensors. Here the key is the mode and the size.
+the first or its tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.backend import prepare_passes, seq_len_offset
+from lab.metadata.engine.backend import GraphMetadata, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -64,20 +64,16 @@ def _pads(mode: GraphMode, draft_extend: QueryLayout) -> bool:
     return rows.are_bounded or (rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED)
 
 
-class MLAGraphMetadata:
-    """The metadata of one mode for all captured sizes: leading rows of the backend's block table, and lengths per size.
+class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
+    """The metadata buffers of one mode for all captured sizes: leading rows of the backend's block table, and lengths.
 
     Args:
-        mode: the runner's mode.
-        pool: the pool whose tables are read.
+        mode, pool: as in `GraphMetadata`.
         block_kv_indices: the result of `new_block_table`.
         attention: decides which keys a draft step counts.
         draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW is
             SGLang 0.5.12's layout: all rows without gaps, viewed as ``num_tokens_per_req`` rows per request. It is right only
             if every request accepts ``num_tokens_per_req`` tokens.
-
-    Attributes:
-        metadata: the metadata of each captured size, made at the first access.
     """
 
     def __init__(
@@ -88,41 +84,28 @@ class MLAGraphMetadata:
         attention: DraftAttention = DraftAttention.MLA,
         draft_extend: QueryLayout = QueryLayout.PADDED,
     ) -> None:
-        self.mode, self.pool, self.block_kv_indices, self.attention = mode, pool, block_kv_indices, attention
-        self.layout = QueryLayout.PADDED if _pads(mode, draft_extend) else QueryLayout.VIEW
-        self.metadata: dict[int, TRTLLMMLADecodeMetadata] = {}
-
-    def slices(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        """Return the metadata of a captured batch size; raises ValueError if the block table has too few rows."""
-        if batch_size not in self.metadata:
-            self.metadata[batch_size] = self._new_metadata(batch_size)
-        return self.metadata[batch_size]
-
-    def _new_metadata(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        if not 1 <= batch_size <= len(self.block_kv_indices):
-            raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={len(self.block_kv_indices)}")
-        extends, width = self.mode.in_extend_seq_lens, self.mode.num_tokens_per_req
-        table = self.block_kv_indices[:batch_size]
-        return TRTLLMMLADecodeMetadata(
-            block_kv_indices=table,
-            seq_lens_k=table.new_zeros(batch_size),
-            max_seq_len_k=self.pool.max_context_len,
+        self.attention = attention
+        size, width, extends = len(block_kv_indices), mode.num_tokens_per_req, mode.in_extend_seq_lens
+        buffers = TRTLLMMLADecodeMetadata(
+            block_kv_indices=block_kv_indices,
+            seq_lens_k=block_kv_indices.new_zeros(size),
+            max_seq_len_k=pool.max_context_len,
             max_seq_len_q=width,
-            query_layout=self.layout,
-            sum_seq_lens_q=batch_size * width if extends else None,
-            cu_seqlens_q=uniform_boundaries(batch_size, width, self.pool.device) if extends else None,
-            seq_lens_q=table.new_full((batch_size,), width) if extends else None,
+            query_layout=QueryLayout.PADDED if _pads(mode, draft_extend) else QueryLayout.VIEW,
+            sum_seq_lens_q=size * width if extends else None,
+            cu_seqlens_q=uniform_boundaries(size, width, pool.device) if extends else None,
+            seq_lens_q=block_kv_indices.new_full((size,), width) if extends else None,
         )
+        super().__init__(mode, pool, buffers)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`.
 
         The offsets and numbers of query rows are preset. The call writes them only if they vary from replay to replay.
         """
-        metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
-        rows = view.extend_seq_lens if pads else None
-        written = metadata.pass_buffers(seq_len_offset(view, self.attention), rows)
-        write = prepare_passes([written], view, self.pool)
+        rows = view.extend_seq_lens if self.buffers.query_layout is QueryLayout.PADDED else None
+        write = self.prepare_launch(view, rows, seq_len_offset(view, self.attention))
+        metadata = self.slices(view.batch_size)
         return write if rows is None else partial(_write_padded, write, metadata, rows, self.pool.page_size)
 
 

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
-from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_cache import PagedLatentCache, saturated_e4m3
 from lab.metadata.engine.lengths import host_lengths
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, TRTLLMMLAPrefillMetadata
 from lab.metadata.mla.rows import pad_draft_extend_query
@@ -136,7 +137,7 @@ def ragged_context_arguments(
         query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption. Rows after the requests'
             rows are left out.
         value: ``[num_tokens, heads, v_head_dim]``. Query, key and value are e4m3 if the cache is
-            (`lab.metadata.mla.quantised.quantised_prefill`).
+            (`quantised_prefill`).
         num_keys: number of keys of a call over a chunk of prefixes; None: the keys are the new tokens.
 
     Raises:
@@ -215,3 +216,31 @@ def prepare_mla_prefill(
 def prepare_ragged(implementation: Any, **arguments: Any) -> Callable[[], Any]:
     """Prepare a call with the arguments of `ragged_context_arguments`, or with some of them replaced."""
     return prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
+
+
+def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to which the decode call's query is cast: e4m3 over an e4m3 cache, without a scale (`forward_decode`).
+
+    Args:
+        dtype: the model's dtype.
+        kv_dtype: the cache's dtype.
+
+    Raises:
+        ValueError: the cache has 4 bits, which FlashInfer's MLA kernels do not read. SGLang converts the whole cache to the
+            model's dtype before each layer's call (`MLATokenToKVPoolFP4.get_key_buffer`).
+    """
+    if kv_dtype == torch.uint8:
+        raise ValueError("no MLA kernel reads a cache of 4 bits: convert it to the model's dtype first, as SGLang does")
+    return E4M3 if kv_dtype == E4M3 else dtype
+
+
+def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a prefill's query, key and value in e4m3, in the same shapes, for calls over an e4m3 cache (`_quantize_fp8_qkv`).
+
+    Keys and values are divided by the layer's scales, and the calls multiply by the same scales. The query has no scale.
+    """
+    scales = (1.0, layer.k_scale, layer.v_scale)
+    query, key, value = (
+        saturated_e4m3(side.to(torch.float32) / scale) for side, scale in zip((query, key, value), scales, strict=True)
+    )
+    return query, key, value

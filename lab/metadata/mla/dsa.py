@@ -26,9 +26,8 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, seen_by_rows, uncounted_tokens
-from lab.metadata.mla.calls import MLALayer, layer_arguments
+from lab.metadata.mla.calls import MLALayer, layer_arguments, mla_query_dtype
 from lab.metadata.mla.metadata import check_mla, longest_request
-from lab.metadata.mla.quantised import mla_query_dtype
 
 NO_ENTRY = -1  # fills the columns of a row that select nothing
 TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of columns up to it

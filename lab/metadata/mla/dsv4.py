@@ -34,9 +34,8 @@ from lab.metadata.engine.lengths import (
     host_lengths,
     seen_by_rows,
 )
-from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.calls import MLALayer, mla_query_dtype
 from lab.metadata.mla.metadata import longest_request
-from lab.metadata.mla.quantised import mla_query_dtype
 
 TOKENS_ALONE, WITHOUT_INDEXER = 0, 128  # compress ratios: of no entries, and of entries that every row sees
 RATIOS = (TOKENS_ALONE, 1, 2, 4, WITHOUT_INDEXER)

@@ -5,6 +5,7 @@ They are built without reading the device. `lab.metadata.mla.context_parallel` a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,10 +97,16 @@ class TRTLLMMLADecodeMetadata:
         return self.block_kv_indices
 
     def leading(self, batch_size: int) -> "TRTLLMMLADecodeMetadata":
-        """Return the metadata of the first `batch_size` requests of a decode, as slices of the same storage."""
-        return replace(
-            self, block_kv_indices=self.block_kv_indices[:batch_size], seq_lens_k=self.seq_lens_k[:batch_size]
-        )
+        """Return the metadata of the first `batch_size` requests, as slices of the same storage. Each request has
+        ``max_seq_len_q`` rows.
+        """
+        sliced: dict[str, Any] = {
+            name: value[: batch_size + (name == "cu_seqlens_q")]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        rows = None if self.sum_seq_lens_q is None else batch_size * self.max_seq_len_q
+        return replace(self, sum_seq_lens_q=rows, **sliced)
 
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None

@@ -1,22 +1,25 @@
-"""The metadata of every step of a multi-step draft on TRT-LLM MHA or MLA, with or without the unused lists of SGLang's common
-template.
+"""The metadata of every step of a multi-step draft on TRT-LLM MHA or MLA, and of a whole speculative iteration in one launch.
 
 A draft of ``speculative_num_steps`` steps begins with the draft extend and then runs the draft model ``speculative_num_steps -
 1`` times. Each of these runs has an inner backend, which needs the metadata of one decode pass. SGLang's common template first
-makes the ragged K/V lists that other backends read; these two backends ignore the lists, and change 26241 skips them for MLA. A
-frozen-KV draft has no draft extend and one backend: all its ``speculative_num_steps`` passes share one metadata.
+makes the ragged K/V lists that other backends read; these two backends ignore the lists, and change 26241 skips them for MLA.
+
+A frozen-KV draft (SGLang 0.5.23, `FROZEN_KV_MTP`, for Gemma 4's assistant models) reads the target's K/V and writes none. It
+has no draft extend and one backend. All its ``speculative_num_steps`` passes read the tokens that the target has committed,
+``[0, seq_lens)``, also in sliding-window pages, and take the last position as their own: they share one metadata.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from lab.calls.arguments import check_int
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
 from lab.metadata.engine.backend import PassMetadata, prepare_passes
-from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, uniform_boundaries
@@ -161,7 +164,7 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     Args:
         draft: the configuration of the draft.
         batch: a decode batch, whose ``seq_lens`` do not count the drafted tokens. Without host lengths, a step's ``kv_indices``
-            is the whole row. A frozen-KV draft takes a batch of `lab.metadata.speculation.frozen_kv.frozen_kv_batch`.
+            is the whole row. A frozen-KV draft takes a batch of `frozen_kv_batch`.
         pool: the pool that holds the requests.
         buffers: the result of `allocate_draft` for the same draft and pool.
 
@@ -283,3 +286,97 @@ def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
+
+
+def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
+    """Return the batch that every pass of a frozen-KV draft uses. The host reads nothing from the device.
+
+    Branch j of request i is row ``i * topk + j``; all branches read the same pages. SGLang expands the batch on its own stream,
+    before the metadata is built (`expand_for_topk_draft` in `frozen_kv_mtp_utils.py`), and captures graphs for ``requests *
+    topk`` rows.
+
+    Args:
+        batch: a plain DECODE batch of the target's requests. ``seq_lens`` counts the committed tokens.
+        topk: branches of each request.
+
+    Returns:
+        A batch of ``batch_size * topk`` rows in new tensors, without write locations. Its lengths are the committed tokens.
+
+    Raises:
+        TypeError: `topk` is not an int.
+        ValueError: `topk` is below 1, or the batch is not a plain decode.
+    """
+    check_int("topk", topk, 1, "it is the number of branches per request")
+    if batch.forward_mode.query_rows is not QueryRows.ONE or batch.spec_info is not None:
+        raise ValueError(
+            f"{batch.forward_mode!r} {'with' if batch.spec_info else 'without'} a SpecInfo: a frozen-KV draft is made from a "
+            "plain DECODE batch of the target's requests"
+        )
+    lens = batch.seq_lens_cpu
+    return replace(
+        batch,
+        req_pool_indices=batch.req_pool_indices.repeat_interleave(topk),
+        seq_lens=batch.seq_lens.repeat_interleave(topk),
+        seq_lens_cpu=None if lens is None else [length for length in lens for _ in range(topk)],
+        out_cache_loc=batch.out_cache_loc[:0].clone(),
+        num_tokens=batch.num_tokens * topk,
+        spec_info=SpecInfo(speculative_step_id=FROZEN_KV_STEP),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedIteration:
+    """The metadata of every pass of one speculative iteration, and a function `write` that fills it from the current contents
+    of the batch's tensors.
+
+    Attributes:
+        draft_steps: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``.
+        target_verify: metadata of the verify pass, with lengths ``seq_lens + d``.
+        draft_extend: metadata of DRAFT_EXTEND_V2, with the same lengths: the ``seq_lens`` of a DRAFT_EXTEND_V2 batch already
+            count the draft tokens.
+        write: fills all metadata in one launch.
+    """
+
+    draft_steps: tuple[TRTLLMMHAMetadata, ...]
+    target_verify: TRTLLMMHAMetadata
+    draft_extend: TRTLLMMHAMetadata
+    write: Callable[[], None]
+
+
+def prepare_iteration(
+    verify: ForwardBatch, pool: KVPool, *, speculative_num_steps: int, share_table: bool = True
+) -> PreparedIteration:
+    """Allocate the metadata of all passes of a speculative iteration, and prepare the launch that fills it.
+
+    All inputs of the metadata are known before the draft runs: no pass depends on which tokens are drafted or accepted.
+
+    Args:
+        verify: a TARGET_VERIFY batch, which defines requests, lengths and draft width of all passes. ``seq_lens`` stops at the
+            last accepted token.
+        pool: the request table and slots, without sliding-window pages. In SGLang, draft and target share table and slots, but
+            not caches.
+        speculative_num_steps: number of draft steps, one more than the draft's decode passes.
+        share_table: use one page table for all passes, because their pages are the same. It has the pages of the longest pass.
+
+    Raises:
+        ValueError: the batch has another mode or device or is empty, or the pool has sliding-window pages.
+        NotImplementedError: Triton does not run on the batch's device.
+    """
+    check_attends(verify, pool)
+    if verify.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
+        raise ValueError(f"{verify.forward_mode!r}: an iteration is prepared from its TARGET_VERIFY batch")
+    if pool.full_to_swa is not None:
+        raise ValueError("the pool has sliding-window pages, which a draft model's passes do not use: make one without")
+    if verify.batch_size == 0:
+        raise ValueError("the batch is empty: an iteration needs a request")
+    bs, rows = verify.batch_size, verify.num_tokens // verify.batch_size
+    shared = torch.empty(bs, pool.block_table_width, dtype=torch.int32, device=pool.device) if share_table else None
+    # Uncounted tokens and query rows of each pass.
+    facts = [*((step + 1, 1) for step in range(speculative_num_steps - 1)), (rows, rows), (rows, rows)]
+    passes = [
+        TRTLLMMHAMetadata.allocate(pool, bs, width, bs * width, new=torch.empty, page_table=shared)
+        for _, width in facts
+    ]
+    written = [each.pass_buffers(offset, width) for each, (offset, width) in zip(passes, facts, strict=True)]
+    *draft_steps, target_verify, draft_extend = passes
+    return PreparedIteration(tuple(draft_steps), target_verify, draft_extend, prepare_passes(written, verify, pool))

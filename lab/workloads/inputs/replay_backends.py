@@ -120,7 +120,7 @@ class MLAReplayFixture(ReplayFixture):
 
     @property
     def _is_padded(self) -> bool:
-        return self.runner.metadata.layout is QueryLayout.PADDED
+        return bool(self.runner.metadata.buffers.query_layout is QueryLayout.PADDED)
 
     @property
     def rewritten(self) -> tuple[str, ...]:
@@ -135,9 +135,6 @@ class MLAReplayFixture(ReplayFixture):
 
     def _sinks(self) -> tuple[Tensor, ...]:
         return (self.cache.storage[0],)
-
-    def _metadata_owners(self) -> tuple[Any, ...]:
-        return tuple(self.runner.metadata.metadata.values())
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
         block = None if result.view is None else self.width

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.metadata.engine.backend import GraphMetadata
 from lab.metadata.engine.cuda_graph import Body, GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import UncountedTokens
@@ -208,7 +209,8 @@ class ReplayFixture:
 
     def _metadata_owners(self) -> tuple[Any, ...]:
         """Return the objects that own the metadata tensors which the graphs read."""
-        return (self.runner.metadata.buffers,)
+        metadata = self.runner.metadata
+        return (metadata.buffers,) if isinstance(metadata, GraphMetadata) else tuple(metadata.metadata.values())
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
         """Return a sentence about the first error in the metadata of a pass; "" if there is none."""

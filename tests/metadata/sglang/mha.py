@@ -11,8 +11,7 @@ from torch import Tensor
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, PagedKVCache
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.mha.buffers import MHAGraphMetadata
-from lab.metadata.mha.calls import AttentionLayer
-from lab.metadata.mha.settings import CallSettings
+from lab.metadata.mha.calls import AttentionLayer, CallSettings
 
 Load = Callable[[str], ModuleType]
 

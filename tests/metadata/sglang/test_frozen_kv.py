@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lab.metadata import ForwardBatch, ForwardMode, build_mha_metadata
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.speculation.frozen_kv import frozen_kv_batch
+from lab.metadata.speculation.draft_steps import frozen_kv_batch
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases
 from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same, captured, new_backend, replayed, server_batch

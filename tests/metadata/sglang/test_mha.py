@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from lab.calls.problem import E4M3
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, build_mha_metadata
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mha.calls import AttentionLayer, attention_call, call_arguments, plan_calls
-from lab.metadata.mha.quantised import call_dtypes
-from lab.metadata.mha.settings import splits_mixed_tail
+from lab.metadata.mha.calls import (
+    AttentionLayer,
+    attention_call,
+    call_arguments,
+    call_dtypes,
+    plan_calls,
+    splits_mixed_tail,
+)
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import EXTENDS, Case, build, drawn_cases
 from tests.metadata.sglang.mha import (

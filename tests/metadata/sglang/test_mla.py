@@ -30,6 +30,7 @@ from lab.metadata.mla.calls import (
     mla_call_arguments,
     mla_query,
     prepare_mla_prefill,
+    quantised_prefill,
 )
 from lab.metadata.mla.context_parallel import (
     DecodeContextParallel,
@@ -38,7 +39,6 @@ from lab.metadata.mla.context_parallel import (
 )
 from lab.metadata.mla.metadata import replan_outgrown
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
-from lab.metadata.mla.quantised import quantised_prefill
 from lab.metadata.mla.rows import merge_by_lse
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
@@ -111,7 +111,7 @@ def test_replays(sglang: Load, mode: GraphMode) -> None:
         sglang,
         engine.pool,
         num_draft_tokens=DRAFT,
-        decode_cuda_graph_kv_indices=torch.full_like(buffers.block_kv_indices, -1),
+        decode_cuda_graph_kv_indices=torch.full_like(buffers.slices(MAX_BATCH_SIZE).block_kv_indices, -1),
     )
     backend.init_forward_metadata_out_graph(server_batch(sglang, captured.view), in_capture=True)
     for totals in ([150, 64, 35, 120], [33, 5], [96, 97, 4], [32]):
