@@ -72,8 +72,6 @@ class GraphMetadata(Generic[PassT]):
     """The metadata of one mode in buffers for the largest captured size. Every size has leading slices of the same storage.
 
     Args:
-        mode: the runner's mode.
-        pool: the pool whose tables are read.
         buffers: the metadata of the largest size.
     """
 
@@ -104,8 +102,6 @@ class RebuiltMetadata(Generic[MetadataT]):
     copied too.
 
     Args:
-        mode: the runner's mode.
-        pool: the pool whose tables are read.
         build: a function of a batch and a pool that builds metadata in new tensors. The host must read nothing.
 
     Attributes:

@@ -71,9 +71,6 @@ class GraphRunner(Generic[MetadataT]):
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
 
     Args:
-        backend: the attention backend of the graphs.
-        mode: the mode of all graphs.
-        pool: the pool that holds the requests.
         batch_sizes: the sizes to capture, in any order.
         body: called once per size. It returns the call that the graph runs after its metadata is rebuilt. The call is made
             twice: once to warm up, and once in the capture.

@@ -47,10 +47,8 @@ class SpecInfo:
         """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
 
         Args:
-            mode: the mode of the pass.
             num_rows: query rows of every request; in a ragged verification, their largest number.
             draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
-            num_accept_tokens: rows per request of the first draft extend in a graph.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
@@ -84,7 +82,6 @@ class ForwardBatch:
     and the host lists.
 
     Attributes:
-        forward_mode: the kind of pass.
         req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is
             the reserved row that padding uses. A request may occur twice.
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
@@ -99,7 +96,6 @@ class ForwardBatch:
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. An engine's scheduler
             knows the first two. ``seq_lens_cpu`` needs a copy from the device, so no mode requires it. In a prefill on MHA
             ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.
-        spec_info: what speculative decoding adds, or None.
 
     Raises:
         TypeError: a field has the wrong type or dtype.

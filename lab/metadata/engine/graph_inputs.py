@@ -111,9 +111,6 @@ class StaticInputs:
     """The input buffers of a runner. The captured graphs read batches that consist of slices of these buffers.
 
     Args:
-        mode: the runner's mode.
-        max_batch_size: the largest captured size.
-        device: the pool's device.
         padded_seq_len: length of padding requests, by default the engine's.
     """
 

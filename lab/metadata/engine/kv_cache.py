@@ -31,7 +31,6 @@ class PagedKVCache:
         storage: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[2, num_pages, num_kv_heads,
             page_size, head_dim]`` (HND); K is ``storage[0]``. In one allocation V begins a whole number of pages after K, as
             kernels require that address both from one base pointer. If a byte holds two values, ``head_dim`` counts bytes.
-        layout: the order of the axes.
 
     Raises:
         ValueError: ``storage`` is not a contiguous tensor of five axes that starts with 2.
@@ -115,10 +114,8 @@ def write_e4m3(
     (`MHATokenToKVPool.set_kv_buffer`); context parallelism uses it.
 
     Args:
-        cache: a cache of dtype e4m3.
         slots: ``[n]`` int64.
         k, v: ``[n, num_kv_heads, head_dim]`` in the model's dtype.
-        k_scale, v_scale: the layer's scales.
         query: ``[n, num_qo_heads, head_dim]``, quantised without a scale; None if the kernel takes the query in the model's
             dtype.
 
@@ -195,7 +192,6 @@ class NVFP4KVCache(PagedKVCache):
         """Store one token's K, V and scale factors at each slot. Slots and errors are as in `PagedKVCache.write`.
 
         Args:
-            slots: ``[n]`` int64.
             k, v: ``[n, num_kv_heads, head_dim // 2]`` uint8.
             factors: the scale factors of K and of V, e4m3 ``[n, num_kv_heads, head_dim // 16]`` each.
         """

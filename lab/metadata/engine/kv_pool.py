@@ -40,13 +40,11 @@ class KVPool:
     Args:
         num_requests: largest number of requests at a time.
         max_context_len: largest number of tokens of one request.
-        page_size: tokens per page.
         num_pages: pages of the full pool, sink included.
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
         num_virtual_pages: number of virtual pages, sink included, at least ``num_pages``; None: slots refer to pages of the
             caches.
         seed: seed of the order in which ids are given out.
-        device: the device of the tensors.
 
     Attributes:
         block_table_width: number of columns of a page table, the pages of a request of ``max_context_len`` tokens.
@@ -238,7 +236,6 @@ class KVPool:
         """Make a zero-filled cache of one layer over this pool's pages.
 
         Args:
-            num_kv_heads, dtype, layout: of K and of V.
             head_dim: elements of ``dtype`` per head, so half the head's size for packed 4-bit values in uint8.
             sliding_window: the cache has the pages of the sliding-window pool, which ``swa_slots`` addresses.
 

@@ -151,7 +151,6 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
     ``num_draft_tokens``.
 
     Args:
-        batch: the forward pass.
         attention: decides which keys a draft step counts; other passes ignore it.
 
     Raises:

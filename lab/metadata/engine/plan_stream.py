@@ -45,7 +45,6 @@ class PlannedVerify:
 
     Attributes:
         batch: the captured size's view of the inputs, padded rows included.
-        metadata: the metadata of the pass, a dataclass of the backend.
         mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` for d draft tokens, the decode call's ``mask``; None: rows are
             causal.
     """

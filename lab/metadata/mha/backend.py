@@ -44,10 +44,7 @@ class TRTLLMMHABackend:
         prefills_with_fmha_v2: True if the engine's kernels are fmha_v2 and XQA, False for trtllm-gen. It decides the dtype to
             which a half-precision query is cast over a quantised cache, and, with the dtypes, whether the one-token requests at
             the end of a mixed batch get a decode call.
-        settings: arguments that are the same in all calls.
-        builder: how the metadata of graphs is written.
         expand_encoder_only_verify: the model has encoder-only layers; see `build_mha_metadata`.
-        dtypes: the dtypes of all calls; None: the engine's choice.
         split_mixed_tail: as in `plan_calls`; None: the engine's choice.
         with_padding_rows: as in `plan_calls`.
     """

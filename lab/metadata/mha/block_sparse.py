@@ -65,7 +65,6 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
     Args:
         batch: a decode without speculation, or a TARGET_VERIFY.
         pool: a pool with pages of 128 tokens, on the same device.
-        num_kv_heads: K/V heads of the layer.
 
     Raises:
         ValueError: another mode, a pool with other pages, or batch and pool on different devices.
@@ -95,10 +94,8 @@ def copy_selected_pages(
     """Copy the selected pages of all rows into the compact cache, with zeros in place of tokens that a row does not see.
 
     Args:
-        metadata: the pass.
         topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: pages of a row's request, earlier pages in any
             order, then the row's own page, then -1.
-        cache: the layer's cache.
         compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
     """
     selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table

@@ -59,8 +59,6 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
 
     Args:
         mode, pool: as in `GraphMetadata`; the pool may have sliding-window pages.
-        max_batch_size: the largest captured size.
-        builder: how the buffers are written.
         expand_encoder_only_verify: as in `build_mha_metadata`.
     """
 

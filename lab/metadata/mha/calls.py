@@ -60,7 +60,6 @@ def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None)
     is given.
 
     Args:
-        mode: any mode that runs attention.
         draft_extend: the call of both draft extends, or None. SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to
             the decode call; a study of the lab measures this. Other modes ignore it, because an engine sets it once for all
             passes.
@@ -83,7 +82,6 @@ def plan_calls(
     empty batch.
 
     Args:
-        batch: the forward pass.
         draft_extend: as in `attention_call`.
         split_mixed_tail: in extends without speculation, compute the last requests with one new token each by a decode call.
             `lab.metadata.mha.calls.splits_mixed_tail` says for which GPUs, dtypes and layers SGLang does so. Other batches
@@ -247,7 +245,6 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
 
     Args:
         call: DECODE or CONTEXT.
-        dtype: the model's dtype.
         kv_dtype: the cache's dtype; uint8 is NVFP4.
         trtllm_gen: FlashInfer's trtllm-gen runs the call (SM100, SM103); else XQA or fmha_v2.
 

@@ -74,9 +74,6 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     Args:
         batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes are 0; SGLang decides this by
             `seq_lens_cpu`.
-        metadata: metadata of the whole batch.
-        num_ranks: number of ranks in the group, at least 2.
-        rank: the rank, from 0 on.
 
     Raises:
         ValueError: the batch is not divided among ranks (`why_not_zigzag`), `rank` is out of range, or a host list is missing.
@@ -134,7 +131,6 @@ def prepare_zigzag(
     """Prepare one layer's attention with one call per rank. One device makes the calls of all ranks in turn.
 
     Args:
-        backend: makes the calls.
         batch, layer, query, cache, max_context_len, out: as in `TRTLLMMHABackend.prepare_attention`, for the whole batch.
         shards: the part of each rank (`zigzag_shard`). Rows of `out` that belong to no rank are not written.
     """

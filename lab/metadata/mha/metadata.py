@@ -70,10 +70,8 @@ class TRTLLMMHAMetadata:
         """Allocate the metadata of a pass, with sliding-window tensors if the pool has sliding-window pages.
 
         Args:
-            pool: the pool whose tables are read.
             batch_size, max_seq_len_q, num_tokens: numbers of requests, of query rows of one request at most, and of all query
                 rows.
-            new: `torch.zeros` or `torch.empty`.
             page_table, cu_seqlens_q: tensors that other passes share, or that are preset; None allocates them.
             expand_encoder_only_verify: allocate the tensors for encoder-only layers too.
         """
@@ -161,8 +159,6 @@ def build_mha_metadata(
     sliding-window pages.
 
     Args:
-        batch: the forward pass.
-        pool: the pool that holds the batch's requests, on the same device.
         expand_encoder_only_verify: the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY then gets
             tensors in which each row is a request of its own. Other modes get none; SGLang refuses such a layer in a ragged
             verification.

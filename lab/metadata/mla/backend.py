@@ -31,7 +31,6 @@ class TRTLLMMLABackend:
     Attributes:
         implementation: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is
             built.
-        attention: decides which keys a draft step counts.
         draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
         dcp: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP.
         query_dtype: the dtype to which each query is cast; None: the engine's choice.
@@ -74,7 +73,6 @@ class TRTLLMMLABackend:
         """Prepare one layer's attention on the decode kernel (see `Backend.prepare_attention`).
 
         Args:
-            batch, metadata, layer, cache: as in `Backend.prepare_attention`.
             query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
             max_context_len: not used, because the metadata bounds the lengths.
             out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.

@@ -39,9 +39,7 @@ def new_block_table(
     replays.
 
     Args:
-        modes: the modes to be captured.
         pool: the pool whose tables are read, with pages of 32 or 64 tokens.
-        max_batch_size: the largest captured size.
         attention, draft_extend: as in `MLAGraphMetadata`.
 
     Returns:
@@ -70,7 +68,6 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
     Args:
         mode, pool: as in `GraphMetadata`.
         block_kv_indices: the result of `new_block_table`.
-        attention: decides which keys a draft step counts.
         draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW is
             SGLang 0.5.12's layout: all rows without gaps, viewed as ``num_tokens_per_req`` rows per request. It is right only
             if every request accepts ``num_tokens_per_req`` tokens.

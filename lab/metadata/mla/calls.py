@@ -59,9 +59,7 @@ def mla_call_arguments(
     """Return the keyword arguments of the decode call, without `out` and `workspace_buffer`.
 
     Args:
-        batch, metadata, layer: the forward pass and the layer.
         query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, as `mla_query` returns it.
-        cache: the layer's entries.
         multi_ctas_kv_counter_buffer: a buffer of `allocate_multi_ctas_kv_counters`; None: the kernel's adapter chooses.
     """
     return layer_arguments(layer, query, cache) | {
@@ -133,7 +131,6 @@ def ragged_context_arguments(
     merged by the LSE, the log-sum-exp of the logits.
 
     Args:
-        batch, metadata, layer: the forward pass and the layer.
         query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption. Rows after the requests'
             rows are left out.
         value: ``[num_tokens, heads, v_head_dim]``. Query, key and value are e4m3 if the cache is
@@ -196,7 +193,6 @@ def prepare_mla_prefill(
         implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query, key, value: as in `ragged_context_arguments`.
         out: ``[num_tokens, heads, v_head_dim]``; each call fills the requests' own rows. None: a new tensor.
-        workspace_buffer: the caller's workspace, for kernels that take one.
 
     Returns:
         A call that returns the output of the requests' own rows, or (output, LSE) if a request has a cached prefix. The LSE is
@@ -220,10 +216,6 @@ def prepare_ragged(implementation: Any, **arguments: Any) -> Callable[[], Any]:
 
 def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to which the decode call's query is cast: e4m3 over an e4m3 cache, without a scale (`forward_decode`).
-
-    Args:
-        dtype: the model's dtype.
-        kv_dtype: the cache's dtype.
 
     Raises:
         ValueError: the cache has 4 bits, which FlashInfer's MLA kernels do not read. SGLang converts the whole cache to the

@@ -82,8 +82,6 @@ def build_mla_dcp_metadata(
     Args:
         batch: the forward pass, with the slots and lengths of the whole group.
         pool: the widened pool; a GPU's pages have 32 or 64 tokens.
-        dcp: the group and the rank.
-        attention: as in `build_mla_decode_metadata`.
 
     Raises:
         ValueError: the mode has ``extend_seq_lens``, the pool is not widened, or the batch lacks a number on the host that the
@@ -130,10 +128,8 @@ def prepare_mla_dcp_attention(
 
     Args:
         implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
-        batch, layer: the forward pass and the layer.
         metadata: the metadata of each rank, in order.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``, all heads of the group.
-        cache: the cache of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
         query_dtype: the dtype to which each call casts the query; None: no cast.
         cute_dsl: True for calls of CuTe DSL's kernel.

@@ -64,8 +64,6 @@ class DSV4Cache:
 
     Attributes:
         storage: contiguous ``[num_entries, head_dim]``: the sliding-window pages, then the pages of compressed entries.
-        pool: the pool that the pages are of.
-        compress_ratio: the layer's.
     """
 
     storage: Tensor
@@ -121,7 +119,6 @@ class DSV4Metadata:
         seq_lens: ``[num_rows]`` int32, how many tokens of its request each row sees.
         window: ``[num_rows, 128]`` int32, the places of the row's token and of the tokens before it, in this order; then -1.
         page_table: ``[num_rows, columns]`` int32, the pages of the row's request. Cells after its tokens may hold anything.
-        page_size: tokens per page.
         cum_seq_lens_q: ``[batch_size + 1]`` int32, the first row of each request in a prefill; None in other modes, whose
             rows are requests of one row in the call.
         request_lens: ``[batch_size]`` int32, tokens of each request in a prefill.

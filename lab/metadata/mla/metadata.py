@@ -189,7 +189,6 @@ def build_mla_decode_metadata(
     SGLang computes it from ``max_seq_len_k``. Pages beyond the context are the sink.
 
     Args:
-        batch: the forward pass.
         pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         attention: decides which keys a draft step counts: MLA as in SGLang, or MLA_WITH_OFFSET.
 
@@ -261,7 +260,6 @@ def build_mla_prefill_metadata(
     the results.
 
     Args:
-        batch: the forward pass.
         pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix falls back to FlashInfer's kernels.
         in_prefill_graph: the pass is captured in a prefill graph, which always falls back.

@@ -49,8 +49,6 @@ def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_
     """Plan the chunks of a prefill's cached prefixes without reading the device. There is no chunk if no request has a prefix.
 
     Args:
-        batch: a prefill.
-        pool: the pool that holds the batch's requests, on the same device.
         capacity: largest number of tokens in a chunk; each request gets ``capacity // batch_size`` tokens.
 
     Raises:
@@ -106,9 +104,7 @@ def prepare_prefix_chunk(
     Args:
         implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query: as in `lab.metadata.mla.calls.ragged_context_arguments`.
-        chunk: a chunk of `plan_prefix_chunks`.
         key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.
-        workspace_buffer: the caller's workspace, for kernels that need one.
 
     Returns:
         A call that returns the output of the requests' own rows, and the LSE: float32 ``[num_rows, heads]``, base 2.

@@ -184,13 +184,7 @@ class DraftExtendGraph:
     """CUDA graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, like those of SGLang's draft-extend runner.
 
     Args:
-        backend: the attention backend of the model.
-        model: the model whose pass is captured.
-        pool: the pool that holds the requests.
         spec_info: the number of rows per request, in the fields that `GraphMode.draft_extend_v2` reads.
-        batch_sizes: the sizes to capture.
-        form: the rows that a replay returns.
-        place: whether the metadata is rebuilt before the replay or inside the graph.
         disable_padding: run only batches of exactly a captured size.
 
     Raises:
@@ -248,7 +242,6 @@ class DraftExtendGraph:
         lies in the request's own rows, so an index left from an earlier replay is valid in every size that holds request i.
 
         Args:
-            batch: a batch for which `can_run` is True.
             input_ids: int64 [num_tokens].
             hidden_states: [num_tokens, hidden_size].
             accept_lens: int32 or int64 [batch_size], 1 to d each; the host does not read it. Required for SELECTED_ROW, refused

@@ -43,7 +43,6 @@ class DraftStep:
     """The metadata that one draft step's backend receives.
 
     Attributes:
-        metadata: metadata of the step's decode pass.
         kv_indptr: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``; or None.
         kv_indices: ``[tokens]`` int32, the slots of all requests' keys. SGLang's common template makes both lists, and neither
             backend reads them. None without the template.
@@ -59,7 +58,6 @@ class MultiStepDraft:
     """The configuration of a multi-step draft: attention backend, number of steps, and how the steps' metadata is written.
 
     Attributes:
-        attention: the attention backend of the draft model.
         speculative_num_steps: 2 to 8, one more than the draft's decode passes; in a frozen-KV draft 1 to 8, the number of
             passes.
         plan: which launches make the metadata. The values of the metadata are the same for every plan. A frozen-KV draft always
@@ -162,10 +160,8 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     capture `write`.
 
     Args:
-        draft: the configuration of the draft.
         batch: a decode batch, whose ``seq_lens`` do not count the drafted tokens. Without host lengths, a step's ``kv_indices``
             is the whole row. A frozen-KV draft takes a batch of `frozen_kv_batch`.
-        pool: the pool that holds the requests.
         buffers: the result of `allocate_draft` for the same draft and pool.
 
     Raises:
@@ -297,7 +293,6 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 
     Args:
         batch: a plain DECODE batch of the target's requests. ``seq_lens`` counts the committed tokens.
-        topk: branches of each request.
 
     Returns:
         A batch of ``batch_size * topk`` rows in new tensors, without write locations. Its lengths are the committed tokens.
@@ -334,7 +329,6 @@ class PreparedIteration:
         target_verify: metadata of the verify pass, with lengths ``seq_lens + d``.
         draft_extend: metadata of DRAFT_EXTEND_V2, with the same lengths: the ``seq_lens`` of a DRAFT_EXTEND_V2 batch already
             count the draft tokens.
-        write: fills all metadata in one launch.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]

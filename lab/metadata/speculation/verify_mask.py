@@ -29,8 +29,6 @@ class VerifyMask:
     Attributes:
         buffer: bool, one dimension, one byte per cell, with `verify_mask_cells` cells for the largest batch and the longest
             lengths.
-        form: which keys have a cell.
-        max_batch_size, num_draft_tokens, max_context_len: the sizes for which the buffer was made.
 
     Raises:
         TypeError: the buffer is not bool.
@@ -119,10 +117,8 @@ def preallocate_verify_mask(
     ``max_batch_size * d * d``: 134,221,824 and 4,096 for 256 requests, 4 draft tokens and 131,072 tokens of context.
 
     Args:
-        form: which keys have a cell.
         max_batch_size, max_context_len: largest number of requests in a batch, and of tokens in a request.
         num_draft_tokens: d; None or 0 without speculation.
-        device: device of the buffer.
         skip_prefill: the backend belongs to draft steps, which do not verify.
         is_draft_runner: the backend belongs to a draft model, for its steps or its draft extend. SGLang 0.5.23 uses only the
             target's mask (`maybe_create_verify_mask`); 0.5.14 allocated one for target and draft.

@@ -25,7 +25,6 @@ class CapturedVerify(VerifyBackend):
     graph is replayed.
 
     Args:
-        pool: the pool that holds the requests.
         num_draft_tokens: d, query rows of each request.
         batch_sizes: the captured sizes, in any order. A batch is padded to the smallest size that holds it.
         attention: the backend that makes the metadata's buffers: TRT-LLM MHA, with or without sliding-window pages, or MLA,
