@@ -3,16 +3,30 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class NotedCalls:
-    """Functions of FlashInfer's names that note their name and arguments in `calls`, and compute with an implementation."""
+    """Functions of FlashInfer's names that note their name and arguments in `calls`, and compute with an implementation.
 
-    def __init__(self, implementation: Any = None) -> None:
+    With `fill`, arguments are copies of their time, and the output is filled with that number.
+    """
+
+    def __init__(self, implementation: Any = None, fill: float | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self._implementation = implementation
+        self._fill = fill
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if not name.startswith("trtllm_"):
             raise AttributeError(name)
         compute = getattr(self._implementation, name, lambda **_: None)
-        return lambda **arguments: self.calls.append((name, arguments)) or compute(**arguments)
+        if self._fill is None:
+            return lambda **arguments: self.calls.append((name, arguments)) or compute(**arguments)
+
+        def fill(out: torch.Tensor, **arguments: Any) -> None:
+            copies = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+            self.calls.append((name, copies))
+            out.fill_(self._fill)
+
+        return fill

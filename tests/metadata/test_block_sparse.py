@@ -77,19 +77,6 @@ def test_attention_over_the_selected_pages(mode: ForwardMode, layout: KVLayout) 
             torch.testing.assert_close(out[row, of_head], weights @ v[own, head], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE])
-def test_an_empty_batch_makes_no_call(mode: ForwardMode) -> None:
-    batch, pool = build(Case(mode, (), page_size=128, max_context_len=300, sliding_window=False))
-    metadata = build_block_sparse_metadata(batch, pool, HEADS)
-    cache = pool.new_cache(HEADS, DIM, torch.float32, KVLayout.HND)
-    query, topk = torch.zeros(3, HEADS * GROUP, DIM), torch.zeros(HEADS, 0, 16, dtype=torch.int32)
-    out = torch.full_like(query, 9.0)
-    backend = BlockSparseBackend(num_kv_heads=HEADS)
-    call = backend.prepare_attention(batch, metadata, LAYER, query, cache, out=out, topk_indices=topk)
-    assert call() is out
-    assert not out.any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_tokens_that_a_row_does_not_see_are_zeros(dtype: torch.dtype) -> None:
     batch, pool = build(Case(ForwardMode.DECODE, (130, 1), page_size=128, max_context_len=300, sliding_window=False))
@@ -108,16 +95,3 @@ def test_tokens_that_a_row_does_not_see_are_zeros(dtype: torch.dtype) -> None:
     assert seen[:, 0, 0, 1].all()
     assert not compact[:, 0, 0, 2:].float().any(), "pages beyond the table and -1"
     assert not compact[:, 1].float().any(), "a row that sees no token"
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(ForwardMode.EXTEND, (130,), (3,), page_size=128, max_context_len=300), "is no block-sparse decode"),
-        (Case(ForwardMode.DECODE, (130,), new=1, page_size=128, max_context_len=300), "is no block-sparse decode"),
-        (Case(ForwardMode.DECODE, (30,), page_size=64), "page_size=64: block-sparse decode has pages of 128 tokens"),
-    ],
-)
-def test_what_is_no_block_sparse_decode_is_refused(case: Case, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_block_sparse_metadata(*build(case), num_kv_heads=2)

@@ -79,20 +79,6 @@ def test_a_window_layer_writes_and_reads_the_window_pool(device: str, name: str)
         truth_of_pass(model, drawn).hold(replay(graph, drawn), SELECTED)
 
 
-@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
-def test_the_selected_row_is_that_row_of_all_rows(device: str, name: str) -> None:
-    model = new_model(device)
-    drawn = draw(model, 5, 61, 40)
-    selected = replay(new_graph(model, name), drawn)
-    everything = replay(new_graph(model, name, ALL_ROWS), drawn)
-    rows = selected_rows(drawn.accept_lens, WIDTH)
-    assert torch.equal(selected.hidden_states, everything.hidden_states[rows])
-    if device == "cpu":
-        torch.testing.assert_close(selected.logits, everything.logits[rows])
-    others = (rows + 1) % WIDTH + rows // WIDTH * WIDTH
-    assert not torch.equal(selected.hidden_states, everything.hidden_states[others])
-
-
 def test_selected_rows_in_numbers() -> None:
     rows = selected_rows(torch.tensor([1, 4, 2], dtype=torch.int32), 4)
     assert (rows.dtype, rows.tolist()) == (torch.int64, [0, 7, 9])

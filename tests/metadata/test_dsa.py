@@ -1,8 +1,5 @@
 """DSA's lengths and places against loops over rows, what is refused, and rows of padding."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +12,7 @@ from lab.metadata.mla.dsa import DSABackend, Indexer, build_dsa_metadata, count_
 from lab.references.forward_metadata import dsa_forward_metadata
 from tests.metadata.batches import EXTENDS, Case, all_modes, build, drawn_cases, of_mla
 from tests.metadata.host_reads import ForbidHostReads
+from tests.metadata.noted import NotedCalls
 
 LAYER = MLALayer(0.25, 0.5, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=20)
 MODES = [ForwardMode.DECODE, ForwardMode.IDLE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, *EXTENDS]
@@ -27,7 +25,8 @@ CASES = st.one_of(
 @settings(deadline=None, derandomize=True, max_examples=150)
 def test_lengths_and_places(case: Case, topk: int, group: int, missing: int) -> None:
     batch, pool = build(case)
-    metadata = build_dsa_metadata(batch, pool, Indexer(topk, group))
+    with ForbidHostReads():
+        metadata = build_dsa_metadata(batch, pool, Indexer(topk, group))
     rows = max(0, len(metadata.seq_lens) - missing)
     generator = torch.Generator().manual_seed(case.seed)
     positions = torch.randint(-1, case.max_context_len, (rows, topk), generator=generator, dtype=torch.int32)
@@ -43,34 +42,11 @@ def test_lengths_and_places(case: Case, topk: int, group: int, missing: int) -> 
     assert metadata.max_seq_len == min(longest + rows, pool.max_context_len)
 
 
-def test_the_host_reads_nothing() -> None:
-    for case in all_modes():
-        if case.mode in MODES:
-            batch, pool = build(of_mla(case))
-            with ForbidHostReads():
-                build_dsa_metadata(batch, pool, Indexer(8))
-
-
 def test_virtual_slots_are_translated() -> None:
     batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 70), page_size=32, virtual_slots=True)))
     places = build_dsa_metadata(batch, pool, Indexer(8)).page_table_1[:, :40]
     assert torch.equal(places, pool.physical_slots(pool.req_to_token[batch.req_pool_indices, :40]))
     assert not torch.equal(places, pool.req_to_token[batch.req_pool_indices, :40])
-
-
-@pytest.mark.parametrize(
-    ("mode", "news", "new"), [(ForwardMode.DRAFT_EXTEND, (3, 1), 0), (ForwardMode.RAGGED_VERIFY, (3, 1), 4)]
-)
-def test_unequal_drafts_are_refused(mode: ForwardMode, news: tuple[int, ...], new: int) -> None:
-    batch, pool = build(of_mla(Case(mode, (40, 70), news, new)))
-    with pytest.raises(ValueError, match="is no mode of DSA"):
-        build_dsa_metadata(batch, pool, Indexer())
-
-
-def test_pages_of_another_size_are_refused() -> None:
-    batch, pool = build(Case(ForwardMode.DECODE, (40,), page_size=16, sliding_window=False))
-    with pytest.raises(ValueError, match="page_size=16"):
-        build_dsa_metadata(batch, pool, Indexer())
 
 
 def test_numbers_of_entries() -> None:
@@ -87,21 +63,13 @@ def test_each_call_reads_the_positions_anew(rope: int, padding: int) -> None:
     """Padding requests that come after the metadata are in no call; a query is cast in each call."""
     batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 33))))
     metadata, padded = build_dsa_metadata(batch, pool, Indexer(3)), pad_requests(batch, 4)
-    seen: list[dict[str, Any]] = []
-
-    def kernel(out: torch.Tensor, **arguments: Any) -> None:
-        seen.append(
-            {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in arguments.items()}
-        )
-        out.fill_(2.0)
-
     layer = MLALayer(0.25, 0.5, kv_lora_rank=64, qk_rope_head_dim=rope, qk_nope_head_dim=20)
     query = torch.full((4, 3, 64 + rope), 0.3, dtype=torch.bfloat16)
     out, positions = torch.full((4, 3, 64), 9.0), torch.tensor([[7, -1, -1], [-1, -1, -1], *[[3, 1, 2]] * padding])
     positions = positions.to(torch.int32)  # SGLang trims the rows of padding
-    backend = DSABackend(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=kernel))
+    noted = NotedCalls(fill=2.0)
     cache = pool.new_latent_cache(64 + rope, torch.float8_e4m3fn)
-    attend = backend.prepare_attention(padded, metadata, layer, query, cache, out=out, topk_indices=positions)
+    attend = DSABackend(noted).prepare_attention(padded, metadata, layer, query, cache, out=out, topk_indices=positions)
     attend()
     assert out[:2].eq(2.0).all()
     assert not out[2:].any()
@@ -109,6 +77,7 @@ def test_each_call_reads_the_positions_anew(rope: int, padding: int) -> None:
     query.fill_(0.7)
     attend()
     table = metadata.page_table_1
+    seen = [arguments for _, arguments in noted.calls]
     first, second = (call["block_tables"].squeeze(1).tolist() for call in seen)
     assert first == [[int(table[0, 7]), -1, -1, -1], [-1 if rope else 0, -1, -1, -1]]
     assert second == [[*table[0, [39, 0, 1]].tolist(), -1], [*table[1, [32, 31]].tolist(), -1, -1]]
@@ -125,31 +94,19 @@ def test_each_call_reads_the_positions_anew(rope: int, padding: int) -> None:
     )
 
 
-def test_an_empty_batch_makes_no_call() -> None:
-    batch, pool = build(of_mla(Case(ForwardMode.IDLE, (), num_padding_rows=2)))
-    out = torch.full((2, 3, 64), 9.0)
-    cache = pool.new_latent_cache(80, torch.bfloat16)
-    query, none = torch.zeros(2, 3, 80, dtype=torch.bfloat16), torch.zeros(0, 4, dtype=torch.int32)
-    metadata = build_dsa_metadata(batch, pool, Indexer())
-    assert not DSABackend().prepare_attention(batch, metadata, LAYER, query, cache, out=out, topk_indices=none)().any()
-
-
-@pytest.mark.parametrize(("rows", "query_rows"), [(None, 2), (3, 2), (1, 1)])
-def test_positions_and_a_query_for_each_row_are_needed(rows: int | None, query_rows: int) -> None:
-    batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 33))))
+@pytest.mark.parametrize(("rows", "query_rows", "new"), [(None, 2, 0), (3, 2, 0), (1, 1, 0), (5, 5, 2)])
+def test_positions_and_a_query_for_each_row_are_needed(rows: int | None, query_rows: int, new: int) -> None:
+    """Positions of padding, which the metadata does not have, are trimmed in a decode alone."""
+    mode = ForwardMode.TARGET_VERIFY if new else ForwardMode.DECODE
+    batch, pool = build(of_mla(Case(mode, (40 + new, 33 + new), new=new)))
     metadata = build_dsa_metadata(batch, pool, Indexer())
     query = torch.zeros(query_rows, 3, 80, dtype=torch.bfloat16)
     positions = None if rows is None else torch.zeros(rows, 4, dtype=torch.int32)
     cache = pool.new_latent_cache(80, torch.bfloat16)
-    with pytest.raises(ValueError, match=f"topk_indices has {rows} rows, the metadata 2 and the query {query_rows}"):
-        DSABackend().prepare_attention(batch, metadata, LAYER, query, cache, out=query, topk_indices=positions)
-
-
-def test_positions_of_padding_are_trimmed_in_a_decode_alone() -> None:
-    batch, pool = build(of_mla(Case(ForwardMode.TARGET_VERIFY, (40, 33), new=2)))
-    metadata, query = build_dsa_metadata(batch, pool, Indexer()), torch.zeros(5, 3, 80, dtype=torch.bfloat16)
-    cache, positions = pool.new_latent_cache(80, torch.bfloat16), torch.zeros(5, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="topk_indices has 5 rows, the metadata 4 and the query 5"):
+    with pytest.raises(
+        ValueError,
+        match=f"topk_indices has {rows} rows, the metadata {len(metadata.seq_lens)} and the query {query_rows}",
+    ):
         DSABackend().prepare_attention(batch, metadata, LAYER, query, cache, out=query, topk_indices=positions)
 
 

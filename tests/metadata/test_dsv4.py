@@ -1,7 +1,6 @@
 """DSV4's lengths and places against loops over rows, its cache, what is refused, and rows of padding."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from lab.metadata.mla.dsv4 import RATIOS, DSV4Backend, DSV4Cache, DSV4Layer, bui
 from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata
 from tests.metadata.batches import EXTENDS, Case, all_modes, build, drawn_cases
 from tests.metadata.host_reads import ForbidHostReads
+from tests.metadata.noted import NotedCalls
 
 DRAFTS = [ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY, ForwardMode.DRAFT_EXTEND_V2]
 MODES = [ForwardMode.DECODE, ForwardMode.IDLE, *DRAFTS, *EXTENDS]
@@ -62,25 +62,6 @@ def test_rows_and_tensors_that_are_missing_are_told() -> None:
         assert wrong == f"{name} is None, not a tensor"
 
 
-@pytest.mark.parametrize("fields", [{"sliding_window": False}, {"page_size": 64}])
-def test_pools_without_a_window_or_whole_groups_are_refused(fields: dict[str, Any]) -> None:
-    case = replace(of_dsv4(Case(ForwardMode.DECODE, (9,))), **fields)
-    with pytest.raises(ValueError, match="a pool of DSV4 has sliding-window pages and whole groups of 128"):
-        build_dsv4_metadata(*build(case))
-
-
-def test_virtual_slots_are_refused() -> None:
-    case = replace(of_dsv4(Case(ForwardMode.DECODE, (9,))), virtual_slots=True)
-    with pytest.raises(ValueError, match="a pool of DSV4 has no virtual slots"):
-        build_dsv4_metadata(*build(case))
-
-
-def test_a_first_draft_extend_is_refused() -> None:
-    batch, pool = build(of_dsv4(Case(ForwardMode.DRAFT_EXTEND, (9, 40), (1, 2))))
-    with pytest.raises(ValueError, match="is no mode of DSV4"):
-        build_dsv4_metadata(batch, pool)
-
-
 def test_tables_lie_in_whole_tiles_of_rows() -> None:
     """What the kernel reads after the last row is inert: one token, and no entry."""
     metadata = build_dsv4_metadata(*build(of_dsv4(Case(ForwardMode.DECODE, (40, 33)))))
@@ -117,26 +98,18 @@ def test_each_call_reads_query_and_selection_anew(ratio: int) -> None:
     """Padding requests that come after the metadata are in no call; a query is cast in each call."""
     batch, pool = build(of_dsv4(Case(ForwardMode.DECODE, (40, 33))))
     metadata, padded = build_dsv4_metadata(batch, pool), pad_requests(batch, 4)
-    seen: list[dict[str, Any]] = []
-
-    def kernel(out: torch.Tensor, **arguments: Any) -> None:
-        seen.append(
-            {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in arguments.items()}
-        )
-        out.fill_(2.0)
-
     query, out = torch.full((4, 3, 16), 0.3, dtype=BF16), torch.full((4, 3, 16), 9.0)
-    backend = DSV4Backend(SimpleNamespace(trtllm_batch_decode_sparse_mla_dsv4=kernel), 3)
+    noted = NotedCalls(fill=2.0)
     cache, layer = DSV4Cache.over(pool, 16, torch.float8_e4m3fn, ratio), DSV4Layer(0.25, compress_ratio=ratio)
     topk = torch.tensor([[7, 0, 1], [2, 1, 5]], dtype=torch.int32)
-    attend = backend.prepare_attention(padded, metadata, layer, query, cache, out=out, topk_indices=topk)
+    attend = DSV4Backend(noted, 3).prepare_attention(padded, metadata, layer, query, cache, out=out, topk_indices=topk)
     attend()
     assert out[:2].eq(2.0).all()
     assert not out[2:].any()
     topk[:] = topk.flip(1)
     query.fill_(0.7)
     attend()
-    for call, value, chosen in zip(seen, (0.3, 0.7), (topk.flip(1), topk), strict=True):
+    for (_, call), value, chosen in zip(noted.calls, (0.3, 0.7), (topk.flip(1), topk), strict=True):
         assert call["query"].dtype == torch.float8_e4m3fn
         assert call["query"].float().eq(torch.tensor(value).to(torch.float8_e4m3fn).float()).all()
         assert call["query"].shape == (2, 1, 3, 16)
@@ -152,13 +125,6 @@ def test_what_a_call_lacks() -> None:
         DSV4Backend().prepare_attention(batch, metadata, layer, query, cache, out=query)
     with pytest.raises(ValueError, match="the query has 1 rows: pass one for each of the metadata's 2"):
         DSV4Backend().prepare_attention(batch, metadata, layer, query[:1], cache, out=query)
-
-
-def test_an_empty_batch_makes_no_call() -> None:
-    batch, pool = build(of_dsv4(Case(ForwardMode.IDLE, (), num_padding_rows=2)))
-    out, query = torch.full((2, 3, 16), 9.0), torch.zeros(2, 3, 16, dtype=BF16)
-    metadata, cache = build_dsv4_metadata(batch, pool), DSV4Cache.over(pool, 16, BF16, 0)
-    assert not DSV4Backend().prepare_attention(batch, metadata, DSV4Layer(1.0), query, cache, out=out)().any()
 
 
 def test_a_padding_request_of_a_draft_extend_sees_a_token_in_each_row() -> None:

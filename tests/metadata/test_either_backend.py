@@ -18,13 +18,10 @@ from lab.metadata import (
     KVLayout,
     KVPool,
     QueryLayout,
-    SpecInfo,
     build_mha_metadata,
     build_mla_decode_metadata,
-    build_mla_metadata,
 )
-from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
-from lab.references.forward_metadata import forward_metadata
+from lab.references.forward_metadata import encoder_only_verify, forward_metadata
 from tests.devices import ON_GPU, synchronisation_is_an_error
 from tests.metadata.batches import (
     DRAFT_EXTENDS,
@@ -34,6 +31,7 @@ from tests.metadata.batches import (
     Case,
     all_modes,
     assert_live_cells_right,
+    assert_live_pages_right,
     assert_mla_live_cells_right,
     assert_same,
     boundary_lengths,
@@ -73,6 +71,14 @@ def assert_mha_right(got: Any, batch: ForwardBatch, pool: KVPool) -> None:
     assert got.page_table.shape[1] == -(-pool.max_context_len // pool.page_size)
     assert got.swa_page_table is None or got.swa_page_table.shape == got.page_table.shape
     assert all(tensor.is_contiguous() for tensor in tensors_of(got).values())
+    has_no_prefix = batch.forward_mode.is_prefill and not any(batch.extend_prefix_lens_cpu or ())
+    assert (got.cu_seqlens_q is got.cu_seqlens_k) is has_no_prefix
+    if batch.forward_mode is not ForwardMode.TARGET_VERIFY or got.encoder_cache_seqlens is None:
+        assert got.encoder_cache_seqlens is got.encoder_page_table is None
+        return
+    keys, pages = encoder_only_verify(batch, pool)
+    assert (got.encoder_cache_seqlens.dtype, got.encoder_cache_seqlens.tolist()) == (torch.int32, keys)
+    assert_live_pages_right(got.encoder_page_table, pages)
 
 
 def assert_mla_right(got: Any, batch: ForwardBatch, pool: KVPool, attention: DraftAttention) -> None:
@@ -250,55 +256,3 @@ def test_never_synchronises_with_a_gpu(eager: Eager, case: Case, device: str) ->
         got = eager.build(batch, pool)
         cache.write(batch.out_cache_loc, rows, rows)
     eager.assert_right(got, batch, pool)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def prepare(batch: ForwardBatch, pool: KVPool) -> Any:
-    """Prepare to write into buffers that are right for the batch."""
-    case = of_mla(Case(ForwardMode.DECODE, (5,)))
-    return prepare_mha_metadata(batch, pool, allocate_mha_metadata(*build(case)))
-
-
-@pytest.mark.parametrize("build_metadata", [build_mha_metadata, build_mla_metadata, allocate_mha_metadata, prepare])
-def test_no_attention_or_another_device_is_refused(build_metadata: Callable[[ForwardBatch, KVPool], Any]) -> None:
-    case = of_mla(Case(ForwardMode.DECODE, (5,)))
-    batch, pool = build(case)
-    with pytest.raises(ValueError, match="PREBUILT runs no attention"):
-        build_metadata(replace(batch, forward_mode=ForwardMode.PREBUILT), pool)
-    with pytest.raises(ValueError, match="batch is on cpu but the pool on meta"):
-        build_metadata(batch, build(case, device="meta")[1])
-
-
-EXTEND, (V1, V2) = Case(ForwardMode.EXTEND, (5,), (2,)), (Case(mode, (5,), (2,)) for mode in DRAFT_EXTENDS)
-
-
-@pytest.mark.parametrize("build_metadata", [build_mha_metadata, build_mla_metadata])
-@pytest.mark.parametrize(
-    ("case", "missing", "message"),
-    [
-        (EXTEND, {"extend_seq_lens_cpu": None}, "EXTEND needs extend_seq_lens_cpu"),
-        (EXTEND, {"extend_prefix_lens_cpu": None}, "needs extend_prefix_lens_cpu"),
-        (V1, {"extend_seq_lens": None}, "device tensor extend_seq_lens"),
-        (V2, {"extend_seq_lens_cpu": None}, "needs extend_seq_lens_cpu"),
-        (Case(ForwardMode.DECODE, (5,), new=1), {"spec_info": SpecInfo()}, "needs SpecInfo.speculative_step_id"),
-        (Case(ForwardMode.TARGET_VERIFY, (), new=1), {"spec_info": None}, "needs SpecInfo.num_draft_tokens"),
-    ],
-)
-def test_missing_facts_are_asked_for(
-    build_metadata: Callable[[ForwardBatch, KVPool], Any], case: Case, missing: dict[str, Any], message: str
-) -> None:
-    batch, pool = build(of_mla(case))
-    with pytest.raises(ValueError, match=message):
-        build_metadata(replace(batch, **missing), pool)
-
-
-@pytest.mark.parametrize(
-    ("build_metadata", "name"),
-    [(build_mha_metadata, "extend_seq_lens"), (build_mla_metadata, "extend_prefix_lens")],
-)
-def test_an_extend_takes_lengths_from_the_device(build_metadata: Callable[..., Any], name: str) -> None:
-    batch, pool = build(of_mla(EXTEND))
-    with pytest.raises(ValueError, match=f"device tensor {name}"):
-        build_metadata(replace(batch, **{name: None}), pool)

@@ -1,15 +1,48 @@
-"""MHA's metadata where it differs from MLA's, worked out by hand; `test_either_backend.py` has every mode."""
+"""MHA's metadata by hand, by the fused kernel, and in graphs; `test_either_backend.py` has every mode's eager pass."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, build_mha_metadata
-from lab.references.forward_metadata import encoder_only_verify
-from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, Case, all_modes, assert_live_pages_right, build, label
+from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.buffers import MetadataBuilder, allocate_mha_metadata, prepare_mha_metadata
+from lab.references.forward_metadata import encoder_only_verify, forward_metadata
+from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
+from tests.metadata.batches import (
+    DRAFT_EXTENDS,
+    EXTENDS,
+    PAGE_SIZES,
+    Case,
+    all_modes,
+    assert_live_cells_right,
+    assert_live_pages_right,
+    build,
+    drawn_cases,
+    graph_case,
+    label,
+    tensors_of,
+)
 from tests.metadata.test_either_backend import assert_mha_right
+
+POISON = -77
+D, CONTEXT = 4, 100
+GRAPH_MODES = [
+    GraphMode.decode(),
+    GraphMode.draft_decode(1),
+    GraphMode.target_verify(D),
+    GraphMode.ragged_verify(D),
+    GraphMode.draft_extend(D),
+    GraphMode(DRAFT_EXTENDS[1], D),
+]
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
 
 
 def built(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
@@ -86,27 +119,84 @@ def test_unmapped_slots_stay_minus_one_and_lengths_beyond_the_context_are_clampe
 
 
 @pytest.mark.parametrize("mode", EXTENDS + DRAFT_EXTENDS)
-def test_without_any_prefix_the_query_boundaries_of_a_prefill_are_the_key_boundaries(mode: ForwardMode) -> None:
-    """A draft extend has its own boundaries, and never needs prefixes."""
+def test_no_list_of_prefixes_is_no_prefix(mode: ForwardMode) -> None:
     batch, pool = build(Case(mode, (20, 3), (20, 3)))
-    unlisted = replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None)
-    for each in (batch, unlisted):
-        got = built(each, pool)
-        assert (got.cu_seqlens_q is got.cu_seqlens_k) is mode.is_prefill
-    one_prefix = built(*build(Case(mode, (20, 3), (20, 2))))
-    assert (one_prefix.cu_seqlens_q.tolist(), one_prefix.cu_seqlens_k.tolist()) == ([0, 20, 22], [0, 20, 23])
+    built(replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None), pool)
 
 
+# --- in one launch ----------------------------------------------------------------------------------------------------
+
+
+def poison(metadata: TRTLLMMHAMetadata) -> None:
+    for tensor in tensors_of(metadata).values():
+        tensor.fill_(POISON)
+
+
+def assert_fused_right(batch: ForwardBatch, pool: KVPool) -> None:
+    """Written over poison, which the dead cells keep; again after the lengths changed in place."""
+    metadata = allocate_mha_metadata(batch, pool)
+    has_no_prefix = batch.forward_mode.is_prefill and not any(batch.extend_prefix_lens_cpu or ())
+    assert (metadata.cu_seqlens_q is metadata.cu_seqlens_k) is has_no_prefix
+    write = prepare_mha_metadata(batch, pool, metadata)
+    for _ in range(2):
+        poison(metadata)
+        write()
+        assert_live_cells_right(metadata, forward_metadata(batch, pool), POISON)
+        if metadata.cu_seqlens_q is not metadata.cu_seqlens_k:  # else the new tokens are all the keys
+            batch.seq_lens.sub_(1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("index", range(len(all_modes())))
+def test_the_fused_kernel_in_every_mode(index: int, page_size: int, device: str) -> None:
+    assert_fused_right(*build(all_modes(page_size)[index], device))
+
+
+@IN_INTERPRETER
+@given(drawn_cases(virtual=None))
+@settings(deadline=None, derandomize=True, max_examples=25)
+def test_the_fused_kernel_on_drawn_batches(case: Case) -> None:
+    assert_fused_right(*build(case))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("case", all_modes(), ids=label)
-def test_a_verification_alone_has_its_rows_as_requests_for_encoder_only_layers(case: Case) -> None:
-    batch, pool = build(case)
-    got, plain = (build_mha_metadata(batch, pool, expand_encoder_only_verify=expand) for expand in (True, False))
-    assert plain.encoder_cache_seqlens is plain.encoder_page_table is None
-    assert torch.equal(got.page_table, plain.page_table)
-    if case.mode is not VERIFY:
-        assert got.encoder_cache_seqlens is got.encoder_page_table is None
-        return
-    keys, pages = encoder_only_verify(batch, pool)
-    assert (got.encoder_cache_seqlens.dtype, got.encoder_cache_seqlens.tolist()) == (torch.int32, keys)
-    assert got.encoder_page_table.is_contiguous()
-    assert_live_pages_right(got.encoder_page_table, pages)
+def test_in_a_graph_without_a_synchronisation(case: Case, device: str) -> None:
+    batch, pool = build(case, device)
+    with synchronisation_is_an_error():
+        metadata = allocate_mha_metadata(batch, pool)
+        write = prepare_mha_metadata(batch, pool, metadata)
+        write()
+    if batch.batch_size == 0:
+        return  # nothing is launched
+    graph = graph_of(write)
+    poison(metadata)
+    graph.replay()
+    assert_live_cells_right(metadata, forward_metadata(batch, pool), POISON)
+
+
+# --- in graphs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("builder", MetadataBuilder)
+@pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
+def test_every_replay_is_right(mode: GraphMode, builder: MetadataBuilder, device: str) -> None:
+    """A long batch, shorter and smaller ones. Padding requests have a token, and the rows of the mode."""
+    pool = build(graph_case(mode, (CONTEXT,) * 4), device)[1]
+    backend = TRTLLMMHABackend(builder=builder, expand_encoder_only_verify=True)
+    runner = GraphRunner(backend, mode, pool, (2, 4), lambda *_: lambda: None, MetadataPlace.BEFORE_REPLAY)
+    for totals in ((CONTEXT, 33, 32, 31), (17, 16), (5, 48, 96), (64,)):
+        batch, _ = build(graph_case(mode, totals), device)
+        rows = torch.arange(len(totals), 0, -1, device=pool.device)
+        runner.replay(replace(batch, req_pool_indices=rows))
+        captured = runner.captured[runner.size_for(len(totals))]
+        expected = forward_metadata(captured.view, pool)
+        assert expected.cache_seqlens[: len(totals)] == list(totals)
+        assert_live_cells_right(captured.metadata, replace(expected, max_seq_len_q=mode.num_tokens_per_req))
+        if captured.metadata.encoder_page_table is not None:
+            keys, pages = encoder_only_verify(captured.view, pool)
+            assert captured.metadata.encoder_cache_seqlens.tolist() == keys
+            assert_live_pages_right(captured.metadata.encoder_page_table, pages)
+    assert (captured.metadata.encoder_page_table is not None) is (mode == GraphMode.target_verify(D))

@@ -184,13 +184,5 @@ def test_what_the_group_has_not_is_refused() -> None:
     batch, pool = widened(first, ForwardMode.DECODE, 0)
     with pytest.raises(ValueError, match="1 ranks' metadata for a cache of 2"):
         prepare_mla_dcp_attention(lab.references, batch, metadata[:1], LAYER, query, cache, out=out)
-    with pytest.raises(ValueError, match="page_size=64 is no multiple of the 3 GPUs"):
-        build_mla_dcp_metadata(batch, pool, DecodeContextParallel(3, 0))
-    with pytest.raises(ValueError, match="page_size=16: the TRT-LLM MLA backend has pages of"):
-        build_mla_dcp_metadata(batch, pool, DecodeContextParallel(4, 0))
     with pytest.raises(ValueError, match="one rank's output is a part"):
         TRTLLMMLABackend(dcp=first).prepare_attention(batch, metadata[0], LAYER, query, cache.of_rank(0), out=out)
-    v2 = ForwardMode.DRAFT_EXTEND_V2
-    extends, pool = build(Case(v2, (9, 9), (4, 4), page_size=64, max_context_len=100, sliding_window=False))
-    with pytest.raises(ValueError, match="DRAFT_EXTEND_V2 is not modelled with DCP"):
-        build_mla_dcp_metadata(extends, pool, first)

@@ -27,7 +27,6 @@ from lab.metadata import (
     build_mla_prefill_metadata,
 )
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import (
     MLALayer,
     mla_call_arguments,
@@ -39,7 +38,7 @@ from lab.metadata.mla.calls import (
 from lab.metadata.mla.metadata import query_layout, replan_outgrown
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 from lab.metadata.speculation.draft_steps import frozen_kv_batch
-from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, Case, assert_same, build, label
+from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, Case, assert_same, build
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.served import (
     HEADS,
@@ -338,23 +337,9 @@ def test_the_counters_are_what_flashinfer_asks_for() -> None:
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 128, 256])
-@pytest.mark.parametrize("case", [Case(DECODE, (5,)), Case(ForwardMode.EXTEND, (5,), (5,))], ids=label)
-def test_other_page_sizes_are_refused(case: Case, page_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"page_size={page_size}: .*has pages of \(32, 64\) tokens"):
-        build_mla_metadata(*build_mla(case, page_size))
-
-
 def test_what_is_not_mla_is_refused() -> None:
-    batch, pool = build_mla(Case(DECODE, (5,)))
     with pytest.raises(ValueError, match=r"DraftAttention\.MHA is not MLA"):
-        build_mla_decode_metadata(batch, pool, DraftAttention.MHA)
-    with pytest.raises(ValueError, match="sliding-window pages, which MLA does not use"):
-        build_mla_decode_metadata(*build(Case(DECODE, (5,), page_size=32)))
-    with pytest.raises(ValueError, match="DECODE is no prefill"):
-        build_mla_prefill_metadata(batch, pool)
-    with pytest.raises(ValueError, match="EXTEND is a prefill"):
-        build_mla_decode_metadata(*build_mla(Case(ForwardMode.EXTEND, (5,), (5,))))
+        build_mla_decode_metadata(*build_mla(Case(DECODE, (5,))), DraftAttention.MHA)
     metadata = build_mla_decode_metadata(*build_mla(Case(V2, (50, 33), (4, 4))))
     with pytest.raises(ValueError, match="query has 7 rows, the metadata's requests have 8"):
         mla_query(metadata, torch.zeros(7, 2, 3))
@@ -403,12 +388,3 @@ def test_a_buffer_for_padded_rows_may_be_larger() -> None:
         served.batch, metadata, LAYER, served.query, engine.cache, out=out, padded_query=buffer
     )()
     served.assert_right(out)
-
-
-@pytest.mark.parametrize("mode", [ForwardMode.IDLE, VERIFY, RAGGED, V1, V2])
-def test_an_empty_batch_makes_no_call(mode: ForwardMode) -> None:
-    batch, pool = build_mla(Case(mode, (), new=4 * (mode in (VERIFY, RAGGED))))
-    metadata = build_mla_decode_metadata(batch, pool)
-    cache, out = pool.new_latent_cache(RANK + ROPE, torch.float32), torch.empty(0, HEADS, RANK)
-    query = torch.empty(0, HEADS, RANK + ROPE)
-    assert TRTLLMMLABackend(object()).prepare_attention(batch, metadata, LAYER, query, cache, out=out)() is out

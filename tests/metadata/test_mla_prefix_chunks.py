@@ -118,9 +118,6 @@ def test_what_is_no_chunk_is_refused() -> None:
         plan_prefix_chunks(batch, pool, 1)
     with pytest.raises(ValueError, match="needs extend_prefix_lens_cpu"):
         plan_prefix_chunks(replace(batch, extend_prefix_lens_cpu=None), pool)
-    decode, _ = build(Case(ForwardMode.DECODE, (5,), page_size=32, sliding_window=False))
-    with pytest.raises(ValueError, match="DECODE is no prefill"):
-        plan_prefix_chunks(decode, pool)
     (chunk,) = plan_prefix_chunks(batch, pool)
     layer = MLALayer(0.5, qk_nope_head_dim=QK - 2, qk_rope_head_dim=2, v_head_dim=V)
     query, few = torch.ones(5, HEADS, QK), torch.ones(9, HEADS, QK)

@@ -1,8 +1,6 @@
 """MLA over quantised caches: what the query becomes, which scale counts, and a prefill's e4m3 tensors."""
 
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from lab.metadata.mla.calls import (
     ragged_context_arguments,
 )
 from tests.metadata.batches import Case, build, of_mla
+from tests.metadata.noted import NotedCalls
 
 BF16 = torch.bfloat16
 LAYER = MLALayer(0.25, 0.5, v_scale=2.0, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=24)
@@ -48,14 +47,9 @@ def test_the_backend_casts_the_query_in_each_call(mode: ForwardMode) -> None:
     """Rows that a ragged verification pads are cast before; the query itself stays as it is, and may change."""
     ragged = mode is ForwardMode.RAGGED_VERIFY
     batch, pool = build(of_mla(Case(mode, (40, 33), (1, 3) if ragged else (), 4 if ragged else 0)))
-    seen: list[torch.Tensor] = []
-
-    def kernel(query: torch.Tensor, out: torch.Tensor, **_: Any) -> None:
-        seen.append(query.clone())
-        out.zero_()
-
     query = torch.full((batch.num_tokens, 3, 80), 0.3, dtype=BF16)
-    attend = TRTLLMMLABackend(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=kernel)).prepare_attention(
+    noted = NotedCalls(fill=0.0)
+    attend = TRTLLMMLABackend(noted).prepare_attention(
         batch,
         build_mla_decode_metadata(batch, pool),
         LAYER,
@@ -66,8 +60,9 @@ def test_the_backend_casts_the_query_in_each_call(mode: ForwardMode) -> None:
     attend()
     query.fill_(1e3)
     attend()
-    assert [call.dtype for call in seen] == [E4M3, E4M3]
-    assert [call.float().max().item() for call in seen] == [0.3125, 448.0]
+    queries = [arguments["query"] for _, arguments in noted.calls]
+    assert [query.dtype for query in queries] == [E4M3, E4M3]
+    assert [query.float().max().item() for query in queries] == [0.3125, 448.0]
     assert query.dtype == BF16
 
 

@@ -443,29 +443,6 @@ def test_the_drafts_do_reach_the_output() -> None:
     assert not torch.equal(outs[0], outs[1])
 
 
-class LengthsFromPositions(ChainVerify):
-    """A backend that counts the keys by the draft's positions, and so depends on it."""
-
-    fix_up = FixUp.AFTER_DRAFT
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.positions = torch.zeros(NUM_REQUESTS, D, dtype=torch.int64)
-
-    def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        return [None, self.positions]
-
-    def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        lengths = planned.metadata.cache_seqlens_int32
-        lengths.copy_(self.positions[: lengths.shape[0]].amax(dim=1) + 1)
-
-
-def test_metadata_that_depend_on_the_draft_are_noticed() -> None:
-    scene = Scene()
-    _, changed = differing(scene, LengthsFromPositions(scene.pool, D, [NUM_REQUESTS]))
-    assert changed == {"cache_seqlens_int32"}
-
-
 # --- streams and events -----------------------------------------------------------------------------------------------
 
 # About 50 ms on a GPU of 2 GHz: long compared with what the host needs to launch an iteration.
