@@ -71,8 +71,7 @@ class MetadataBuffers(Protocol[MetadataT_co]):
 class GraphMetadata(Generic[PassT]):
     """The metadata of one mode in buffers for the largest captured size. Every size has leading slices of the same storage.
 
-    Args:
-        buffers: the metadata of the largest size.
+    `buffers` is the metadata of the largest size.
     """
 
     def __init__(self, mode: GraphMode, pool: KVPool, buffers: PassT) -> None:
@@ -86,12 +85,8 @@ class GraphMetadata(Generic[PassT]):
         return self.buffers.leading(batch_size)
 
     def prepare_launch(self, view: ForwardBatch, rows: int | Tensor | None, offset: int) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in one launch.
-
-        Args:
-            view: as in `MetadataBuffers.prepare`.
-            rows: query rows of each request; None leaves ``cu_seqlens_q`` as it is.
-            offset: tokens of each request that ``seq_lens`` does not count.
+        """Return a function that rebuilds the metadata of a captured batch size in one launch. The arguments are those of
+        `MetadataBuffers.prepare` and `PassMetadata.pass_buffers`.
         """
         written = self.slices(view.batch_size).pass_buffers(offset, rows, view.out_cache_loc)
         return prepare_passes([written], view, self.pool)
@@ -101,11 +96,8 @@ class RebuiltMetadata(Generic[MetadataT]):
     """Buffers for the metadata of one mode, which a replay builds anew and copies into them. Cells that no kernel reads are
     copied too.
 
-    Args:
-        build: a function of a batch and a pool that builds metadata in new tensors. The host must read nothing.
-
-    Attributes:
-        metadata: the metadata of each captured size, made at the first access from a batch of padding requests.
+    The metadata of a captured size is made at the first access, from a batch of padding requests. `build` makes metadata in new
+    tensors, without a read of the host.
     """
 
     def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
@@ -113,14 +105,12 @@ class RebuiltMetadata(Generic[MetadataT]):
         self.metadata: dict[int, MetadataT] = {}
 
     def slices(self, batch_size: int) -> MetadataT:
-        """Return the metadata of a captured batch size, at the same addresses each time."""
         if batch_size not in self.metadata:
             padding = StaticInputs(self.mode, batch_size, self.pool.device).view(batch_size)
             self.metadata[batch_size] = self.build(padding, self.pool)
         return self.metadata[batch_size]
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`."""
         buffers = vars(self.slices(view.batch_size))
 
         def rebuild() -> None:

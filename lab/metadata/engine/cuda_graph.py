@@ -21,9 +21,7 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The parts of a runner for one captured batch size: the batch that the graph reads, its metadata, and the function that
-    rebuilds the metadata in place.
-    """
+    """The batch that the graph of one captured size reads, its metadata, and the function that rebuilds it in place."""
 
     view: ForwardBatch
     metadata: MetadataT
@@ -41,9 +39,7 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return the `SizedPass` of each captured batch size, in ascending order. All sizes use slices of the same inputs and
-    buffers.
-    """
+    """Return the `SizedPass` of each captured batch size, in ascending order."""
     passes = {}
     for size in sorted(set(batch_sizes)):
         view = inputs.view(size)
@@ -105,11 +101,9 @@ class GraphRunner(Generic[MetadataT]):
         self.captured = {size: self._capture(passes[size], body) for size in reversed(passes)}
 
     def size_for(self, batch_size: int) -> int:
-        """Return the smallest captured size with room for `batch_size` requests; raises ValueError if there is none."""
         return size_for(batch_size, list(self.captured))
 
     def eager(self, batch: ForwardBatch) -> MetadataT:
-        """Build the metadata of an eager pass (a pass outside CUDA graphs) in new tensors."""
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:

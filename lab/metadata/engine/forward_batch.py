@@ -44,11 +44,8 @@ class SpecInfo:
     def of(
         cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
-        """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
-
-        Args:
-            num_rows: query rows of every request; in a ragged verification, their largest number.
-            draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
+        """Return the `SpecInfo` of a pass with `num_rows` query rows of every request (in a ragged verification: at most), or
+        None for a pass without speculative decoding.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
@@ -116,7 +113,7 @@ class ForwardBatch:
 
     @cached_property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft, in which the draft model reads the target's K/V and writes none."""
+        """Return True for a pass of a frozen-KV draft, which reads the target's K/V."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @cached_property

@@ -24,7 +24,6 @@ class QueryRows(NamedEnum):
 
     @cached_property
     def are_uniform(self) -> bool:
-        """Return True if all requests have the same number of query rows."""
         return self in (QueryRows.ONE, QueryRows.DRAFT_TOKENS, QueryRows.FIXED)
 
     @cached_property
@@ -41,7 +40,6 @@ class QueryRows(NamedEnum):
 
     @cached_property
     def are_unequal_drafts(self) -> bool:
-        """Return True if the query rows are draft tokens, and each request has its own number of them."""
         return self in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
 
 
@@ -112,11 +110,8 @@ class ForwardMode(IntEnum):
     ) -> "ForwardMode":
         mode = int.__new__(cls, value)
         mode._value_ = value
-        mode.query_rows = query_rows
-        mode.uncounted = uncounted
-        mode.mha_call = mha_call
-        mode.mla_call = mla_call
-        mode.in_graph = in_graph
+        mode.query_rows, mode.uncounted, mode.in_graph = query_rows, uncounted, in_graph
+        mode.mha_call, mode.mla_call = mha_call, mla_call
         return mode
 
     def __repr__(self) -> str:
@@ -124,10 +119,8 @@ class ForwardMode(IntEnum):
 
     @cached_property
     def is_prefill(self) -> bool:
-        """Return True for a mode that computes new tokens without speculation: ``query_rows`` is NEW_TOKENS."""
         return self.query_rows is QueryRows.NEW_TOKENS
 
     @cached_property
     def extends_draft(self) -> bool:
-        """Return True for DRAFT_EXTEND and DRAFT_EXTEND_V2, in which the draft model computes the accepted tokens."""
         return self.query_rows in (QueryRows.ACCEPTED, QueryRows.FIXED)

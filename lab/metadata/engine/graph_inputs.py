@@ -195,19 +195,16 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Raise ValueError for a batch without the requests' numbers of rows. The graph needs them on the device, and the host
-        checks them.
+        """Raise ValueError for a batch without the requests' numbers of rows, which the graph reads and the host checks.
 
-        A ragged verification may lack the numbers on the host (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds
-        them.
+        A ragged verification may lack them on the host (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds them.
         """
-        is_bounded = batch.forward_mode.query_rows.are_bounded
-        for name in ("extend_seq_lens",) if is_bounded else ("extend_seq_lens", "extend_seq_lens_cpu"):
+        places = {"extend_seq_lens": "the device (extend_seq_lens)"}
+        if not batch.forward_mode.query_rows.are_bounded:
+            places["extend_seq_lens_cpu"] = "on the host (extend_seq_lens_cpu)"
+        for name in places:
             if getattr(batch, name) is None:
-                where = "the device (extend_seq_lens)" + (
-                    "" if is_bounded else " and on the host (extend_seq_lens_cpu)"
-                )
                 raise ValueError(
                     f"{name} is None: {batch.forward_mode!r} needs the rows of each of the {batch.batch_size} "
-                    f"requests, on {where}"
+                    f"requests, on {' and '.join(places.values())}"
                 )

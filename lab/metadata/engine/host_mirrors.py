@@ -21,10 +21,7 @@ def decide_needs_cpu_seq_lens(
     the answer is then True for any backends. NGRAM was added after 0.5.13. 0.5.13 also answered True unless piecewise CUDA
     graphs were disabled, which is not modelled here.
 
-    Args:
-        attn_backends: the attention backends of target, draft and draft extend: any objects, or None.
-        two_batch_overlap: the batch is computed in two halves that overlap.
-        ngram: drafts come from an n-gram cache.
+    `attn_backends` are those of target, draft and draft extend: any objects, or None.
     """
     if two_batch_overlap or ngram:
         return True
@@ -60,14 +57,10 @@ class LengthMirror:
         self._buffer = torch.empty(max_batch_size, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
-        """Copy the lengths, wait for the copy, and return them with their sum: ``(seq_lens_cpu, seq_lens_sum)``.
+        """Copy lengths that were written on the current stream, ``[at most max_batch_size]`` int32 or int64; wait for the copy.
 
-        Args:
-            seq_lens: ``[batch_size]`` int32 or int64, written on the current stream, ``batch_size <= max_batch_size``.
-
-        Raises:
-            TypeError: another dtype.
-            ValueError: another shape or device, or more lengths than ``max_batch_size``.
+        Return them with their sum: ``(seq_lens_cpu, seq_lens_sum)``. Raises TypeError for another dtype, ValueError for another
+        shape or device.
         """
         self._check(seq_lens)
         mirror = self._buffer[: seq_lens.shape[0]]

@@ -55,7 +55,6 @@ class PagedKVCache:
 
     @property
     def v_cache(self) -> Tensor:
-        """Return V, in the same layout as `k_cache`."""
         return self.storage[1]
 
     @property
@@ -177,11 +176,8 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Return a cache of the uint8 values in `packed`, with new scale factors of 0.
-
-        Args:
-            packed: from `KVPool.new_cache` with half the head's size and uint8.
-            trtllm_gen: as in the class.
+        """Return a cache of the uint8 values in `packed` (`KVPool.new_cache` with half the head's size), with new scale factors
+        of 0.
         """
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
@@ -266,7 +262,6 @@ class ShardedLatentCache:
     storage: Tensor
 
     def of_rank(self, rank: int) -> PagedLatentCache:
-        """Return the cache of one GPU, as a view of the same storage."""
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:

@@ -11,9 +11,8 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """The length of one request, and its pages. In the sliding-window pages, None stands for an evicted page.
-
-    `pages` are the pages that slots refer to. With virtual pages, `physical_pages` are the pages of the caches behind them.
+    """The length and pages of one request. None stands for an evicted sliding-window page; `physical_pages` are behind virtual
+    `pages`.
     """
 
     length: int
@@ -197,10 +196,7 @@ class KVPool:
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
         """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape. It is 0, in the sink,
-        for a token without one. Slot -1 stays -1.
-
-        Raises:
-            ValueError: the pool was made without ``swa_num_pages``.
+        for a token without one. Slot -1 stays -1. Raises ValueError if there is no such pool.
         """
         return self._swa_map()[full_slots.to(torch.int64)]
 
@@ -219,7 +215,6 @@ class KVPool:
         self._release_swa(request, before // self.page_size)
 
     def free_request(self, req_pool_index: int) -> None:
-        """Free a request's row and pages. As in an engine, the row of the request table still lists the freed slots."""
         request = self._request(req_pool_index)
         if self.full_to_swa is not None:
             self._release_swa(request, len(request.pages))
@@ -235,12 +230,8 @@ class KVPool:
     ) -> PagedKVCache:
         """Make a zero-filled cache of one layer over this pool's pages.
 
-        Args:
-            head_dim: elements of ``dtype`` per head, so half the head's size for packed 4-bit values in uint8.
-            sliding_window: the cache has the pages of the sliding-window pool, which ``swa_slots`` addresses.
-
-        Raises:
-            ValueError: `sliding_window` is set, and the pool was made without ``swa_num_pages``.
+        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8. With `sliding_window` the
+        cache has the pages of that pool, which ``swa_slots`` addresses; ValueError if there is none.
         """
         num_pages = self.num_pages
         if sliding_window:
@@ -284,7 +275,6 @@ class KVPool:
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
     def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
-        """Set `full_to_swa` for all slots of the given pages. `swa_slots` has their sliding-window slots; 0 stands for none."""
         self._swa_map()[:-1].view(-1, self.page_size)[_ids(pages, self.device)] = swa_slots
 
     def _release_swa(self, request: _Request, num_pages: int) -> None:

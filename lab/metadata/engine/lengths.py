@@ -46,7 +46,7 @@ def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
 
 
 def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
-    """Return the list of lengths that a batch has on the host under this field name; raises ValueError if it is missing."""
+    """Return a batch's list of lengths with this field name; raises ValueError if it is missing."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -56,7 +56,7 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
 
 
 def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
-    """Return the tensor of lengths that a batch has under this field name; raises ValueError if it is missing."""
+    """Return a batch's tensor of lengths with this field name; raises ValueError if it is missing."""
     lengths: Tensor | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(f"{batch.forward_mode!r} takes its rows from the device tensor {name}, which is None")
@@ -111,7 +111,6 @@ def query_lens(batch: ForwardBatch) -> Sequence[int]:
 
 
 def num_draft_tokens(batch: ForwardBatch) -> int:
-    """Return ``SpecInfo.num_draft_tokens``. Raises ValueError if it is missing."""
     if batch.spec_info is None or batch.spec_info.num_draft_tokens is None:
         raise ValueError(
             f"an empty or ragged {batch.forward_mode.name} batch needs SpecInfo.num_draft_tokens to know its rows per request"
@@ -148,10 +147,7 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
     """Return how many keys of a request ``seq_lens`` leaves out in this pass, such as drafted tokens.
 
     In a ragged verification the number differs by request (``extend_seq_lens``). The result is then its bound,
-    ``num_draft_tokens``.
-
-    Args:
-        attention: decides which keys a draft step counts; other passes ignore it.
+    ``num_draft_tokens``. Only a draft step depends on `attention`.
 
     Raises:
         ValueError: the batch lacks a number on the host that the mode needs, or is a frozen-KV draft on MLA.
@@ -177,12 +173,8 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
 
     SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), at times after it has built metadata.
 
-    Args:
-        batch: a batch whose mode gives all requests the same number of rows; padding requests get that number too.
-        batch_size: number of requests, padding included.
-
     Raises:
-        ValueError: the mode is another, or `batch_size` is smaller than the batch's.
+        ValueError: requests may differ in rows in this mode, or `batch_size`, which counts padding, is below the batch's.
     """
     mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
     if not mode.query_rows.are_uniform or num_padding < 0:

@@ -88,24 +88,19 @@ class VerifyBackend(ABC):
         """Launch, on the current stream, all work of the plan that does not depend on the draft. The host reads nothing."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the buffers that the draft stage fills. None stands for a buffer that the draft stage
-        itself owns.
-        """
+        """Return ``[tree, positions]``, the buffers that the draft stage fills; None for one that it owns itself."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up on the current stream: the work that depends on the buffers that the draft has filled.
-
-        A backend that declares FixUp.NONE has no such work. Any other backend must define this method: the default raises
-        NotImplementedError.
+        """Launch the fix-up on the current stream: the work that depends on the buffers that the draft has filled. The default
+        does nothing with FixUp.NONE, else it raises NotImplementedError.
         """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Raise an error for a backend that does not declare whether its plans need a fix-up, or whose methods contradict the
-    declaration.
+    """Check that a backend declares whether its plans need a fix-up, and that its methods agree.
 
     Raises:
         NotImplementedError: the backend declares nothing, or declares a fix-up and does not define it.
@@ -271,8 +266,7 @@ class PlanStream:
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
     """Run the same batch once with each draft, and return copies of all tensors that each verify pass received.
 
-    The drafts may differ in tokens, positions, tree and K/V. A backend without a fix-up gives bit-equal tensors for all drafts.
-    With a fix-up, only the tensors that it writes may differ.
+    The drafts may differ in tokens, positions, tree and K/V. Only tensors that a fix-up writes may then differ, in any bit.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:

@@ -115,9 +115,7 @@ class TRTLLMMHABackend:
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the attention calls of one layer in a pass. `query_dtype` is the dtype of the query after the engine's
-        cast.
-        """
+        """Return the attention calls of one layer. `query_dtype` is the dtype of the query after the engine's cast."""
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

@@ -38,8 +38,7 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Return a function that launches a kernel, which writes a pass's metadata in place with the values of
-    `build_mha_metadata`. Each call reads the current contents of the batch's tensors.
+    """Return a launch that writes `build_mha_metadata`'s values in place, from the current contents of the batch's tensors.
 
     Cells of a page table after a request's last page are not written.
 
@@ -101,9 +100,7 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata. Then copy each request's length and pages into the tensors for encoder-only layers, once for each of
-    its query rows.
-    """
+    """Write the metadata, then each request's length and pages once per query row, for encoder-only layers."""
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
     assert lens is not None

@@ -44,9 +44,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One attention call of a pass: the FlashInfer function, and the consecutive requests and query rows of the batch that it
-    computes.
-    """
+    """One attention call of a pass: the FlashInfer function, and the consecutive requests and rows that it computes."""
 
     call: AttentionCall
     first_request: int
@@ -56,16 +54,11 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the FlashInfer call that a mode uses on MHA: `ForwardMode.mha_call`, or `draft_extend` for the draft extends if it
-    is given.
+    """Return the FlashInfer call that a mode uses on MHA: `ForwardMode.mha_call`, or `draft_extend` for both draft extends if
+    it is given. Raises ValueError for PREBUILT.
 
-    Args:
-        draft_extend: the call of both draft extends, or None. SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to
-            the decode call; a study of the lab measures this. Other modes ignore it, because an engine sets it once for all
-            passes.
-
-    Raises:
-        ValueError: PREBUILT runs no attention.
+    SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to the decode call; a study of the lab measures this. Other
+    modes ignore `draft_extend`, because an engine sets it once for all passes.
     """
     if mode.mha_call is None:
         raise ValueError(f"{mode!r} runs no attention")
@@ -200,10 +193,7 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the arguments that say how many rows each request has: `q_len_per_req`, or offsets if requests differ.
-
-    Division of the rows by the number of requests does not suffice: requests of 2 and 4 rows would become 3 and 3.
-    """
+    """Return `q_len_per_req`, or offsets if requests differ in rows: 2 and 4 rows must not become 3 and 3."""
     first, last = planned.first_request, planned.first_request + planned.num_requests
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}
     if batch.forward_mode.query_rows.are_bounded:  # the host may not know them, and each replay has others

@@ -50,7 +50,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return a sentence that says why a batch is not divided among ranks, so that each runs all of it; "" if it is divided."""
+    """Return the reason why a batch is not divided among ranks, so that each runs all of it; "" if it is divided."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:

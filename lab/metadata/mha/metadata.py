@@ -67,13 +67,9 @@ class TRTLLMMHAMetadata:
         cu_seqlens_q: Tensor | None = None,
         expand_encoder_only_verify: bool = False,
     ) -> "TRTLLMMHAMetadata":
-        """Allocate the metadata of a pass, with sliding-window tensors if the pool has sliding-window pages.
+        """Allocate the metadata of a pass by `new`, with sliding-window tensors if the pool has sliding-window pages.
 
-        Args:
-            batch_size, max_seq_len_q, num_tokens: numbers of requests, of query rows of one request at most, and of all query
-                rows.
-            page_table, cu_seqlens_q: tensors that other passes share, or that are preset; None allocates them.
-            expand_encoder_only_verify: allocate the tensors for encoder-only layers too.
+        `page_table` and `cu_seqlens_q` are tensors that other passes share, or that are preset; None allocates them.
         """
 
         def int32(*shape: int) -> Tensor:
@@ -114,7 +110,6 @@ class TRTLLMMHAMetadata:
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the `PassBuffers` with which a launch writes this metadata; see `PassMetadata.pass_buffers`."""
         return PassBuffers(
             cache_seqlens=self.cache_seqlens_int32,
             cu_seqlens_k=self.cu_seqlens_k,

@@ -38,10 +38,6 @@ def new_block_table(
     The table is filled with -1 once. A replay writes only its live pages. The cells after them keep the values of earlier
     replays.
 
-    Args:
-        pool: the pool whose tables are read, with pages of 32 or 64 tokens.
-        attention, draft_extend: as in `MLAGraphMetadata`.
-
     Returns:
         ``[max_batch_size, width]`` int32, wide enough for the longest context and, in a mode that pads query rows, for its
         padding.
@@ -107,7 +103,7 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Write the requests' lengths and pages. Then add padding rows to the lengths, and the sink's page 0 for these rows."""
+    """Write the metadata, then add padding rows to the lengths, and the sink's page 0 for these rows."""
     write()
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices

@@ -44,7 +44,6 @@ class MLALayer:
 
     @property
     def qk_head_dim(self) -> int:
-        """Return the head_dim of queries and keys before absorption, 192."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
@@ -71,7 +70,7 @@ def mla_call_arguments(
 
 
 def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> dict[str, Any]:
-    """Return those keyword arguments of the decode call that do not depend on metadata."""
+    """Return the keyword arguments of the decode call that do not depend on metadata."""
     k_scale = layer.k_scale if cache.storage.dtype == E4M3 else 1.0
     return {
         "query": query,
@@ -210,7 +209,6 @@ def prepare_mla_prefill(
 
 
 def prepare_ragged(implementation: Any, **arguments: Any) -> Callable[[], Any]:
-    """Prepare a call with the arguments of `ragged_context_arguments`, or with some of them replaced."""
     return prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
 
 

@@ -49,19 +49,15 @@ class DecodeContextParallel:
             raise ValueError(f"rank={self.rank} of size={self.size}: a group has 2 GPUs or more, ranks 0 to size - 1")
 
     def local_lens(self, lens: Tensor) -> Tensor:
-        """Return how many of each request's first ``lens`` tokens this rank owns, as a new int32 tensor."""
+        """Return how many of each request's first ``lens`` tokens this rank owns, in a new int32 tensor."""
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def local_bound(self, most: int) -> int:
-        """Return how many of `most` tokens of a request this rank owns. It is at least 1, because a kernel's schedule needs a
-        positive bound.
-        """
+        """Return how many of `most` tokens this rank owns, at least 1: a kernel's schedule needs a positive bound."""
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
-        """Return the number of tokens in one GPU's page: the pool's page size divided by the size of the group. Raises
-        ValueError if the division has a remainder.
-        """
+        """Return the number of tokens in one GPU's page; raises ValueError if the pool's page size is no multiple of `size`."""
         if pool.page_size % self.size:
             raise ValueError(
                 f"page_size={pool.page_size} is no multiple of the {self.size} GPUs: widen the pool's pages by their number"

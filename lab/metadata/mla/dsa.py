@@ -39,15 +39,15 @@ class Indexer:
 
     Attributes:
         topk: largest number of positions of a row, in whole groups (``index_topk``).
-        group: how many neighbouring positions are selected together (``index_kpool``). The positions after a request's last
-            whole group are selected in addition.
+        group: number of neighbouring positions that are selected together (``index_kpool``). The positions after a request's
+            last whole group are selected in addition.
     """
 
     topk: int = 2048
     group: int = 1
 
     def selected_lens(self, seen: Tensor) -> Tensor:
-        """Return how many positions are selected for rows that see `seen` tokens."""
+        """Return the number of positions that are selected for rows that see `seen` tokens."""
         grouped = seen // self.group * self.group
         return grouped.clamp(max=self.topk) + seen - grouped
 
@@ -69,9 +69,8 @@ class DSAMetadata:
     max_seq_len: int
 
     def places(self, topk_indices: Tensor) -> Tensor:
-        """Return the place of each selected entry, and -1 where nothing is selected: int32 ``[num_rows, columns]``.
-
-        The number of columns is rounded up to a multiple of 4.
+        """Return the place of each selected entry, and -1 where nothing is selected: int32 ``[num_rows, columns]``, a multiple
+        of 4 columns.
 
         Args:
             topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, -1 in any
@@ -128,11 +127,7 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 @dataclass(frozen=True, eq=False)
 class DSABackend:
     """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does. A prefill makes this call if the server's
-    prefill backend is ``trtllm`` too.
-
-    Attributes:
-        implementation, query_dtype: as in `lab.metadata.mla.backend.TRTLLMMLABackend`.
-        indexer: the sizes of the model's indexer.
+    prefill backend is ``trtllm`` too. `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
     """
 
     implementation: Any = None

@@ -72,7 +72,6 @@ class DSV4Cache:
 
     @classmethod
     def over(cls, pool: KVPool, head_dim: int, dtype: torch.dtype, compress_ratio: int) -> "DSV4Cache":
-        """Make a zero-filled cache."""
         check_dsv4(pool)
         assert pool.swa_num_pages is not None
         compressed = pool.num_pages * pool.page_size // compress_ratio if compress_ratio else 0
@@ -81,7 +80,6 @@ class DSV4Cache:
 
     @property
     def window(self) -> PagedLatentCache:
-        """Return the tokens' entries, in sliding-window pages."""
         return PagedLatentCache(self.storage[: self._num_tokens].unflatten(0, (-1, self.pool.page_size)))
 
     @property
@@ -239,9 +237,8 @@ def _whole_tiles(rows: Tensor, value: int) -> Tensor:
 class DSV4Backend:
     """Build metadata and make DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
 
-    Attributes:
-        implementation, query_dtype: as in `lab.metadata.mla.backend.TRTLLMMLABackend`.
-        index_topk: the most compressed entries that the indexer selects for a row.
+    `implementation` and `query_dtype` are as in `TRTLLMMLABackend`. The indexer selects at most `index_topk` compressed entries
+    for a row.
     """
 
     implementation: Any = None

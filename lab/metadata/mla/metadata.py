@@ -111,7 +111,6 @@ class TRTLLMMLADecodeMetadata:
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the `PassBuffers` with which a launch writes this metadata; see `PassMetadata.pass_buffers`."""
         return PassBuffers(
             cache_seqlens=self.seq_lens_k,
             cu_seqlens_q=None if query_rows is None else self.cu_seqlens_q,
@@ -147,9 +146,7 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of one eager pass: by `build_mla_prefill_metadata` for a prefill, by `build_mla_decode_metadata` for
-    any other mode.
-    """
+    """Build the metadata of one eager pass by `build_mla_prefill_metadata` or `build_mla_decode_metadata`."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
@@ -260,12 +257,8 @@ def build_mla_prefill_metadata(
     the results.
 
     Args:
-        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix falls back to FlashInfer's kernels.
         in_prefill_graph: the pass is captured in a prefill graph, which always falls back.
-
-    Returns:
-        New tensors.
 
     Raises:
         ValueError: the mode is another, batch and pool are on different devices, the backend does not support the pool, or the
@@ -283,12 +276,11 @@ def build_mla_prefill_metadata(
 
 
 def query_layout(rows: Sequence[int]) -> QueryLayout:
-    """Return VIEW if all requests have the same number of query rows, else PADDED."""
     return QueryLayout.VIEW if len(set(rows)) <= 1 else QueryLayout.PADDED
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the columns of the block table for requests of at most ``max_len`` tokens, rounded up to 4,096 tokens."""
+    """Return the columns of the block table for requests of at most ``max_len`` tokens, in blocks of 4,096 tokens."""
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 

@@ -48,8 +48,7 @@ class PrefixChunk:
 def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:
     """Plan the chunks of a prefill's cached prefixes without reading the device. There is no chunk if no request has a prefix.
 
-    Args:
-        capacity: largest number of tokens in a chunk; each request gets ``capacity // batch_size`` tokens.
+    A chunk has at most `capacity` tokens, ``capacity // batch_size`` of each request.
 
     Raises:
         ValueError: the mode is another, a length is missing, or the capacity is below the number of requests, for which SGLang

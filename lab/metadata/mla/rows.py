@@ -69,10 +69,7 @@ def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Te
     """Set the output to 0 and the LSE to -inf in rows that see no key, whatever the kernel wrote (SGLang's
     `fixup_zero_kv_rows`).
 
-    Args:
-        out: ``[num_rows, heads, head_dim]``.
-        lse: ``[num_rows, heads]``.
-        is_empty: ``[num_rows]`` bool, the rows that see no key.
+    The shapes are ``[num_rows, heads, head_dim]``, ``[num_rows, heads]`` and ``[num_rows]`` bool.
     """
     return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
 

@@ -23,9 +23,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The rows of a draft extend whose logits are computed. Each request has d rows; accept_lens is the number of accepted
-    ones.
-    """
+    """The rows of a draft extend whose logits are computed. Each request has d rows, of which accept_lens are accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     # The same, and the most probable token of each row, which nobody reads: what the body captured by 0.5.13 computes.
@@ -39,12 +37,9 @@ class DraftExtendOutput(NamedEnum):
 
 
 def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
-    """Return the row of each request's last accepted token, i * d + accept_lens[i] - 1, int64 [batch_size]. The host reads
-    nothing.
+    """Return the row of each request's last accepted token, i * d + accept_lens[i] - 1, int64 [batch_size].
 
-    Args:
-        accept_lens: int32 or int64 [batch_size], each from 1 to d.
-        num_tokens_per_req: d, rows of every request.
+    ``accept_lens`` is int32 or int64 [batch_size], each from 1 to d = ``num_tokens_per_req``. The host reads nothing.
     """
     first_rows = torch.arange(accept_lens.shape[0], device=accept_lens.device) * num_tokens_per_req
     return first_rows + accept_lens - 1
@@ -66,7 +61,6 @@ class DraftInputs:
     select_index: Tensor
 
     def first(self, batch_size: int, num_tokens: int) -> "DraftInputs":
-        """Return the inputs of the first requests and tokens, as slices of the same storage."""
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
@@ -113,10 +107,7 @@ class DraftOutputs:
     def first(self, num_rows: int) -> "DraftOutputs":
         """Return the first `num_rows` rows of all outputs, as slices of the same storage."""
         return DraftOutputs(
-            self.logits[:num_rows],
-            self.hidden_states[:num_rows],
-            None if self.topk_p is None else self.topk_p[:num_rows],
-            None if self.topk_index is None else self.topk_index[:num_rows],
+            **{name: value if value is None else value[:num_rows] for name, value in vars(self).items()}
         )
 
 
@@ -125,10 +116,7 @@ def supports_draft_extend_graph(backend: object) -> bool:
 
     SGLang has a list of classes instead, and every new backend has to be added to it. In 0.5.12 the list is Triton and TRT-LLM
     MLA; 0.5.13 adds TRT-LLM MHA and Tokenspeed MLA. In 0.5.23 it is Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4,
-    FlashAttention and FlashMLA. Here the backend declares it in an attribute with this function's name.
-
-    Args:
-        backend: any object, or None for no draft-extend backend.
+    FlashAttention and FlashMLA. Here the backend, any object or None, declares it in an attribute with this function's name.
     """
     return getattr(backend, "supports_draft_extend_graph", False) is True
 
@@ -153,18 +141,14 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function that reads `inputs`, writes K and V to the cache, and fills `outputs`. A CUDA graph can
-        capture it.
-        """
+        """Return a call, which a CUDA graph can capture: it reads `inputs`, writes K and V to the cache, fills `outputs`."""
         ...
 
 
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the `body` argument of a `GraphRunner`. For each captured size it runs the model on slices of the input and output
-    buffers.
-    """
+    """Return the `body` of a `GraphRunner` that runs the model on slices of the input and output buffers."""
 
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
@@ -242,8 +226,8 @@ class DraftExtendGraph:
         lies in the request's own rows, so an index left from an earlier replay is valid in every size that holds request i.
 
         Args:
-            input_ids: int64 [num_tokens].
-            hidden_states: [num_tokens, hidden_size].
+            batch: a batch for which `can_run` is True.
+            input_ids, hidden_states: as in `DraftInputs`.
             accept_lens: int32 or int64 [batch_size], 1 to d each; the host does not read it. Required for SELECTED_ROW, refused
                 for other forms.
 

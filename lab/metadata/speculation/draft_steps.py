@@ -118,7 +118,7 @@ class DraftBuffers:
 
 @dataclass(frozen=True, eq=False)
 class PreparedDraft:
-    """The metadata of every draft step, and a function `write` that fills it from the batch's current contents."""
+    """The metadata of every draft step. `write` fills it from the batch's current contents."""
 
     steps: tuple[DraftStep, ...]
     write: Callable[[], None]
@@ -190,13 +190,10 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """Build every step's metadata in new buffers, as an eager pass of the engine does.
+    """Build every step's metadata in new buffers, as an eager pass of the engine does. The errors are `prepare_draft`'s.
 
     If the engine writes the ragged K/V lists of all steps into one buffer, the buffer is cleared first, and each step gets a
     copy of its lists.
-
-    Raises:
-        ValueError, NotImplementedError: `prepare_draft` refuses the batch.
     """
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
@@ -204,7 +201,6 @@ def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) 
 
 
 def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
-    """Raise ValueError if the backend does not support the pool."""
     if draft.attention.is_mla:
         check_mla_page_size(pool.page_size)
     if pool.full_to_swa is not None and not draft.is_frozen_kv:
@@ -229,8 +225,7 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
 
 
 def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    """Return a function that allocates the metadata of one step. Its argument is the page table to use; None allocates a new
-    one.
+    """Return a function that allocates the metadata of one step over a page table; None allocates a new one.
 
     All steps of MHA share one tensor of row offsets.
     """
@@ -321,8 +316,7 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every pass of one speculative iteration, and a function `write` that fills it from the current contents
-    of the batch's tensors.
+    """The metadata of every pass of one speculative iteration. `write` fills it in one launch, from the batch's contents.
 
     Attributes:
         draft_steps: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``.

@@ -113,11 +113,10 @@ def preallocate_verify_mask(
 ) -> VerifyMask | None:
     """Allocate a zero-filled buffer for all later steps, so that no step needs ``seq_lens_sum`` to allocate a buffer.
 
-    FULL takes ``max_num_tokens * (max_context_len + d)`` bytes with ``max_num_tokens = max_batch_size * d``, QLEN_ONLY
-    ``max_batch_size * d * d``: 134,221,824 and 4,096 for 256 requests, 4 draft tokens and 131,072 tokens of context.
+    `verify_mask_cells` says how large: 134,221,824 bytes (FULL) and 4,096 (QLEN_ONLY) for 256 requests, 4 draft tokens and
+    131,072 tokens of context.
 
     Args:
-        max_batch_size, max_context_len: largest number of requests in a batch, and of tokens in a request.
         num_draft_tokens: d; None or 0 without speculation.
         skip_prefill: the backend belongs to draft steps, which do not verify.
         is_draft_runner: the backend belongs to a draft model, for its steps or its draft extend. SGLang 0.5.23 uses only the

@@ -62,9 +62,7 @@ class CapturedVerify(VerifyBackend):
         return self.pool.device
 
     def planned(self, batch_size: int) -> PlannedVerify:
-        """Return the buffers of the captured size that holds `batch_size` requests; raises ValueError if every captured size is
-        smaller.
-        """
+        """Return the buffers of the captured size that holds `batch_size` requests; raises ValueError if all are smaller."""
         return self._planned[size_for(batch_size, list(self._planned))]
 
     def check(self, batch: ForwardBatch) -> None:
@@ -109,7 +107,6 @@ class ChainVerify(CapturedVerify):
         super().__init__(pool, num_draft_tokens, batch_sizes, attention)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[mask, None]``: the buffer of `verify_mask` (or None), and None for positions."""
         return [None if self.verify_mask is None else self.verify_mask.buffer, None]
 
 
