@@ -220,13 +220,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def assert_live_cells_right(got: Any, expected: ForwardMetadata, dead: int | None = None) -> None:
-    """Compare metadata with the reference's; what follows the live pages is `dead` unless that is None.
-
-    Args:
-        got: TRTLLMMHAMetadata.
-        expected: of the same pass.
-        dead: what the tables' tails hold.
-    """
+    """Compare MHA's metadata with the reference's; `dead` fills the tables' tails unless it is None."""
     assert got.max_seq_len_q == expected.max_seq_len_q
     _assert_equals("cache_seqlens_int32", got.cache_seqlens_int32, torch.int32, expected.cache_seqlens)
     _assert_equals("cu_seqlens_q", got.cu_seqlens_q, torch.int32, expected.cu_seqlens_q)

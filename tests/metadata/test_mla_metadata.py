@@ -183,7 +183,7 @@ def test_when_a_prefill_falls_back(has_prefix: bool, disabled: bool, in_graph: b
 def test_a_prefills_prepared_call_runs(prefixes: tuple[int, ...]) -> None:
     """Attention of each request's new tokens to each other; with a prefix the LSE is returned, and padding stays.
 
-    `test_mla_prefix_chunks.py` merges it with the prefixes.
+    `test_mla_prefill.py` merges it with the prefixes.
     """
     news, layer = (20, 1, 9), MLALayer(0.3)
     totals = tuple(prefix + new for prefix, new in zip(prefixes, news, strict=True))
