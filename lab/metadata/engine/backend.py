@@ -161,11 +161,6 @@ class Backend(Protocol[MetadataT]):
         ...
 
 
-def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor if it has this dtype or `dtype` is None; otherwise a new, uninitialised tensor of the same shape."""
-    return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
-
-
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Prepare one launch that writes the metadata of one or several passes over a batch's requests.
 

@@ -1,4 +1,6 @@
-"""The paged cache of one layer: K and V in one allocation, or MLA's entries, each of which is both key and value."""
+"""The paged cache of one layer: K and V in one allocation, or MLA's entries, each of which is both key and value; and what is
+cast for it.
+"""
 
 from dataclasses import dataclass
 
@@ -12,6 +14,11 @@ from lab.named_enum import NamedEnum
 def saturated_e4m3(values: Tensor) -> Tensor:
     """Return float32 values in e4m3, saturated at ±448 as an engine's quantisation does."""
     return values.clamp(-448.0, 448.0).to(E4M3)
+
+
+def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the tensor if it has this dtype or `dtype` is None; otherwise a new, uninitialised tensor of the same shape."""
+    return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 
 class KVLayout(str, NamedEnum):

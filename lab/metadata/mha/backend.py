@@ -9,10 +9,9 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.kv_cache import PagedKVCache, buffer_in
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
 from lab.metadata.mha.calls import (
@@ -97,9 +96,8 @@ class TRTLLMMHABackend:
         for planned in self.plan_calls(batch, layer, dtypes.query, kv_dtype) if plan is None else plan:
             arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
             arguments |= self.settings.arguments(planned.call)
-            rows = slice(planned.first_row, planned.first_row + planned.num_rows)
-            arguments |= {"out": result[rows], "workspace_buffer": None}
-            calls.append((prepare(implementation, planned.call.value, **arguments), rows))
+            arguments |= {"out": result[planned.rows], "workspace_buffer": None}
+            calls.append((prepare(implementation, planned.call.value, **arguments), planned.rows))
 
         def run() -> Tensor:
             if given is not query:

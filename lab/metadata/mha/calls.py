@@ -52,6 +52,14 @@ class PlannedCall:
     first_row: int
     num_rows: int
 
+    @property
+    def requests(self) -> slice:
+        return slice(self.first_request, self.first_request + self.num_requests)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
+
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
     """Return the FlashInfer call that a mode uses on MHA: `ForwardMode.mha_call`, or `draft_extend` for both draft extends if
@@ -119,12 +127,12 @@ def call_arguments(
         ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
             differ in rows, or no call can let the rows of an encoder-only layer see each other.
     """
-    requests = slice(planned.first_request, planned.first_request + planned.num_requests)
+    requests = planned.requests
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
     if table is None:
         raise ValueError("the layer reads the sliding-window pool, but the metadata has no swa_page_table")
     arguments: dict[str, Any] = {
-        "query": query[planned.first_row : planned.first_row + planned.num_rows],
+        "query": query[planned.rows],
         "kv_cache": cache.as_hnd(),
         "block_tables": table[requests],
         "seq_lens": metadata.cache_seqlens_int32[requests],
@@ -184,21 +192,21 @@ def _rows_as_requests(
             f"an encoder-only layer of the sliding-window pool in {batch.forward_mode.name} would read the full pool's pages "
             "(SGLang 0.5.23 has the rows' table of that pool alone); keep the layer in the full pool"
         )
-    rows = slice(planned.first_row, planned.first_row + planned.num_rows)
     return {
-        "block_tables": metadata.encoder_page_table[rows],
-        "seq_lens": metadata.encoder_cache_seqlens[rows],
+        "block_tables": metadata.encoder_page_table[planned.rows],
+        "seq_lens": metadata.encoder_cache_seqlens[planned.rows],
         "q_len_per_req": 1,
     }
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
     """Return `q_len_per_req`, or offsets if requests differ in rows: 2 and 4 rows must not become 3 and 3."""
-    first, last = planned.first_request, planned.first_request + planned.num_requests
-    ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}
+    requests = planned.requests
+    offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
+    ragged = {"q_len_per_req": None, "cum_seq_lens_q": offsets}
     if batch.forward_mode.query_rows.are_bounded:  # the host may not know them, and each replay has others
         return ragged | {"max_q_len": metadata.max_seq_len_q}
-    widths = query_lens(batch)[first:last]
+    widths = query_lens(batch)[requests]
     if len(set(widths)) == 1:
         return {"q_len_per_req": widths[0]}
     if batch.forward_mode.query_rows is QueryRows.FIXED:

@@ -71,10 +71,7 @@ class VLLMBackend:
         calls = []
         for planned in self.plan_calls(batch):
             arguments = call_arguments(planned, batch, metadata, layer, query, cache, longest)
-            arguments |= {
-                "out": out[planned.first_row : planned.first_row + planned.num_rows],
-                "workspace_buffer": None,
-            }
+            arguments |= {"out": out[planned.rows], "workspace_buffer": None}
             if planned.call is AttentionCall.DECODE:
                 arguments |= self._decode_width(planned, batch, metadata)
             else:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import MetadataBuffers, RebuiltMetadata, buffer_in
+from lab.metadata.engine.backend import MetadataBuffers, RebuiltMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_cache import PagedLatentCache, buffer_in
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.buffers import MLAGraphMetadata, new_block_table

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.kv_cache import ShardedLatentCache
+from lab.metadata.engine.kv_cache import ShardedLatentCache, buffer_in
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, key_lens, max_query_rows, uncounted_tokens
 from lab.metadata.mla.calls import MLALayer, mla_call_arguments, mla_query

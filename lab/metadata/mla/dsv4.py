@@ -21,10 +21,10 @@ from torch import Tensor
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.kernels import prepare
-from lab.metadata.engine.backend import RebuiltMetadata, buffer_in
+from lab.metadata.engine.backend import RebuiltMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_cache import PagedLatentCache, buffer_in
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     DraftAttention,
