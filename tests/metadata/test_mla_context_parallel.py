@@ -1,5 +1,6 @@
 """MLA with decode context parallelism: each rank's lengths and pages against loops, and the merged attention of all."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,29 +89,6 @@ def test_a_replay_is_the_eager_pass(mode: GraphMode, device: str, max_context_le
             assert torch.equal(got.block_kv_indices[: len(totals), : live.shape[1]][live], eager_table[live])
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_attention_of_a_group(size: int) -> None:
-    """Every rank's call by the reference, merged, is attention over whole histories; what a rank has none of is neutral."""
-    generator = torch.Generator().manual_seed(size)
-    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
-    pool = KVPool(num_requests=5, max_context_len=64 * size, page_size=32 * size, num_pages=20, seed=size)
-    cache = pool.new_sharded_latent_cache(RANK + ROPE, torch.float64, size)
-    cache.storage.fill_(1e30)
-    lens = [1, 2, 33, 32 * size, 50 * size + 1]
-    rows = [pool.add_request(length) for length in lens]
-    histories = [draw(length, RANK + ROPE) for length in lens]
-    for row, history in zip(rows, histories, strict=True):
-        cache.write(pool.slots(row, 0, len(history)), history)
-    slots = torch.cat([pool.slots(row, n - 1, n) for row, n in zip(rows, lens, strict=True)])
-    batch = ForwardBatch(ForwardMode.DECODE, torch.tensor(rows), torch.tensor(lens), slots, len(rows))
-    query = draw(len(rows), HEADS, RANK + ROPE)
-    metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(size, rank)) for rank in range(size)]
-    out = torch.empty(len(rows), HEADS, RANK, dtype=torch.float64)
-    prepare_mla_dcp_attention(lab.references, batch, metadata, LAYER, query, cache, out=out)()
-    expected = torch.cat([latent_attention(query[i : i + 1], history) for i, history in enumerate(histories)])
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-
-
 class CuteDSL:
     """FlashInfer's call with ``enable_dcp``, one row after another: a rank's tokens are every size-th of a request."""
 
@@ -145,23 +123,44 @@ class CuteDSL:
         return out, lse.flatten(0, 1)
 
 
-@pytest.mark.parametrize("implementation", [CuteDSL(), lab.references], ids=["one row after another", "references"])
-@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, 4)])
-def test_cute_dsls_kernel_verifies_several_rows(mode: ForwardMode, new: int, implementation: Any) -> None:
-    """Merged by LSEs to the base e; each rank gets the keys of all ranks, from which its rows' last keys follow."""
-    size, generator = 8, torch.Generator().manual_seed(3)
-    case = Case(mode, (new + 1, 64, 97, 300), new=new, page_size=256, max_context_len=310, sliding_window=False)
-    batch, pool = build(case)
+GROUPS = [
+    *[
+        (
+            Case(
+                ForwardMode.DECODE, (1, 2, 33, 32 * size, 50 * size + 1), page_size=32 * size, max_context_len=64 * size
+            ),
+            size,
+            lab.references,
+            False,
+        )
+        for size in (2, 3)
+    ],
+    *[
+        (Case(mode, (new + 1, 64, 97, 300), new=new, page_size=256, max_context_len=310), 8, implementation, True)
+        for mode, new in ((ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, 4))
+        for implementation in (CuteDSL(), lab.references)
+    ],
+]
+
+
+@pytest.mark.parametrize(("case", "size", "implementation", "cute_dsl"), GROUPS)
+def test_attention_of_a_group(case: Case, size: int, implementation: Any, cute_dsl: bool) -> None:
+    """Every rank's call, merged, is attention over whole histories; what a rank has none of is neutral.
+
+    CuTe DSL's kernel verifies several rows: each rank gets the keys of all ranks, from which its rows' last keys follow. Its
+    LSEs are to the base e.
+    """
+    draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    batch, pool = build(replace(case, sliding_window=False))
     cache = pool.new_sharded_latent_cache(RANK + ROPE, torch.float64, size)
     cache.storage.fill_(1e30)
-    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
     histories = [draw(length, RANK + ROPE) for length in case.total_lens]
     for row, history in zip(batch.req_pool_indices.tolist(), histories, strict=True):
         cache.write(pool.slots(row, 0, len(history)), history)
-    query, rows = draw(batch.num_tokens, HEADS, RANK + ROPE), max(new, 1)
+    query, rows = draw(batch.num_tokens, HEADS, RANK + ROPE), max(case.new, 1)
     metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(size, rank)) for rank in range(size)]
     out = torch.empty(len(query), HEADS, RANK, dtype=torch.float64)
-    prepare_mla_dcp_attention(implementation, batch, metadata, LAYER, query, cache, out=out, cute_dsl=True)()
+    prepare_mla_dcp_attention(implementation, batch, metadata, LAYER, query, cache, out=out, cute_dsl=cute_dsl)()
     expected = [latent_attention(query[i * rows : (i + 1) * rows], history) for i, history in enumerate(histories)]
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-6)
 

@@ -279,12 +279,8 @@ def test_replays(sglang: Load, mode: GraphMode, is_fused: bool) -> None:
     backend.init_cuda_graph_state(size, size * mode.num_tokens_per_req)
     backend.init_forward_metadata_out_graph(dsa_server_batch(sglang, captured.view), in_capture=True)
     rows = first.req_pool_indices.tolist()
-    for totals, admitted in (
-        ((190, 64, 135, 70), rows),
-        ((65, 5), rows[::-1]),
-        ((66, 67, 8), rows[1:]),
-        ((129,), rows),
-    ):
+    every = ((190, 64, 135, 70), (65, 5), (66, 67, 8), (129,))
+    for totals, admitted in zip(every, (rows, rows[::-1], rows[1:], rows), strict=True):
         batch, _ = build(graph_case(mode, totals, page_size=64, max_context_len=200, sliding_window=False))
         batch = replace(batch, req_pool_indices=torch.tensor(admitted[: len(totals)]))
         runner.replay(batch)

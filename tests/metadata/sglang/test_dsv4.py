@@ -296,12 +296,8 @@ def test_replays(sglang: Load, mode: GraphMode, ratio: int) -> None:
     backend.init_forward_metadata_out_graph(dsv4_server_batch(sglang, captured.view), in_capture=True)
     backend.init_forward_metadata_in_graph(dsv4_server_batch(sglang, captured.view))
     rows = first.req_pool_indices.tolist()
-    for totals, admitted in (
-        ((650, 128, 270, 140), rows),
-        ((131, 5), rows[::-1]),
-        ((127, 129, 8), rows[1:]),
-        ((257,), rows),
-    ):
+    every = ((650, 128, 270, 140), (131, 5), (127, 129, 8), (257,))
+    for totals, admitted in zip(every, (rows, rows[::-1], rows[1:], rows), strict=True):
         batch, _ = build(graph_case(mode, totals, **fields))
         batch = replace(batch, req_pool_indices=torch.tensor(admitted[: len(totals)]))
         runner.replay(batch)
