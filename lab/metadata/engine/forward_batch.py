@@ -20,24 +20,20 @@ class SpecInfo:
     """The fields that speculative decoding adds to a batch, as in SGLang. A ``DECODE`` batch that has them is a draft decode
     step.
 
-    Attributes:
-        num_draft_tokens: query rows per request in verification, their largest number in a ragged verification; None in other
-            modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens // batch_size``
-            rows.
-        num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
-        num_accept_tokens: at least ``[batch_size]`` int32 or int64, rows per request of the first draft extend in a CUDA graph;
-            else None.
-        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang has one backend object per step, which keeps
-            the number, and hides its SpecInfo from the backend in a frozen-KV draft. The lab has one stateless function for
-            all steps, so the batch carries the number.
-
     Raises:
         TypeError, ValueError: a field has the wrong type, shape or range.
     """
 
+    #: query rows per request in verification, their largest number in a ragged verification; None in other modes. A
+    #: ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens // batch_size`` rows
     num_draft_tokens: int | None = None
+    #: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it
     num_tokens_per_req: int = -1
+    #: at least ``[batch_size]`` int32 or int64, rows per request of the first draft extend in a CUDA graph; else None
     num_accept_tokens: Tensor | None = None
+    #: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang has one backend object per step, which keeps the number, and hides
+    #: its SpecInfo from the backend in a frozen-KV draft. The lab has one stateless function for all steps, so the batch
+    #: carries the number
     speculative_step_id: int | None = None
 
     @classmethod
@@ -79,15 +75,6 @@ class ForwardBatch:
     and the host lists.
 
     Attributes:
-        req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is
-            the reserved row that padding uses. A request may occur twice.
-        seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
-            without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
-        out_cache_loc: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written,
-            in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV
-            draft has none.
-        num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
-            position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. An engine's scheduler
@@ -100,9 +87,17 @@ class ForwardBatch:
     """
 
     forward_mode: ForwardMode
+    #: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is the reserved row that padding
+    #: uses. A request may occur twice
     req_pool_indices: Tensor
+    #: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode: without the draft
+    #: tokens in a draft step and in verification, with the new tokens everywhere else
     seq_lens: Tensor
+    #: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written, in row order
+    #: and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV draft has none
     out_cache_loc: Tensor
+    #: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at position
+    #: ``seq_lens + j``
     num_tokens: int
     extend_seq_lens: Tensor | None = None
     extend_prefix_lens: Tensor | None = None

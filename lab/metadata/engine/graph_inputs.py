@@ -21,17 +21,11 @@ class MetadataPlace(NamedEnum):
 
 @dataclass(frozen=True)
 class GraphMode:
-    """The mode of all graphs of one runner. The class methods construct it.
+    """The mode of all graphs of one runner. The class methods construct it."""
 
-    Attributes:
-        forward_mode: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
-        num_tokens_per_req: query rows per request that the graphs have room for.
-        draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; else None.
-    """
-
-    forward_mode: ForwardMode
-    num_tokens_per_req: int = 1
-    draft_step: int | None = None
+    forward_mode: ForwardMode  #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2
+    num_tokens_per_req: int = 1  #: query rows per request that the graphs have room for
+    draft_step: int | None = None  #: the number of a draft decode step, or `FROZEN_KV_STEP`; else None
 
     @classmethod
     def decode(cls) -> "GraphMode":

@@ -34,15 +34,13 @@ class KVLayout(str, NamedEnum):
 class PagedKVCache:
     """K and V of one layer, as the two halves of one allocation.
 
-    Attributes:
-        storage: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[2, num_pages, num_kv_heads,
-            page_size, head_dim]`` (HND); K is ``storage[0]``. In one allocation V begins a whole number of pages after K, as
-            kernels require that address both from one base pointer. If a byte holds two values, ``head_dim`` counts bytes.
-
     Raises:
         ValueError: ``storage`` is not a contiguous tensor of five axes that starts with 2.
     """
 
+    #: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[2, num_pages, num_kv_heads, page_size,
+    #: head_dim]`` (HND); K is ``storage[0]``. In one allocation V begins a whole number of pages after K, as kernels require
+    #: that address both from one base pointer. If a byte holds two values, ``head_dim`` counts bytes
     storage: Tensor
     layout: KVLayout
 
@@ -154,17 +152,16 @@ class NVFP4KVCache(PagedKVCache):
 
     Attributes:
         storage: as in `PagedKVCache`, uint8, ``head_dim // 2`` bytes per head.
-        scale_factors: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: in HND order for both
-            layouts.
-        trtllm_gen: True: V's scale factors are interleaved over 4 tokens of a page, as trtllm-gen reads them. With S factors
-            per token, factor s of token t is at ``(t // 4) * 4 * S + 4 * s + t % 4`` in its head's part of the page. False:
-            they are in plain order, as XQA reads them.
 
     Raises:
         ValueError: `PagedKVCache` refuses the storage, or the scale factors do not fit its shape.
     """
 
+    #: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: in HND order for both layouts
     scale_factors: Tensor
+    #: True: V's scale factors are interleaved over 4 tokens of a page, as trtllm-gen reads them. With S factors per token,
+    #: factor s of token t is at ``(t // 4) * 4 * S + 4 * s + t % 4`` in its head's part of the page. False: they are in plain
+    #: order, as XQA reads them
     trtllm_gen: bool
 
     def __post_init__(self) -> None:
@@ -220,14 +217,11 @@ class PagedLatentCache:
     """The MLA cache of one layer: one entry per token. The entry is the key of all heads, and its latent part is the value of
     all heads.
 
-    Attributes:
-        storage: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``.
-
     Raises:
         ValueError: ``storage`` is not a contiguous tensor of three axes.
     """
 
-    storage: Tensor
+    storage: Tensor  #: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``
 
     def __post_init__(self) -> None:
         if self.storage.dim() != 3 or not self.storage.is_contiguous():
@@ -260,12 +254,10 @@ class PagedLatentCache:
 class ShardedLatentCache:
     """The MLA cache of one layer, divided among the GPUs (ranks) of decode context parallelism. With n ranks, slot s is row s
     // n of rank s % n.
-
-    Attributes:
-        storage: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have ``size *
-            page_size`` tokens.
     """
 
+    #: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have ``size *
+    #: page_size`` tokens
     storage: Tensor
 
     def of_rank(self, rank: int) -> PagedLatentCache:

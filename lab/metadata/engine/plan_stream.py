@@ -41,16 +41,11 @@ class PlanStart(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """The buffers that a verify pass reads, filled by a plan. The next plan overwrites them.
+    """The buffers that a verify pass reads, filled by a plan. The next plan overwrites them."""
 
-    Attributes:
-        batch: the captured size's view of the inputs, padded rows included.
-        mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` for d draft tokens, the decode call's ``mask``; None: rows are
-            causal.
-    """
-
-    batch: ForwardBatch
+    batch: ForwardBatch  #: the captured size's view of the inputs, padded rows included
     metadata: Any
+    #: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` for d draft tokens, the decode call's ``mask``; None: rows are causal
     mask: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:

@@ -35,20 +35,14 @@ NUM_PAGES = 16  # pages that a row selects, if its request has as many
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseMetadata:
-    """The metadata of a block-sparse decode or verification.
+    """The metadata of a block-sparse decode or verification."""
 
-    Attributes:
-        page_table: ``[num_rows, width]`` int32, the pages of each row's request.
-        query_seq_lens: ``[num_rows]`` int32, how many tokens each row sees, 0 or more.
-        seq_lens: ``[num_kv_heads, num_rows]`` int32, the call's ``seq_lens``: the tokens that a row sees in its selected pages.
-            It is at least 1, because FlashInfer does not write a row without keys. The compact cache then has a token of zeros.
-        block_tables: ``[num_kv_heads, num_rows, 16]`` int32, pages of the compact cache.
-    """
-
-    page_table: Tensor
-    query_seq_lens: Tensor
+    page_table: Tensor  #: ``[num_rows, width]`` int32, the pages of each row's request
+    query_seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens each row sees, 0 or more
+    #: ``[num_kv_heads, num_rows]`` int32, the call's ``seq_lens``: the tokens that a row sees in its selected pages. It is at
+    #: least 1, because FlashInfer does not write a row without keys. The compact cache then has a token of zeros
     seq_lens: Tensor
-    block_tables: Tensor
+    block_tables: Tensor  #: ``[num_kv_heads, num_rows, 16]`` int32, pages of the compact cache
 
 
 def num_seen(num_tokens: int) -> int:

@@ -24,21 +24,17 @@ class AttentionLayer:
     """The arguments of attention calls that differ from layer to layer.
 
     Attributes:
-        softmax_scale: factor of Q·K^T, without the cache's scale.
         k_scale, v_scale: the numbers by which the stored K and V were divided, if the cache is quantised. Over other caches no
             call applies them.
-        window_left: how many keys before its own position a row sees; -1 for all.
-        reads_swa_pool: the layer's K/V lie in the sliding-window pool, which `swa_page_table` addresses.
-        sinks: float32 [num_qo_heads], or None.
-        encoder_only: SGLang's ``AttentionType.ENCODER_ONLY``: a row sees all keys of its request, also the keys after it.
     """
 
-    softmax_scale: float
+    softmax_scale: float  #: factor of Q·K^T, without the cache's scale
     k_scale: float = 1.0
     v_scale: float = 1.0
-    window_left: int = -1
-    reads_swa_pool: bool = False
-    sinks: Tensor | None = None
+    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    reads_swa_pool: bool = False  #: the layer's K/V lie in the sliding-window pool, which `swa_page_table` addresses
+    sinks: Tensor | None = None  #: float32 [num_qo_heads], or None
+    #: SGLang's ``AttentionType.ENCODER_ONLY``: a row sees all keys of its request, also the keys after it
     encoder_only: bool = False
 
 
@@ -262,22 +258,21 @@ class CallSettings:
     """The arguments that have the same values in all calls of an engine.
 
     Attributes:
-        multi_ctas_kv_counter_buffer: passed to decode calls only. `lab.metadata.allocate_multi_ctas_kv_counters` makes it;
-            SGLang passes that function ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests and the
-            model's number of query heads.
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of each call, from
             ``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR`` and ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``;
             None skips nothing. Skipping is an approximation: `AttentionProblem.skip_softmax` says what it may leave out.
-        decode_splits: into how many calls a decode call is divided at most, with requests sorted by length
-            (``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS``); see `lab.metadata.mha.decode_split`.
 
     Raises:
         TypeError, ValueError: `decode_splits` is not an int, or below 1.
     """
 
+    #: passed to decode calls only. `lab.metadata.allocate_multi_ctas_kv_counters` makes it; SGLang passes that function
+    #: ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests and the model's number of query heads
     multi_ctas_kv_counter_buffer: Tensor | None = None
     skip_softmax_decode: float | None = None
     skip_softmax_prefill: float | None = None
+    #: into how many calls a decode call is divided at most, with requests sorted by length
+    #: (``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS``); see `lab.metadata.mha.decode_split`
     decode_splits: int = 1
 
     def __post_init__(self) -> None:

@@ -33,19 +33,15 @@ SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 @dataclass(frozen=True, eq=False)
 class ZigzagShard:
-    """The part of one rank in an extend pass that is divided among ranks: its query rows, and the metadata of its call.
+    """The part of one rank in an extend pass that is divided among ranks: its query rows, and the metadata of its call."""
 
-    Attributes:
-        rows: ``[num_rows]`` int64, the rank's query rows as rows of the whole batch, in the order of its call.
-        num_padded_rows: rows of the rank's tensors. All ranks have the same number, because collectives require it: the largest
-            number of rows of a rank, rounded up to a multiple of twice the number of ranks. Rows after the rank's own are in no
-            call, and their output is 0.
-        metadata: metadata of the rank's call, over ``2 * batch_size`` requests. ``swa_out_cache_loc`` is the whole batch's,
-            because every rank writes all K and V.
-    """
-
-    rows: Tensor
+    rows: Tensor  #: ``[num_rows]`` int64, the rank's query rows as rows of the whole batch, in the order of its call
+    #: rows of the rank's tensors. All ranks have the same number, because collectives require it: the largest number of rows
+    #: of a rank, rounded up to a multiple of twice the number of ranks. Rows after the rank's own are in no call, and their
+    #: output is 0
     num_padded_rows: int
+    #: metadata of the rank's call, over ``2 * batch_size`` requests. ``swa_out_cache_loc`` is the whole batch's, because
+    #: every rank writes all K and V
     metadata: TRTLLMMHAMetadata
 
 

@@ -71,17 +71,12 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The requests of one call: their indices, copies of their parts of the tensors, and the call's output.
+    """The requests of one call: their indices, copies of their parts of the tensors, and the call's output."""
 
-    Attributes:
-        requests: ``[n]`` int64, indices in the batch; each sort rewrites them.
-        gathered: pairs of a tensor with an entry per request of the batch, and the group's copy with an entry per own request.
-        out: ``[n, rows per request, ...]``.
-    """
-
-    requests: Tensor
+    requests: Tensor  #: ``[n]`` int64, indices in the batch; each sort rewrites them
+    #: pairs of a tensor with an entry per request of the batch, and the group's copy with an entry per own request
     gathered: Sequence[tuple[Tensor, Tensor]]
-    out: Tensor
+    out: Tensor  #: ``[n, rows per request, ...]``
 
     def gather(self) -> None:
         for whole, own in self.gathered:

@@ -29,27 +29,21 @@ class TRTLLMMHAMetadata:
     """The metadata that SGLang's TRT-LLM MHA backend keeps per forward pass.
 
     Attributes:
-        cache_seqlens_int32: ``[batch_size]`` int32, keys of each request, new tokens included (``seq_lens`` of
-            FlashInfer's decode call).
-        max_seq_len_q: largest number of query rows of a request (``q_len_per_req`` of a decode call, ``max_q_len`` of a context
-            call).
-        cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request.
-        cu_seqlens_k: ``[batch_size + 1]`` int32, 0 followed by the running sum of ``cache_seqlens_int32``.
-        page_table: ``[batch_size, ceil(max_context_len / page_size)]`` int32 with packed rows (``block_tables``).
-        swa_page_table: like ``page_table``, with pages of the sliding-window pool; None without such a pool.
-        swa_out_cache_loc: ``[num_tokens]`` int64, the sliding-window slot that K and V of each query row are written to; None
-            without such a pool.
         encoder_cache_seqlens, encoder_page_table: ``[num_tokens]`` and ``[num_tokens, ceil(max_context_len / page_size)]``
             int32, for a verification on encoder-only layers. Each query row is a request of its own, with all keys of the
             request that it belongs to. None without `expand_encoder_only_verify`.
     """
 
+    #: ``[batch_size]`` int32, keys of each request, new tokens included (``seq_lens`` of FlashInfer's decode call)
     cache_seqlens_int32: Tensor
+    #: largest number of query rows of a request (``q_len_per_req`` of a decode call, ``max_q_len`` of a context call)
     max_seq_len_q: int
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    page_table: Tensor
+    cu_seqlens_q: Tensor  #: ``[batch_size + 1]`` int32, first query row of each request
+    cu_seqlens_k: Tensor  #: ``[batch_size + 1]`` int32, 0 followed by the running sum of ``cache_seqlens_int32``
+    page_table: Tensor  #: ``[batch_size, ceil(max_context_len / page_size)]`` int32 with packed rows (``block_tables``)
+    #: like ``page_table``, with pages of the sliding-window pool; None without such a pool
     swa_page_table: Tensor | None = None
+    #: ``[num_tokens]`` int64, the sliding-window slot that K and V of each query row are written to; None without such a pool
     swa_out_cache_loc: Tensor | None = None
     encoder_cache_seqlens: Tensor | None = None
     encoder_page_table: Tensor | None = None

@@ -40,16 +40,13 @@ class VLLMBackend:
     vLLM calls XQA as ``flashinfer_xqa_batch_decode_with_kv_cache``. This backend makes the equal decode call. On XQA's GPUs
     vLLM prefills with FlashInfer's own wrapper (``vllm/utils/flashinfer.py`` 690). This backend makes a context call in its
     place.
-
-    Attributes:
-        implementation: any object with FlashInfer's decode and context functions; None if only metadata is built.
-        decode_threshold: most query rows of a request that the decode call computes: 1 and the number of speculative tokens.
-        uses_xqa: the decode kernel is XQA, not trtllm-gen.
     """
 
+    #: any object with FlashInfer's decode and context functions; None if only metadata is built
     implementation: Any = None
+    #: most query rows of a request that the decode call computes: 1 and the number of speculative tokens
     decode_threshold: int = 1
-    uses_xqa: bool = False
+    uses_xqa: bool = False  #: the decode kernel is XQA, not trtllm-gen
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return build_mha_metadata(batch, pool)

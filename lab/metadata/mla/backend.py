@@ -27,22 +27,18 @@ class TRTLLMMLABackend:
     """Build metadata and make decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's call.
 
     For a prefill see `lab.metadata.mla.metadata.build_mla_prefill_metadata` and `lab.metadata.mla.calls.prepare_mla_prefill`.
-
-    Attributes:
-        implementation: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is
-            built.
-        draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
-        dcp: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP.
-        query_dtype: the dtype to which each query is cast; None: the engine's choice.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
+    #: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is built
     implementation: Any = None
     attention: DraftAttention = DraftAttention.MLA
+    #: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`
     draft_extend: QueryLayout = QueryLayout.PADDED
+    #: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP
     dcp: DecodeContextParallel | None = None
-    query_dtype: torch.dtype | None = None
+    query_dtype: torch.dtype | None = None  #: the dtype to which each query is cast; None: the engine's choice
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         if self.dcp is not None:

@@ -25,22 +25,20 @@ class MLALayer:
     runs after absorption, a prefill before it.
 
     Attributes:
-        softmax_scale: factor of Q·K^T, without the cache's scale.
-        k_scale: the number by which the entries of an e4m3 cache (keys and values at once) and a prefill's e4m3 keys are
-            divided. Over other caches it is not used, even if a checkpoint has one. SGLang 0.5.23 applies it to keys only and
-            does not divide when it writes the cache, which is right only for a scale of 1.
         kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
         qk_nope_head_dim, v_head_dim: elements of a key without its rotary part, and of a value, before absorption.
-        v_scale: the number by which a prefill's e4m3 values are divided.
     """
 
-    softmax_scale: float
+    softmax_scale: float  #: factor of Q·K^T, without the cache's scale
+    #: the number by which the entries of an e4m3 cache (keys and values at once) and a prefill's e4m3 keys are divided. Over
+    #: other caches it is not used, even if a checkpoint has one. SGLang 0.5.23 applies it to keys only and does not divide
+    #: when it writes the cache, which is right only for a scale of 1
     k_scale: float = 1.0
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     qk_nope_head_dim: int = 128
     v_head_dim: int = 128
-    v_scale: float = 1.0
+    v_scale: float = 1.0  #: the number by which a prefill's e4m3 values are divided
 
     @property
     def qk_head_dim(self) -> int:

@@ -35,15 +35,11 @@ TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of colum
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sizes of a model's indexer.
+    """The sizes of a model's indexer."""
 
-    Attributes:
-        topk: largest number of positions of a row, in whole groups (``index_topk``).
-        group: number of neighbouring positions that are selected together (``index_kpool``). The positions after a request's
-            last whole group are selected in addition.
-    """
-
-    topk: int = 2048
+    topk: int = 2048  #: largest number of positions of a row, in whole groups (``index_topk``)
+    #: number of neighbouring positions that are selected together (``index_kpool``). The positions after a request's last
+    #: whole group are selected in addition
     group: int = 1
 
     def selected_lens(self, seen: Tensor) -> Tensor:
@@ -54,19 +50,15 @@ class Indexer:
 
 @dataclass(frozen=True, eq=False)
 class DSAMetadata:
-    """The metadata of a pass on the sparse MLA decode call.
+    """The metadata of a pass on the sparse MLA decode call."""
 
-    Attributes:
-        page_table_1: ``[num_rows, max_context_len]`` int32, the place of each position of a row's request, like a table with
-            pages of one token; -1 in padding rows.
-        seq_lens: ``[num_rows]`` int32, the call's ``seq_lens``: how many tokens a row sees in a decode, how many of them are
-            selected in other modes, 0 in padding rows.
-        max_seq_len: an upper bound of the tokens of one request, computed on the host.
-    """
-
+    #: ``[num_rows, max_context_len]`` int32, the place of each position of a row's request, like a table with pages of one
+    #: token; -1 in padding rows
     page_table_1: Tensor
+    #: ``[num_rows]`` int32, the call's ``seq_lens``: how many tokens a row sees in a decode, how many of them are selected in
+    #: other modes, 0 in padding rows
     seq_lens: Tensor
-    max_seq_len: int
+    max_seq_len: int  #: an upper bound of the tokens of one request, computed on the host
 
     def places(self, topk_indices: Tensor) -> Tensor:
         """Return the place of each selected entry, and -1 where nothing is selected: int32 ``[num_rows, columns]``, a multiple

@@ -48,24 +48,18 @@ TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of
 class DSV4Layer(MLALayer):
     """The arguments of a layer's calls; those of `MLALayer` that absorption concerns have no meaning. An entry is key and value
     as a whole. SGLang divides no entry by a scale, so that `k_scale` is 1.
-
-    Attributes:
-        compress_ratio: one of `RATIOS`.
-        sinks: ``[num_qo_heads]`` float32, or None. SGLang always has them.
     """
 
-    compress_ratio: int = TOKENS_ALONE
+    compress_ratio: int = TOKENS_ALONE  #: one of `RATIOS`
+    #: ``[num_qo_heads]`` float32, or None. SGLang always has them
     sinks: Tensor | None = field(default=None, compare=False, hash=False)
 
 
 @dataclass(frozen=True, eq=False)
 class DSV4Cache:
-    """The entries of one layer in both pools.
+    """The entries of one layer in both pools."""
 
-    Attributes:
-        storage: contiguous ``[num_entries, head_dim]``: the sliding-window pages, then the pages of compressed entries.
-    """
-
+    #: contiguous ``[num_entries, head_dim]``: the sliding-window pages, then the pages of compressed entries
     storage: Tensor
     pool: KVPool
     compress_ratio: int
@@ -111,25 +105,19 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a pass on DeepSeek-V4's call.
+    """The metadata of a pass on DeepSeek-V4's call."""
 
-    Attributes:
-        seq_lens: ``[num_rows]`` int32, how many tokens of its request each row sees.
-        window: ``[num_rows, 128]`` int32, the places of the row's token and of the tokens before it, in this order; then -1.
-        page_table: ``[num_rows, columns]`` int32, the pages of the row's request. Cells after its tokens may hold anything.
-        cum_seq_lens_q: ``[batch_size + 1]`` int32, the first row of each request in a prefill; None in other modes, whose
-            rows are requests of one row in the call.
-        request_lens: ``[batch_size]`` int32, tokens of each request in a prefill.
-        max_q_len: the most rows of a request in a prefill.
-    """
-
-    seq_lens: Tensor
+    seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
+    #: ``[num_rows, 128]`` int32, the places of the row's token and of the tokens before it, in this order; then -1
     window: Tensor
+    #: ``[num_rows, columns]`` int32, the pages of the row's request. Cells after its tokens may hold anything
     page_table: Tensor
     page_size: int
+    #: ``[batch_size + 1]`` int32, the first row of each request in a prefill; None in other modes, whose rows are requests of
+    #: one row in the call
     cum_seq_lens_q: Tensor | None = None
-    request_lens: Tensor | None = None
-    max_q_len: int | None = None
+    request_lens: Tensor | None = None  #: ``[batch_size]`` int32, tokens of each request in a prefill
+    max_q_len: int | None = None  #: the most rows of a request in a prefill
 
     def sparse_indices(self, compress_ratio: int, topk_indices: Tensor | None = None) -> Tensor:
         """Return the call's ``sparse_indices``: the window's columns, then those of compressed entries, a multiple of 64.

@@ -47,35 +47,28 @@ class QueryLayout(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLADecodeMetadata:
-    """The metadata that the MLA backend keeps for a pass on the decode kernel: decode, verification, draft extend.
+    """The metadata that the MLA backend keeps for a pass on the decode kernel: decode, verification, draft extend."""
 
-    Attributes:
-        block_kv_indices: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request (the call's
-            ``block_tables``). In an eager pass -1 follows the live pages.
-        seq_lens_k: ``[batch_size]`` int32, the keys of each request (the call's ``seq_lens``). If query rows are padded, the
-            padding counts.
-        max_seq_len_k: an upper bound of the keys of one request, computed on the host: the largest host length, or else the
-            pool's ``max_context_len``. The call adds the query rows of a verification or draft extend.
-        max_seq_len_q: query rows of each request, padding included.
-        query_layout: how the query rows become ``[batch_size, max_seq_len_q, ...]``.
-        sum_seq_lens_q: how many query rows a draft extend or ragged verification reads and writes; None in other passes. An
-            eager draft extend counts the requests' rows. A ragged verification and a graph count padding too, and the padding's
-            output becomes zero.
-        cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request in a draft extend or ragged verification; else
-            None.
-        seq_lens_q: ``[batch_size]`` int32, query rows of each request in a draft extend or ragged verification; else None.
-        global_seq_lens_k: ``[batch_size]`` int32, with decode context parallelism: the keys of each request on all GPUs, while
-            ``seq_lens_k`` counts one GPU's keys. Else None.
-    """
-
+    #: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request (the call's ``block_tables``). In an
+    #: eager pass -1 follows the live pages
     block_kv_indices: Tensor
+    #: ``[batch_size]`` int32, the keys of each request (the call's ``seq_lens``). If query rows are padded, the padding
+    #: counts
     seq_lens_k: Tensor
+    #: an upper bound of the keys of one request, computed on the host: the largest host length, or else the pool's
+    #: ``max_context_len``. The call adds the query rows of a verification or draft extend
     max_seq_len_k: int
-    max_seq_len_q: int = 1
-    query_layout: QueryLayout = QueryLayout.VIEW
+    max_seq_len_q: int = 1  #: query rows of each request, padding included
+    query_layout: QueryLayout = QueryLayout.VIEW  #: how the query rows become ``[batch_size, max_seq_len_q, ...]``
+    #: how many query rows a draft extend or ragged verification reads and writes; None in other passes. An eager draft extend
+    #: counts the requests' rows. A ragged verification and a graph count padding too, and the padding's output becomes zero
     sum_seq_lens_q: int | None = None
+    #: ``[batch_size + 1]`` int32, first query row of each request in a draft extend or ragged verification; else None
     cu_seqlens_q: Tensor | None = None
+    #: ``[batch_size]`` int32, query rows of each request in a draft extend or ragged verification; else None
     seq_lens_q: Tensor | None = None
+    #: ``[batch_size]`` int32, with decode context parallelism: the keys of each request on all GPUs, while ``seq_lens_k``
+    #: counts one GPU's keys. Else None
     global_seq_lens_k: Tensor | None = None
 
     @property
@@ -122,20 +115,14 @@ class TRTLLMMLADecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLAPrefillMetadata:
-    """The metadata that the MLA backend keeps for a prefill, whose new tokens attend to each other without the cache.
+    """The metadata that the MLA backend keeps for a prefill, whose new tokens attend to each other without the cache."""
 
-    Attributes:
-        max_seq_len: largest number of new tokens of a request.
-        cum_seq_lens: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys.
-        seq_lens: ``[batch_size]`` int32, new tokens of each request, without its cached prefix. SGLang keeps the dtype of its
-            lengths, int64 in production, but FlashInfer 0.7.2 reads them as int32.
-        fallback_to_flashinfer_impl: True if FlashInfer's own ragged kernels run instead of TRT-LLM's.
-    """
-
-    max_seq_len: int
-    cum_seq_lens: Tensor
+    max_seq_len: int  #: largest number of new tokens of a request
+    cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys
+    #: ``[batch_size]`` int32, new tokens of each request, without its cached prefix. SGLang keeps the dtype of its lengths,
+    #: int64 in production, but FlashInfer 0.7.2 reads them as int32
     seq_lens: Tensor
-    fallback_to_flashinfer_impl: bool = False
+    fallback_to_flashinfer_impl: bool = False  #: True if FlashInfer's own ragged kernels run instead of TRT-LLM's
 
 
 def build_mla_metadata(

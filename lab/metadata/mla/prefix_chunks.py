@@ -28,21 +28,13 @@ CHUNK_CAPACITY = 128 * 1024  # tokens of all requests in a chunk: SGLANG_MAX_KV_
 
 @dataclass(frozen=True, eq=False)
 class PrefixChunk:
-    """One chunk of the cached prefixes of a batch, which one call reads.
+    """One chunk of the cached prefixes of a batch, which one call reads."""
 
-    Attributes:
-        seq_lens: ``[batch_size]`` int32, tokens of each request, 0 or more.
-        cum_seq_lens: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``.
-        max_seq_len: largest number of tokens of a request.
-        kv_indices: ``[num_tokens]`` int32, slots of the tokens, request after request.
-        has_empty: True if a request has no token in the chunk: its rows are corrected after the call.
-    """
-
-    seq_lens: Tensor
-    cum_seq_lens: Tensor
-    max_seq_len: int
-    kv_indices: Tensor
-    has_empty: bool
+    seq_lens: Tensor  #: ``[batch_size]`` int32, tokens of each request, 0 or more
+    cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``
+    max_seq_len: int  #: largest number of tokens of a request
+    kv_indices: Tensor  #: ``[num_tokens]`` int32, slots of the tokens, request after request
+    has_empty: bool  #: True if a request has no token in the chunk: its rows are corrected after the call
 
 
 def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:

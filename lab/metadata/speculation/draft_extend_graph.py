@@ -47,17 +47,11 @@ def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
-    """The inputs of a draft model's forward pass, without the attention metadata.
+    """The inputs of a draft model's forward pass, without the attention metadata."""
 
-    Attributes:
-        input_ids: int64 [num_tokens].
-        hidden_states: [num_tokens, hidden_size], the target model's hidden states.
-        select_index: int64 [batch_size], for `DraftExtendOutput.SELECTED_ROW`: the row of each request whose logits are
-            computed.
-    """
-
-    input_ids: Tensor
-    hidden_states: Tensor
+    input_ids: Tensor  #: int64 [num_tokens]
+    hidden_states: Tensor  #: [num_tokens, hidden_size], the target model's hidden states
+    #: int64 [batch_size], for `DraftExtendOutput.SELECTED_ROW`: the row of each request whose logits are computed
     select_index: Tensor
 
     def first(self, batch_size: int, num_tokens: int) -> "DraftInputs":
@@ -90,19 +84,13 @@ class DraftInputs:
 
 @dataclass(frozen=True, eq=False)
 class DraftOutputs:
-    """The outputs of a draft model: a row per query row, or a row per request with `DraftExtendOutput.SELECTED_ROW`.
+    """The outputs of a draft model: a row per query row, or a row per request with `DraftExtendOutput.SELECTED_ROW`."""
 
-    Attributes:
-        logits: float32 [num_rows, vocab_size].
-        hidden_states: [num_rows, hidden_size].
-        topk_index: int64 [num_rows, 1], the most probable token of each row; or None.
-        topk_p: float32 [num_rows, 1], all ones: the probability of this token in a chain of drafts (topk = 1); or None.
-    """
-
-    logits: Tensor
-    hidden_states: Tensor
+    logits: Tensor  #: float32 [num_rows, vocab_size]
+    hidden_states: Tensor  #: [num_rows, hidden_size]
+    #: float32 [num_rows, 1], all ones: the probability of this token in a chain of drafts (topk = 1); or None
     topk_p: Tensor | None = None
-    topk_index: Tensor | None = None
+    topk_index: Tensor | None = None  #: int64 [num_rows, 1], the most probable token of each row; or None
 
     def first(self, num_rows: int) -> "DraftOutputs":
         """Return the first `num_rows` rows of all outputs, as slices of the same storage."""

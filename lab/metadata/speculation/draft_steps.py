@@ -40,16 +40,13 @@ class DraftPlan(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata that one draft step's backend receives.
-
-    Attributes:
-        kv_indptr: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``; or None.
-        kv_indices: ``[tokens]`` int32, the slots of all requests' keys. SGLang's common template makes both lists, and neither
-            backend reads them. None without the template.
-    """
+    """The metadata that one draft step's backend receives."""
 
     metadata: PassMetadata
+    #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``; or None
     kv_indptr: Tensor | None = None
+    #: ``[tokens]`` int32, the slots of all requests' keys. SGLang's common template makes both lists, and neither backend
+    #: reads them. None without the template
     kv_indices: Tensor | None = None
 
 
@@ -57,24 +54,20 @@ class DraftStep:
 class MultiStepDraft:
     """The configuration of a multi-step draft: attention backend, number of steps, and how the steps' metadata is written.
 
-    Attributes:
-        speculative_num_steps: 2 to 8, one more than the draft's decode passes; in a frozen-KV draft 1 to 8, the number of
-            passes.
-        plan: which launches make the metadata. The values of the metadata are the same for every plan. A frozen-KV draft always
-            has one launch and no common template.
-        topk: branches per request. It is 1 (a chain) for the TRT-LLM backends, except in a frozen-KV draft, where each branch
-            is a row of the batch.
-        schedule: schedule of the kernel that makes the ragged lists of the common template.
-
     Raises:
         ValueError: a number is out of range.
     """
 
     attention: DraftAttention
+    #: 2 to 8, one more than the draft's decode passes; in a frozen-KV draft 1 to 8, the number of passes
     speculative_num_steps: int
+    #: which launches make the metadata. The values of the metadata are the same for every plan. A frozen-KV draft always has
+    #: one launch and no common template
     plan: DraftPlan = DraftPlan.PER_STEP
+    #: branches per request. It is 1 (a chain) for the TRT-LLM backends, except in a frozen-KV draft, where each branch is a
+    #: row of the batch
     topk: int = 1
-    schedule: Schedule = Schedule.SERIAL
+    schedule: Schedule = Schedule.SERIAL  #: schedule of the kernel that makes the ragged lists of the common template
 
     def __post_init__(self) -> None:
         least = 1 if self.is_frozen_kv else 2
@@ -102,17 +95,13 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """The buffers of a draft's metadata. They are allocated once and serve every batch up to their size.
+    """The buffers of a draft's metadata. They are allocated once and serve every batch up to their size."""
 
-    Attributes:
-        steps: metadata of ``max_batch_size`` requests for each step. With ONE_LAUNCH all steps have the same table. In a
-            frozen-KV draft all steps have the same metadata, of ``max_batch_size * topk`` rows.
-        kv_indptr: ``[speculative_num_steps, max_batch_size + 1]`` int32, common template only.
-        kv_indices: ``[speculative_num_steps, max_batch_size * max_context_len]`` int32, common template only.
-    """
-
+    #: metadata of ``max_batch_size`` requests for each step. With ONE_LAUNCH all steps have the same table. In a frozen-KV
+    #: draft all steps have the same metadata, of ``max_batch_size * topk`` rows
     steps: tuple[PassMetadata, ...]
-    kv_indptr: Tensor | None
+    kv_indptr: Tensor | None  #: ``[speculative_num_steps, max_batch_size + 1]`` int32, common template only
+    #: ``[speculative_num_steps, max_batch_size * max_context_len]`` int32, common template only
     kv_indices: Tensor | None
 
 
@@ -316,17 +305,13 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every pass of one speculative iteration. `write` fills it in one launch, from the batch's contents.
+    """The metadata of every pass of one speculative iteration. `write` fills it in one launch, from the batch's contents."""
 
-    Attributes:
-        draft_steps: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``.
-        target_verify: metadata of the verify pass, with lengths ``seq_lens + d``.
-        draft_extend: metadata of DRAFT_EXTEND_V2, with the same lengths: the ``seq_lens`` of a DRAFT_EXTEND_V2 batch already
-            count the draft tokens.
-    """
-
+    #: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``
     draft_steps: tuple[TRTLLMMHAMetadata, ...]
-    target_verify: TRTLLMMHAMetadata
+    target_verify: TRTLLMMHAMetadata  #: metadata of the verify pass, with lengths ``seq_lens + d``
+    #: metadata of DRAFT_EXTEND_V2, with the same lengths: the ``seq_lens`` of a DRAFT_EXTEND_V2 batch already count the draft
+    #: tokens
     draft_extend: TRTLLMMHAMetadata
     write: Callable[[], None]
 

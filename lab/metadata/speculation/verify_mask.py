@@ -26,15 +26,12 @@ class VerifyMaskForm(NamedEnum):
 class VerifyMask:
     """A buffer for the bool mask of any batch of up to ``max_batch_size`` requests.
 
-    Attributes:
-        buffer: bool, one dimension, one byte per cell, with `verify_mask_cells` cells for the largest batch and the longest
-            lengths.
-
     Raises:
         TypeError: the buffer is not bool.
         ValueError: the buffer's shape does not fit these sizes.
     """
 
+    #: bool, one dimension, one byte per cell, with `verify_mask_cells` cells for the largest batch and the longest lengths
     buffer: Tensor
     form: VerifyMaskForm
     max_batch_size: int
