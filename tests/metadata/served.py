@@ -21,16 +21,11 @@ LAYER = MLALayer(0.4, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A batch whose cache was written token by token, and the attention over its histories.
-
-    Attributes:
-        query: float64 [num_tokens, HEADS, RANK + ROPE].
-        expected: float64 [rows of the requests, HEADS, RANK].
-    """
+    """A batch whose cache was written token by token, and the attention over its histories."""
 
     batch: ForwardBatch
-    query: Tensor
-    expected: Tensor
+    query: Tensor  #: float64 [num_tokens, HEADS, RANK + ROPE]
+    expected: Tensor  #: float64 [rows of the requests, HEADS, RANK]
 
     def assert_right(self, out: Tensor) -> None:
         torch.testing.assert_close(out[: len(self.expected)], self.expected, rtol=1e-12, atol=1e-12)
