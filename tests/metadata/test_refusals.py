@@ -35,6 +35,11 @@ POOLS: dict[str, dict[str, Any]] = {
     "DSV4": {"page_size": 128, "max_context_len": 300},
     "block-sparse": {"page_size": 128, "max_context_len": 300, "sliding_window": False},
 }
+CACHES: dict[str, Callable[[KVPool], Any]] = {
+    "MLA": lambda pool: pool.new_latent_cache(16, torch.float32),
+    "DSV4": lambda pool: DSV4Cache.over(pool, 16, torch.float32, 0),
+    "block-sparse": lambda pool: pool.new_cache(2, 16, torch.float32, KVLayout.HND),
+}
 DSA, DSV4 = partial(build_dsa_metadata, indexer=Indexer()), build_dsv4_metadata
 SPARSE, CHUNKS = partial(build_block_sparse_metadata, num_kv_heads=2), plan_prefix_chunks
 DCP = {size: partial(build_mla_dcp_metadata, dcp=DecodeContextParallel(size, 0)) for size in (2, 3, 4)}
@@ -136,21 +141,10 @@ def test_an_empty_batch_makes_no_call(backend: Any, pool_of: str, modes: list[Fo
         padding = 2 * (mode is ForwardMode.IDLE and not isinstance(backend, TRTLLMMLABackend))
         batch, pool = build(Case(mode, (), new=new, num_padding_rows=padding, **POOLS[pool_of]))
         query, out = torch.zeros(padding, 4, 16), torch.full((padding, 4, 16), 9.0)
-        entries: Any = pool.new_latent_cache(16, torch.float32)
-        if pool_of != "MLA":
-            is_dsv4 = pool_of == "DSV4"
-            entries = (
-                DSV4Cache.over(pool, 16, torch.float32, 0)
-                if is_dsv4
-                else pool.new_cache(2, 16, torch.float32, KVLayout.HND)
-            )
-        given = (
-            {}
-            if isinstance(backend, TRTLLMMLABackend)
-            else {"topk_indices": torch.zeros(2, 0, 4, dtype=torch.int32)[0]}
-        )
+        cache = CACHES[pool_of](pool)
+        given = {} if isinstance(backend, TRTLLMMLABackend) else {"topk_indices": torch.zeros(0, 4).int()}
         metadata = backend.build_metadata(batch, pool)
-        run = backend.prepare_attention(batch, metadata, DSV4Layer(1.0), query, entries, out=out, **given)
+        run = backend.prepare_attention(batch, metadata, DSV4Layer(1.0), query, cache, out=out, **given)
         assert run() is out
         assert not out.any()
 

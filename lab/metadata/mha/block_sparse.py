@@ -115,15 +115,10 @@ def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseBackend:
-    """Build metadata and make block-sparse decode calls as SGLang's MSA-v1 does.
+    """Build metadata and make block-sparse decode calls as SGLang's MSA-v1 does."""
 
-    Attributes:
-        implementation: any object with FlashInfer's decode function, such as `lab.references`.
-        num_kv_heads: K/V heads of a layer.
-    """
-
-    implementation: Any = None
-    num_kv_heads: int = 1
+    implementation: Any = None  #: any object with FlashInfer's decode function, such as `lab.references`
+    num_kv_heads: int = 1  #: K/V heads of a layer
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> BlockSparseMetadata:
         return build_block_sparse_metadata(batch, pool, self.num_kv_heads)
