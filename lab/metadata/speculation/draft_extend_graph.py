@@ -94,9 +94,8 @@ class DraftOutputs:
 
     def first(self, num_rows: int) -> "DraftOutputs":
         """Return the first `num_rows` rows of all outputs, as slices of the same storage."""
-        return DraftOutputs(
-            **{name: value if value is None else value[:num_rows] for name, value in vars(self).items()}
-        )
+        held: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
+        return DraftOutputs(**{name: value[:num_rows] for name, value in held.items()})
 
 
 def supports_draft_extend_graph(backend: object) -> bool:
