@@ -13,7 +13,7 @@ from lab.calls import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.models import Configuration
-from lab.checks.properties import checks
+from lab.checks.properties import checks_by_key
 from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Outcome
 from lab.kernels import portable
@@ -158,7 +158,7 @@ POISONED = [
     AttentionCase(MLA, (1, 33, 64, 0), (2,) * 4, 1, head_dim=80, v_head_dim=64),
     AttentionCase(MLA, (70, 9), (3, 3), 1, head_dim=80, v_head_dim=64, top_k=132, entries=Entries.MIXED),
 ]
-K4 = next(check for check in checks() if check.key == "K4")
+K4 = checks_by_key()["K4"]
 
 
 def judge(call: AttentionCall, values: Values, device: str) -> None:

@@ -41,19 +41,6 @@ def hold(truth: Arguments, results: tuple[Tensor, Tensor]) -> None:
 # Entries selected for each row of an MLA decode.
 
 
-def test_place_0_is_an_entry(device: str) -> None:
-    columns = [[-1, 0, 1, -1]]
-    batch = latent_batch([1], [20], heads=4, rank=64, rope=16)
-    arguments = sparse_arguments(batch, columns, out=None, bmm1_scale=0.125)
-    cache, places = arguments["kv_cache"], arguments["block_tables"]
-    first = int(places[0, 0, 1])
-    cache = torch.cat((cache[first // 16 :], cache[: first // 16]))  # the pages in another order
-    assert first % 16 == 0
-    moved = torch.where(places < 0, places, places - first)
-    results = run(MLA, arguments | {"kv_cache": cache, "block_tables": moved}, device)
-    hold(mla_arguments(selected_batch(batch, columns), out=None, bmm1_scale=0.125), results)
-
-
 def test_columns_after_a_rows_position_are_not_read(device: str) -> None:
     """Row i uses as many columns as there are keys up to its position."""
     columns = [[2, 1, 0, 3], [3, -1, 1, 0]]
