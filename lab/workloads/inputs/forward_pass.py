@@ -202,12 +202,8 @@ class BlockSparsePass(SelectingPass, ForwardPass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of query rows whose K/V heads see the tokens up to the row on the pages in `topk_pages`.
-
-    Args:
-        query, histories, q_lens: as in `mha_truth`.
-        topk_pages: as from `draw_pages`.
-        layer: the layer, without sinks and without a window.
+    """Return the expected results of query rows whose K/V heads see the tokens up to the row on the pages in `topk_pages`,
+    which `draw_pages` returns. The layer has no sinks and no window. The other arguments are as in `mha_truth`.
     """
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):

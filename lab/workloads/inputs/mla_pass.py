@@ -108,12 +108,7 @@ class SparseMLAPass(SelectingPass, MLAPass):
 
 def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Generator) -> Tensor:
     """Draw the groups whose compressed entries each row sees, those that an indexer selects in any order: int32 [num_rows,
-    columns], -1 after the last.
-
-    Args:
-        row_lens: how many tokens each row sees.
-        case: has the number of tokens of a group and the number of columns; without an indexer a row has all groups.
-        generator: draws, on its device.
+    columns], -1 after the last. Without an indexer a row has all groups. `row_lens` are how many tokens each row sees.
     """
     counts = [seen // case.compress_ratio if case.compress_ratio else 0 for seen in row_lens]
     columns = case.index_topk or max(*counts, 0)
@@ -128,12 +123,7 @@ def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generato
     """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk].
 
     A row selects `topk` positions, or all that it has if these are fewer; every third row about half as many. Columns of -1,
-    which select nothing, are between them and behind them.
-
-    Args:
-        row_lens: how many tokens of its request each row may select.
-        topk: number of columns.
-        generator: draws, on its device.
+    which select nothing, are between them and behind them. `row_lens` are how many tokens of its request each row may select.
     """
     drawn = torch.full((len(row_lens), topk), -1, dtype=torch.int32, device=generator.device)
     for number, (row, seen) in enumerate(zip(drawn, row_lens, strict=True)):

@@ -56,15 +56,11 @@ def touched(seed: int, count: int, device: torch.device) -> Tensor:
 class SeededRedraw:
     """Draws new inputs for timed calls, in the same tensors, and judges their outputs. Base class of implementations of
     `lab.timing.work.Redraw`, which define `first_set`, `truth` and the two methods that write.
-
-    Attributes:
-        forward: the pass, or the recorded call.
-        keeps_metadata: True if page ids and lengths must not change, because calls were planned from them on the host.
-        sets: copies of the arguments without `out`. All timed calls of the pass share these copies.
     """
 
-    forward: Any
-    keeps_metadata: bool = False
+    forward: Any  #: the pass, or the recorded call
+    keeps_metadata: bool = False  #: page ids and lengths must not change: calls were planned from them on the host
+    #: copies of the arguments without `out`. All timed calls of the pass share these copies
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def inputs(self, number: int) -> dict[str, Any]:

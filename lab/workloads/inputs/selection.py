@@ -59,12 +59,7 @@ def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
 
 def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Generator) -> Tensor:
     """Draw the pages that MiniMax-M3's indexer selects: earlier pages in any order, the row's own page, then -1. Returns int32
-    [num_kv_heads, num_rows, 16].
-
-    Args:
-        row_lens: how many tokens of its request each row sees, at least 1.
-        num_kv_heads: K/V heads, which select different pages.
-        generator: draws, on its device.
+    [num_kv_heads, num_rows, 16]. `row_lens` are how many tokens of its request each row sees, at least 1.
     """
     drawn = torch.full((num_kv_heads, len(row_lens), NUM_PAGES), -1, dtype=torch.int32, device=generator.device)
     for of_head in drawn:
