@@ -61,8 +61,13 @@ def cases_of(level: Level) -> list[GraphCase]:
     return [case for each in interfaces for case in graph_replays.CHECK.cases(each, Ranges(), level)]
 
 
+def is_plain(case: GraphCase) -> bool:
+    """Return False for the cases that only some modes have."""
+    return bool(not case.encoder_only and not case.block_sparse and case.padded_seq_len)
+
+
 def test_every_sequence_of_every_mode_is_run_in_every_setting_and_in_turn_on_a_real_geometry() -> None:
-    cases = [case for case in cases_of(Level.FULL) if not case.encoder_only and case.padded_seq_len]
+    cases = [case for case in cases_of(Level.FULL) if is_plain(case)]
     modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {GraphMode.draft_decode(s) for s in (0, 2)}
     modes.add(GraphMode.frozen_kv_draft())
     settings = {
@@ -77,7 +82,7 @@ def test_every_sequence_of_every_mode_is_run_in_every_setting_and_in_turn_on_a_r
 
 
 def test_the_smoke_level_has_each_sequence_of_two_modes_and_alternates_settings() -> None:
-    cases = [case for case in cases_of(Level.SMOKE) if not case.encoder_only and case.padded_seq_len]
+    cases = [case for case in cases_of(Level.SMOKE) if is_plain(case)]
     assert Counter(case.sequence for case in cases) == dict.fromkeys(ReplaySequence, 2)
     assert {case.mode for case in cases} == set(MODES.values())
     assert len({(case.place, case.sliding_window) for case in cases}) == 4
