@@ -34,7 +34,6 @@ from lab.extras import require
 from lab.loading import load
 from lab.provenance import version_of
 from lab.recorded import Recorder, Triggers
-from lab.recorded.own_form import own_calls
 from lab.reports.tables import Table, number
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
@@ -159,13 +158,13 @@ class RealClient(Study):
         }
         listed: list[StudyRow] = []
         if recorder is not None:
-            wrong = {call.number for call in own_calls(recorder.out)}
             listed = [
-                {**what, **call, "verdict": verdict(n, recorder.judged_numbers, wrong)}
+                {**what, **call, "verdict": verdict(n, recorder.judged, recorder.wrong)}
                 for n, call in enumerate(made, start=1)
             ]
             judged = [call["host_us"] / 1e3 for call in listed if call["verdict"]]
-            row |= {name: getattr(recorder, name) for name in ("judged", "wrong", "kept", "kept_bytes")}
+            row |= {"judged": len(recorder.judged), "wrong": len(recorder.wrong)}
+            row |= {"kept": recorder.kept, "kept_bytes": recorder.kept_bytes}
             row["judged_ms"] = statistics.median(judged) if judged else None
         return {"served": [row], "differing": differing, "calls": listed}
 

@@ -63,7 +63,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
     return k, v
 
 
-def places_of_requests(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Return the places of all keys of each of these requests, in K's pool and in V's, int64 [num_keys] each."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]

@@ -29,7 +29,6 @@ from lab.exit_status import ExitStatus
 from lab.files import last_report
 from lab.loading import LoadError
 from lab.ranges import ranges_of
-from lab.wording import printable
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
@@ -208,20 +207,12 @@ def judge(
 def _judge_of_calls(
     calls: str, implementation: str | None, refusals: str | None, settings: dict[str, Any]
 ) -> "Callable[..., Report]":
-    """Return a function that judges recorded calls. Print which folder's calls they are, and what the recording may lack."""
+    """Return a function that judges recorded calls."""
     from lab.checks.run.judge import judge_calls
-    from lab.recorded.case import recorded_cases
-    from lab.recorded.own_form import ends
 
     if implementation is not None:
         prepare_machine(settings["device"])
         settings = settings | {"implementation": implementation, "refusals": refusals_named(refusals, implementation)}
-    with refusing_errors():
-        folder = recorded_cases(calls)[0].address.rpartition("#")[0]
-        if Path(folder) not in (Path(calls), Path(calls).parent, Path(calls.rpartition("#")[0])):
-            typer.echo(printable(f"{calls} has no calls: those of {folder} are judged"))
-        for sentence in ends(Path(folder)):
-            typer.echo(printable(f"the recording may lack the wrong calls: {sentence}"))
     return partial(judge_calls, calls, **settings)
 
 

@@ -37,7 +37,6 @@ def record(
     non_finite: Annotated[bool, Option("--non-finite", help="record calls with NaN or Inf in the output")] = False,
     shadow: Annotated[int, Option(min=0, help="in place of --every: judge one of each n calls, record wrong ones")] = 0,
     e4m3_arithmetic: Annotated[bool, Option("--e4m3-arithmetic", help="--shadow: the kernel rounds to e4m3")] = False,
-    switch: Annotated[Path | None, Option("--while", metavar="FILE", help="record while this file exists")] = None,
     before: Annotated[bool, Option("--before", help="write inputs before each call, in case it crashes")] = False,
     most_calls: Annotated[int, Option(min=1, help="the most calls of each process")] = 1000,
     most_gb: Annotated[float, Option(min=0, help="the most gigabytes of each process")] = 20.0,
@@ -51,8 +50,8 @@ def record(
     from lab.recorded.recorder import ENVIRONMENT, Triggers
 
     with refusing_errors():
-        chosen, seen = tuple(layers or ()), "" if switch is None else str(switch.resolve())
-        triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic, seen)
+        chosen = tuple(layers or ())
+        triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic)
     limits = {"most_calls": most_calls, "most_bytes": int(most_gb * 1e9), "before": before}
     settings = {"out": str(out.resolve()), "triggers": asdict(triggers), "functions": functions, **limits}
     if (program := shutil.which(command[0])) is None:
@@ -80,64 +79,54 @@ def shrink(
         bool, Option("--from-outputs", help="make no calls: keep as few wrong requests as possible")
     ] = False,
     synthetic: Annotated[bool, Option("--synthetic", help="draw all contents, even if the error goes away")] = False,
-    most_seconds: Annotated[float, Option(min=0, help="try no smaller call after this time")] = 600.0,
 ) -> None:
-    """Find the smallest call that is wrong like a recorded call, and write a program that makes it with FlashInfer alone."""
-    import torch
+    """Find the smallest call that is wrong like a recorded call, and write a program that makes it with FlashInfer alone.
 
+    Ctrl-C ends the search: the smallest call that was found until then is written.
+    """
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():
-        cases = recorded_cases(recording)
-        if len(cases) > 1:
-            raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
-        call = cases[0].read()
-    from lab.recorded.repro import import_line, is_foreign, write_repro
+        case, *others = recorded_cases(recording)
+        if others:
+            raise ValueError(f"{recording} has {1 + len(others)} calls: name one, such as {case.address}")
+        call = case.read()
+    if not from_outputs:
+        prepare_machine(device)
+    import torch
 
-    if implementation is None and not from_outputs and is_foreign(call.module):
-        way = "name the function's module with --implementation, or pass --from-outputs, which makes no calls"
-        refuse(
-            f"the file says that the engine called {call.module}; the lab imports no module that only a file names: {way}"
-        )
+    from lab.calls import CALL_TYPES
+    from lab.checks.run.judge import device_of
+    from lab.recorded import own_form
+    from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of
+    from lab.recorded.repro import write_repro
+    from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
+
+    name, function = implementation or CALL_TYPES[call.function].module, call.function.value
     if implementation is None and not from_outputs and not torch.cuda.is_available():
         why = "FlashInfer's functions need a GPU, and there is none here"
         refuse(f"{why}: --implementation names one for the CPU, --from-outputs makes no calls", ExitStatus.NOT_JUDGED)
-    if not from_outputs:
-        prepare_machine(device)
-    from lab.calls import CALL_TYPES
-    from lab.checks.run.judge import device_of
-    from lab.provenance import version_of
-    from lab.recorded import own_form
-    from lab.recorded.reductions import contents_of
-    from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
-
     with refusing_errors():
-        find, called, versions, gpu = None, "", dict(call.versions), call.gpu or "(please fill in)"
-        if not from_outputs:
-            name = implementation or CALL_TYPES[call.function].module
-            function = getattr(load(name), call.function.value, None)
-            if function is None:
-                raise ValueError(f"{name} has no {call.function.value}")
-            find, called = fault_by_calling(function, device_of(device)), name.rpartition("/")[2]
-            package = called.partition(":")[0].partition(".")[0]
-            versions, gpu = {package: version_of(package) or ""} | own_form.versions(), own_form.gpu() or "none"
-        versions = {"GPU": gpu} | {name: version.split()[0] for name, version in versions.items() if version}
-        smaller, fault = shrunk(call, find, synthetic, most_seconds)
-        holder = write_repro(out, smaller, fault, versions, called)
-    typer.echo(f"written to {out}: ISSUE.md, repro.py{' and repro.pt, which it reads' * (holder != 'repro.py')}")
-    if from_outputs and (whole := recorded_fault(call)) and whole.requests:
-        kept_requests = fault.requests if fault else smaller.problem().batch_size
-        typer.echo(f"kept {kept_requests} of {counted(whole.requests, 'wrong request')}")
+        if from_outputs:
+            smaller, fault = shrunk(call, recorded_fault, OF_OUTPUTS, synthetic)
+            called, versions = "", {"GPU": call.gpu or "(please fill in)", **call.versions}
+        else:
+            if (kernel := getattr(load(name), function, None)) is None:
+                raise ValueError(f"{name} has no {function}")
+            find = fault_by_calling(kernel, device_of(device))
+            smaller, fault = shrunk(call, find, REDUCTIONS, synthetic)
+            called, versions = name.rpartition("/")[2], {"GPU": own_form.gpu() or "none", **own_form.versions()}
+        write_repro(out, smaller, fault, versions, called)
+    typer.echo(f"written to {out}: ISSUE.md, repro.py{' and repro.pt, which it reads' * (out / 'repro.pt').exists()}")
     if fault is not None:
         typer.echo(printable(f"{fault.reason.value}: {fault.sentence}"))
     else:
         unknown = "whether the result is wrong with drawn contents is not known, because no call was made: run repro.py"
         typer.echo(unknown if from_outputs else "with drawn contents the result is right")
     if kept := [name for name in contents_of(smaller) if name not in smaller.drawn]:
-        typer.echo(f"{holder} holds recorded contents of {', '.join(kept)}: --synthetic replaces them")
+        typer.echo(f"{out} holds recorded contents of {', '.join(kept)}: --synthetic replaces them")
     if implementation is not None:
-        typer.echo(f"repro.py calls FlashInfer. To call {implementation}, replace the line of this import by:")
-        typer.echo(f"    {import_line(implementation, call.function.value)}")
+        typer.echo(f"repro.py calls FlashInfer: to call {implementation}, replace the import of {function}")
 
 
 @recorded.command()
@@ -161,27 +150,3 @@ def scenario(
         typer.echo(printable(f"left out: {sentence}"), err=True)
     passes = Counter(each.arrival_ms for each in requests)
     print(f"{out}: {counted(len(passes), 'forward pass')} of up to {max(passes.values())} requests")
-
-
-@recorded.command("list")
-def list_calls(recording: Recording) -> None:
-    """List recorded calls with their sizes. The rows of a request tell the verification of a draft from a decode."""
-    from lab.recorded.call import RecordingError
-    from lab.recorded.case import recorded_cases
-    from lab.reports.tables import table_of_lines, terminal, terminal_of
-
-    lines = []
-    with refusing_errors():
-        for case in recorded_cases(recording):
-            about = [case.number, case.interface.name.lower(), "" if case.layer is None else case.layer]
-            try:
-                _, problem = case.posed()
-            except RecordingError as error:
-                lines.append([*about, "", "", "", str(error)])
-                continue
-            rows = " to ".join(map(str, sorted({min(problem.q_lens()), max(problem.q_lens())})))
-            file = Path(case.path).stem.rpartition(case.interface.value)[2].strip("_")
-            lines.append([*about, problem.batch_size, rows, int(problem.seq_lens.max()), file])
-    texts = [[printable(str(each)) for each in line] for line in lines]
-    headings = ("call", "function", "layer", "requests", "rows of each", "most keys", "file")
-    terminal().print(terminal_of(table_of_lines(headings, texts, caption=recording)))

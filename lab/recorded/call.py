@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lab import files
-from lab.calls import CALL_TYPES, AttentionCall, Problem
+from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
 from lab.references.assertion import lse_in_base_2
@@ -60,16 +60,23 @@ def reading(path: Path) -> Iterator[Path]:
         raise RecordingError(f"{path} is damaged: {type(error).__name__}: {first}") from error
 
 
+def recorded_function(path: Path, name: str) -> AttentionCall:
+    """Return the function that a record names. Raise RecordingError if it is not one of `RECORDED_CALLS`."""
+    for function in RECORDED_CALLS:
+        if function.value == name:
+            return function
+    raise RecordingError(f"{path} holds a call of {name}, of which the lab reads no recording")
+
+
 class ListedCall(NamedTuple):
-    """A call in a folder, before its tensors are read. Calls sort by time. Fields are as in `lab.recorded.case.RecordedCase`,
-    but `number` is that in the process, and `function` is "" if the record is damaged.
+    """A call in a folder, before its tensors are read. Fields are as in `lab.recorded.case.RecordedCase`, but `function` is ""
+    if the record is damaged.
     """
 
-    time: str
-    number: int
-    replay: int
     path: Path
     function: str
+    time: str = ""
+    replay: int = 0
     layer: int | None = None
 
 
@@ -89,7 +96,8 @@ class RecordedCall:
         module: the module of the function that was called; "" if the recorder did not write it.
         pages: the engine's id of each page in `kv_cache`, if the recorder kept some of the pages only; else None.
         drawn: names of the arguments whose contents were replaced by drawn values.
-        time, number, replay, layer: as in `ListedCall`, while the recorder has the call.
+        time, replay, layer: as in `ListedCall`, while the recorder has the call.
+        number: the number of the call in its process, while the recorder has the call.
     """
 
     function: AttentionCall
@@ -191,6 +199,13 @@ class RecordedCall:
         elif tensor.is_floating_point():  # a result of integers is wrong, and zeros do for it
             fill(unrepeated(copy), math.nan)
         return copy
+
+
+def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return K and V as views [num_pages, page_size, num_kv_heads, head_dim]; ragged K and V are one page."""
+    if isinstance(problem, RaggedAttention):
+        return problem.key.unsqueeze(0), problem.value.unsqueeze(0)
+    return problem.k_cache.transpose(1, 2), problem.v_cache.transpose(1, 2)
 
 
 def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:

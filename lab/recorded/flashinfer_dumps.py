@@ -9,15 +9,14 @@ tensor in a tuple a key such as `kwarg_kv_cache__0`. The other arguments are JSO
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
-from lab.recorded.call import RECORDED_CALLS, ListedCall, RecordedCall, RecordingError, reading
+from lab.recorded.call import ListedCall, RecordedCall, RecordingError, reading, recorded_function
 
 METADATA = "metadata.jsonl"
 REPLAYS = "graph_flushes"
@@ -35,11 +34,8 @@ def read(path: Path) -> RecordedCall:
         RecordingError: a file is missing, damaged or in another format, or the function is not in `RECORDED_CALLS`.
     """
     record = _last_record(path)
-    if record["function_name"] not in {each.value for each in RECORDED_CALLS}:
-        raise RecordingError(f"{path} holds a call of {record['function_name']}, of which the lab reads no recording")
-    function = AttentionCall(record["function_name"])
-    inputs = _tensors(path, "inputs")
-    given = _arguments(path, record, function, inputs)
+    function = recorded_function(path, record["function_name"])
+    given = _arguments(path, record, _tensors(path, "inputs"))
     outputs = _tensors(path, "outputs") if _tensor_file(path, "outputs") else {}
     lse = outputs.get("result_1")
     if outputs and lse is None and path.parent.name == REPLAYS:
@@ -49,49 +45,28 @@ def read(path: Path) -> RecordedCall:
     return RecordedCall(function, given, outputs.get("result", outputs.get("result_0")), lse, versions, lost)
 
 
-def dumped_calls(folder: Path) -> list[ListedCall]:
-    """Return the calls in a folder of dumps; for a captured call return its replays.
+def listed(folder: Path) -> list[ListedCall]:
+    """Return the calls in a folder of dumps, in the order of time; for a captured call return its replays.
 
-    The calls are in the order of time, since the name of a call's folder begins with the time. A folder with only the metadata
-    or only the inputs of a call counts as a damaged call.
+    The names of the folders begin with the time. A folder with only the metadata or only the inputs of a call counts as a
+    damaged call. The replays of one call are no recording.
     """
-    calls = []
-    for path in _folders_of_calls(folder):
-        calls += [_dumped(each) for each in _folders_of_calls(path / REPLAYS) or (path,)]
-    return calls
-
-
-def recording_of(folder: Path) -> Path | None:
-    """Return the folder of the recording to which the folder of a call, of its replays or of one replay belongs; None for any
-    other folder.
-    """
-    folder = folder.absolute()  # the parents of a relative path end below the root
-    if folder.name == REPLAYS:
-        return folder.parents[1]
-    if not _is_call(folder):
-        return None
-    return folder.parents[2] if folder.parent.name == REPLAYS else folder.parent
-
-
-def _is_call(folder: Path) -> bool:
-    """Return True if a folder holds the metadata or the inputs of a call."""
-    return (folder / METADATA).exists() or _tensor_file(folder, "inputs") is not None
+    calls = [] if folder.name == REPLAYS else _folders_of_calls(folder)
+    return [_listed(path) for call in calls for path in _folders_of_calls(call / REPLAYS) or (call,)]
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
-    return sorted(filter(_is_call, folder.glob("*/")))
+    return sorted(each for each in folder.glob("*/") if (each / METADATA).exists() or _tensor_file(each, "inputs"))
 
 
-def _dumped(path: Path) -> ListedCall:
+def _listed(path: Path) -> ListedCall:
     try:
         record = _last_record(path)
     except RecordingError:
-        return ListedCall("", 0, 0, path, "")
-    number, replay = (
-        number if isinstance(number := record.get(name), int) else 0
-        for name in ("call_sequence", "graph_capture_flush_index")
-    )
-    return ListedCall(str(record.get("timestamp", "")), number, replay, path, record["function_name"])
+        return ListedCall(path, "")
+    replay = record.get("graph_capture_flush_index")
+    time = str(record.get("timestamp", ""))
+    return ListedCall(path, record["function_name"], time, replay if isinstance(replay, int) else 0)
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
@@ -141,32 +116,26 @@ def _load_safetensors(path: Path) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _arguments(
-    folder: Path, record: Mapping[str, Any], function: AttentionCall, inputs: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
+def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return a call's arguments by name. `input_metadata` takes precedence over tensors, because it names nested tensors."""
-    names = _parameters(record, function)
-    given: dict[str, Any] = {}
+    names, given = _parameters(record), dict[str, Any]()
     for key, value in (*inputs.items(), *record["input_metadata"].items()):
         if (match := _ARGUMENT.fullmatch(key)) is None:
             continue
         if match["index"] and int(match["index"]) >= len(names):
-            raise RecordingError(f"{folder} has {key}, but {function.value} has {len(names)} parameters")
+            raise RecordingError(f"{folder} has {key}, but the recorded signature has {len(names)} parameters")
         name = names[int(match["index"])] if match["index"] else match["name"]
         given[name] = _value(folder, name, value, inputs)
     return given
 
 
-def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[str]:
-    """Return the function's parameter names in order: from the recorded signature, or from the lab's call type if it is
-    unreadable.
-    """
+def _parameters(record: Mapping[str, Any]) -> list[str]:
+    """Return the parameter names in the recorded signature, in order; none if the signature is unreadable."""
     try:
-        (definition,) = ast.parse(f"def call{record.get('function_signature')}: ...").body
+        definition = ast.parse(f"def call{record.get('function_signature')}: ...")
     except (SyntaxError, ValueError, RecursionError):
-        return list(CALL_TYPES[function].__dataclass_fields__)
-    assert isinstance(definition, ast.FunctionDef)
-    return [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
+        return []
+    return [each.arg for each in ast.walk(definition) if isinstance(each, ast.arg)]
 
 
 def _value(folder: Path, name: str, value: Any, inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -18,51 +18,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import AttentionCall
 from lab.provenance import version_of
 from lab.recorded.call import (
     ALIGNMENT_BYTES,
-    RECORDED_CALLS,
     RESULTS,
     ListedCall,
     RecordedCall,
     RecordingError,
     placed,
     reading,
+    recorded_function,
     size_bytes,
     unrepeated,
 )
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 FORM, VERSION = "a call recorded by trtllm-attention-lab", 3
-EARLIER = f"{FORM}\n".encode()  # the first bytes of a file before version 3
 SUFFIX = ".call"
-END = ".end"  # of a file that says why a process recorded no further call
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
 OVERLAPPING = (
     "elements of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
 )
 MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once
-_NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.call", re.ASCII)
+_NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d+))?\.call", re.ASCII)
 
 
-def own_calls(folder: Path) -> list[ListedCall]:
-    """Return the calls of a folder in the lab's own form, in the order of time."""
-    found = [(path, match.groups()) for path in folder.glob(f"*{SUFFIX}") if (match := _NAME.fullmatch(path.name))]
-    return sorted(
-        ListedCall(time, int(number), int(replay or 0), path, function, None if layer is None else int(layer))
-        for path, (time, function, layer, number, replay) in found
-    )
-
-
-def ends(folder: Path) -> list[str]:
-    """Return sentences about the processes whose recording in a folder ended at its limit."""
-    texts = []
-    for path in sorted(folder.glob(f"*{END}")):
-        with reading(path) as regular:
-            texts.append(regular.read_text())
-    return texts
+def listed(folder: Path) -> list[ListedCall]:
+    """Return the calls of a folder in the lab's own form, in the order of time, with which the files' names begin."""
+    found = [
+        (path, match.groups()) for path in sorted(folder.glob(f"*{SUFFIX}")) if (match := _NAME.fullmatch(path.name))
+    ]
+    return [
+        ListedCall(path, function, time, int(replay or 0), None if layer is None else int(layer))
+        for path, (time, function, layer, replay) in found
+    ]
 
 
 def read(path: Path) -> RecordedCall:
@@ -72,21 +62,17 @@ def read(path: Path) -> RecordedCall:
         RecordingError: the file is damaged, in another form or of another release, or lacks the value of an argument.
     """
     with reading(path) as regular:
-        with regular.open("rb") as file:
-            if file.read(len(EARLIER)) == EARLIER:
-                raise RecordingError(f"{path} is of an earlier version; this release of the lab reads {VERSION}")
         record = torch.load(regular, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(record, dict) or record.get("form") != FORM:
             raise RecordingError(f"{path} is no call that the lab recorded")
         if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")
-        if record["function"] not in {each.value for each in RECORDED_CALLS}:
-            raise RecordingError(f"{path} holds a call of {record['function']}, of which the lab reads no recording")
-        if record["pages"] is not None:
-            _check_is_whole("pages", record["pages"])
+        pages = record["pages"]
+        if pages is not None:
+            _check_is_whole("pages", pages)
         out, lse = (_restored(path, name, value) for name, value in zip(RESULTS, record["results"], strict=True))
         return RecordedCall(
-            AttentionCall(record["function"]),
+            recorded_function(path, record["function"]),
             {name: _restored(path, name, value) for name, value in record["arguments"].items()},
             out,
             lse,
@@ -95,7 +81,7 @@ def read(path: Path) -> RecordedCall:
             gpu=str(record["gpu"]),
             raised=str(record["raised"]),
             module=str(record["module"]),
-            pages=None if record["pages"] is None else tuple(record["pages"].tolist()),
+            pages=None if pages is None else tuple(pages.tolist()),
         )
 
 
@@ -180,33 +166,24 @@ def _restored(path: Path, name: str, value: Any) -> Any:
 
 
 def _check_is_whole(name: str, elements: Tensor) -> None:
-    """Raise ValueError unless a tensor has the form in which `write` keeps elements. A view may name far more elements than its
-    file has, and a tensor of another device has none.
-    """
-    storage_bytes = elements.untyped_storage().nbytes()
-    if elements.device.type != "cpu" or not elements.is_contiguous() or elements.nbytes != storage_bytes:
-        raise ValueError(
-            f"the elements of {name} are no contiguous tensor with its whole storage on the CPU: shape "
-            f"{list(elements.shape)}, strides {list(elements.stride())}, {storage_bytes:,} bytes, {elements.device}"
-        )
+    """Raise ValueError unless elements are as `write` keeps them: a view may name far more elements than its file has."""
+    is_whole = elements.is_contiguous() and elements.nbytes == elements.untyped_storage().nbytes()
+    if elements.device.type != "cpu" or not is_whole:
+        raise ValueError(f"the elements of {name} are no contiguous tensor with its whole storage on the CPU")
 
 
 def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
     """Return arguments in which no input shares memory with `out` or `lse`, because the call overwrites it: with copies of such
     inputs, or else with the reason why they are lost. `out` and `lse` stay.
     """
-    spans = {name: _span(value) for name, value in given.items() if isinstance(value, Tensor)}
-    written, apart = [spans[name] for name in RESULTS if name in spans], dict(given)
-    for name in spans.keys() - {*RESULTS}:
-        if any(max(spans[name].start, each.start) < min(spans[name].stop, each.stop) for each in written):
+    starts = {name: value.data_ptr() for name, value in given.items() if isinstance(value, Tensor)}
+    ends = {name: start + size_bytes(given[name]) for name, start in starts.items()}
+    written, apart = starts.keys() & {*RESULTS}, dict(given)
+    for name in starts.keys() - written:
+        if any(starts[name] < ends[each] and starts[each] < ends[name] for each in written):
             lost = RecordingError("the call overwrote it, in a CUDA graph")
             apart[name] = torch.clone(given[name]) if copies else lost
     return apart
-
-
-def _span(tensor: Tensor) -> range:
-    """Return the addresses of a tensor's bytes, those of gaps included."""
-    return range(tensor.data_ptr(), tensor.data_ptr() + size_bytes(tensor))
 
 
 def _has_overlap(pool: Any, num_pages: int) -> bool:

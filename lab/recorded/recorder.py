@@ -40,7 +40,7 @@ from lab.wording import counted
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
 MOST_FRAMES = 12  # callers that are searched for the layer
 MOST_SAID = 20  # different sentences about calls that are not recorded or not judged
-FOLLOWED = ("capture_begin", "capture_end", "replay", "reset")  # methods of a CUDA graph
+FOLLOWED = ("capture_begin", "capture_end", "replay")  # methods of a CUDA graph
 _LOG = logging.getLogger("lab.recorded")
 
 
@@ -54,7 +54,6 @@ class Triggers:
         layers: calls of these layers; () for all. A caller's `layer`, `module` or `self` names the layer: by its attribute
             `layer_id` or `layer_idx`, or by the number in `layer_name`.
         from_s, until_s: calls in this span of seconds after the recorder's start.
-        switch: path of a file: calls while it exists; "": always.
         longest: calls whose longest request has at least this number of keys.
         non_finite: calls with NaN or infinity in the output. Each chosen call waits for the GPU.
         shadow: if not 0, one of each n calls, in place of `every`, is judged at once on its device, without the requests that
@@ -70,7 +69,6 @@ class Triggers:
     non_finite: bool = False
     shadow: int = 0
     e4m3_arithmetic: bool = False
-    switch: str = ""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.shadow < 0:
@@ -102,9 +100,8 @@ class Recorder:
 
     Attributes:
         kept, kept_bytes: number and bytes of the files that were written.
-        judged_numbers: the numbers of the calls that `Triggers.shadow` judged, from 1 in the order of the calls.
-        wrong: how many of these calls were wrong.
-        layers: the layers of the calls that were judged or, without `Triggers.shadow`, kept; None for one that is not known.
+        judged, wrong: the numbers of the calls that `Triggers.shadow` judged, and of those that were wrong. The calls of this
+            process are counted from 1.
         has_ended: True after the end or after a limit. No call is recorded then.
     """
 
@@ -119,11 +116,11 @@ class Recorder:
         before: bool = False,
     ) -> None:
         self.out, self.triggers, self.has_ended = Path(out), triggers or Triggers(), False
-        self.kept = self.kept_bytes = self.wrong = 0
-        self.judged_numbers, self.layers = list[int](), set[int | None]()
+        self.kept = self.kept_bytes = 0
+        self.judged, self.wrong = list[int](), list[int]()
         self._dice, self._place = random.Random(0), 0  # all ranks of a server choose the same calls
         self._most_calls, self._most_bytes, self._writes_before = most_calls, most_bytes, before
-        self._start, self._said, self._seen_layers = time.monotonic(), set[str](), set[int | None]()
+        self._start, self._said = time.monotonic(), set[str]()
         self._numbers, self._matching = itertools.count(1), itertools.count()
         self._versions = own_form.versions()  # once, since they are read from the disk
         self._lock, self._of_thread = threading.Lock(), _OfThread()
@@ -147,22 +144,11 @@ class Recorder:
             setattr(torch.cuda.CUDAGraph, name, getattr(torch.cuda.CUDAGraph, name).__wrapped__)
         self._graphs.clear()
 
-    @property
-    def judged(self) -> int:
-        """Return the number of calls that `Triggers.shadow` judged."""
-        return len(self.judged_numbers)
-
     def summary(self) -> str:
-        """Say at the end of the recording how many calls are recorded, of which layers, or why none is."""
-        made, layers = next(self._numbers) - 1, self.layers or self._seen_layers
-        known = sorted(each for each in layers if each is not None)
-        words = [f"{self.kept or 'none'} of {counted(made, 'call')} recorded in {self.out}"]
-        words += [f"{self.judged} judged, {self.wrong} wrong"] if self.triggers.shadow else []
-        words += [f"of layers {', '.join(map(str, known))}"] if known else []
-        if not self.kept:
-            none = "none was chosen" if made else "the package was imported, and none of its functions was called"
-            words += sorted(self._said) or [none]
-        return "; ".join(words)
+        """Say at the end of the recording how many calls are recorded, and what went wrong."""
+        words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self.out}"]
+        words += [f"{len(self.judged)} judged, {len(self.wrong)} wrong"] if self.triggers.shadow else []
+        return "; ".join([*words, *sorted(self._said)])
 
     def _wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         function, names = AttentionCall(name), list(inspect.signature(original).parameters)
@@ -174,7 +160,6 @@ class Recorder:
             number = next(self._numbers)
             is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
             layer = _layer_of_caller() if self.triggers.layers else None
-            self._seen_layers.add(layer)
             if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
                 return original(*args, **kwargs)
             call = None  # if it cannot be recorded
@@ -193,7 +178,6 @@ class Recorder:
         return (
             not self.has_ended
             and triggers.from_s <= time.monotonic() - self._start <= triggers.until_s
-            and (not triggers.switch or os.path.exists(triggers.switch))
             and self._is_of_layer(layer)
             and self._is_drawn(triggers.shadow or triggers.every)
         )
@@ -237,9 +221,6 @@ class Recorder:
     def _after_capture_end(self, graph: Any) -> None:
         self._of_thread.graph = None
 
-    def _after_reset(self, graph: Any) -> None:
-        self._graphs.pop(graph, None)
-
     def _after_replay(self, graph: Any) -> None:
         calls = self._graphs.get(graph, [])
         for place, call in enumerate(calls):
@@ -269,8 +250,7 @@ class Recorder:
         """Judge a call on its device. If it is wrong or its arguments are invalid, log why and return True."""
         assert call.out is not None
         given = {name: value for name, value in call.given.items() if name not in RESULTS}  # out is not of this device
-        self.judged_numbers.append(call.number)
-        self.layers.add(call.layer)
+        self.judged.append(call.number)
         try:
             arithmetic = E4M3 if self.triggers.e4m3_arithmetic else None
             fault = fault_of(replace(call, given=given), call.out, call.lse, arithmetic)
@@ -280,7 +260,7 @@ class Recorder:
             self._say_once(f"{call.function.value} is not judged: {error}")
             return False
         if fault is not None:
-            self.wrong += 1
+            self.wrong.append(call.number)
             words = f"{_words(call)}, {call.function.value}: {fault.reason.value}"
             _LOG.warning("lab record: %s: %s", words, fault.sentence)
         return fault is not None
@@ -292,11 +272,8 @@ class Recorder:
                 return
             path = own_form.write(self.out, call)
             self.kept, self.kept_bytes = self.kept + 1, self.kept_bytes + path.stat().st_size
-            self.layers |= set() if self.triggers.shadow else {call.layer}
             if self.kept == self._most_calls or self.kept_bytes >= self._most_bytes:
-                why = f"{self.kept} calls of {self.kept_bytes / 1e9:.3g} GB are recorded, which is the limit"
-                (self.out / f"{_now()}_pid{os.getpid()}{own_form.END}").write_text(f"process {os.getpid()}: {why}")
-                self._end(why)
+                self._end(f"{self.kept} calls of {self.kept_bytes / 1e9:.3g} GB are recorded, which is the limit")
 
     def _end(self, why: str) -> None:
         self.has_ended = True

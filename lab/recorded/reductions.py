@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
 from lab.calls.entries import keys_per_offset, live_cells, places_of_requests
 from lab.calls.problem import shown_draft_tokens
-from lab.recorded.call import RecordedCall, each_tensor
+from lab.recorded.call import RecordedCall, each_tensor, sides_of
 from lab.shrinking import halvings
 from lab.workloads.inputs.masks import packed_mask
 
@@ -117,17 +117,11 @@ def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out K/V heads, each with its group of query heads."""
+    """Leave out K/V heads, each with its group of query heads; or query heads, the same of each group."""
     problem = call.problem()
-    for kept in _without_chunks(range(problem.num_kv_heads)):
-        yield _with_heads(call, kept, range(problem.group))
-
-
-def smaller_groups(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out query heads, the same of each group."""
-    problem = call.problem()
-    for kept in _without_chunks(range(problem.group)):
-        yield _with_heads(call, range(problem.num_kv_heads), kept)
+    kv_heads, of_group = range(problem.num_kv_heads), range(problem.group)
+    yield from (_with_heads(call, kept, of_group) for kept in _without_chunks(kv_heads))
+    yield from (_with_heads(call, kv_heads, kept) for kept in _without_chunks(of_group))
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -153,23 +147,17 @@ def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> It
     problem = call.problem()
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
         return
-    is_live = torch.zeros(problem.k_cache.shape[0], problem.page_size, dtype=torch.bool)
+    is_dead = torch.ones(problem.k_cache.shape[0], problem.page_size, 1, 1, dtype=torch.bool)
     for places in chain.from_iterable(places_of_requests(problem, range(problem.batch_size))):
-        is_live.view(-1)[places] = True
-    slots = -3 if call.given.get("kv_layout") == "NHD" else -2
-    found = []
-
-    def change(cache: Tensor) -> Tensor:
-        shape = [1] * cache.ndim
-        shape[0], shape[slots] = is_live.shape
-        wide = cache.to(torch.float32)
-        is_kept = is_live.view(shape) | (wide.isfinite().logical_not() if keeps_non_finite else False)
-        found.append(bool((wide.where(~is_kept, 0) != 0).any()))
-        return wide.where(is_kept, 0).to(cache.dtype)
-
-    changed = _changed(call, {"kv_cache": change})
-    if any(found):
-        yield changed
+        is_dead.view(-1)[places] = False
+    wiped, is_smaller = _changed(call, {"kv_cache": torch.clone}), False
+    for side in sides_of(wiped.problem()):
+        wide = side.to(torch.float32)
+        is_wiped = is_dead & (wide != 0) & (wide.isfinite() if keeps_non_finite else True)
+        side.copy_(wide.masked_fill(is_wiped, 0))
+        is_smaller |= bool(is_wiped.any())
+    if is_smaller:
+        yield wiped
 
 
 def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -203,11 +191,11 @@ def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
         yield drawn(call, [name])
 
 
-# What changes the size most is first; what makes FlashInfer compile another kernel (rows, groups) is late. Dead slots
+# What changes the size most is first; what makes FlashInfer compile another kernel (rows, groups of heads) is late. Dead slots
 # are before contents, because drawn contents keep what is not finite.
 REDUCTIONS: tuple[Reduction, ...] = (
-    *(fewer_requests, fewer_pages, fewer_keys, fewer_entries, fewer_heads, without_dead_slots, drawn_contents),
-    *(default_arguments, fewer_rows, smaller_groups),
+    *(fewer_requests, fewer_pages, fewer_keys, fewer_entries, without_dead_slots, drawn_contents),
+    *(default_arguments, fewer_rows, fewer_heads),
 )
 # By these, the output of the rows that are kept does not change.
 OF_OUTPUTS: tuple[Reduction, ...] = (fewer_requests, fewer_pages, partial(without_dead_slots, keeps_non_finite=True))

@@ -1,8 +1,6 @@
 """Shrink a recorded call whose result is wrong: find a smaller call that is wrong for the same reason."""
 
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from lab.named_enum import NamedEnum
 from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of, drawn
+from lab.recorded.reductions import Reduction, contents_of, drawn
 from lab.references.assertion import truth_of_problem
 from lab.shrinking import smallest
 from lab.workloads.inputs.attention import new_workspace
@@ -41,14 +39,12 @@ class Fault:
         sentence: the worst vectors with their errors, the bias, or the error that was raised.
         error: name of the type of that error; "" if none was raised.
         vector: place and first elements of the worst output vector, in words; "" if the output is right or there is none.
-        requests: the number of requests with a wrong vector; 0 if an error was raised.
     """
 
     reason: Reason
     sentence: str
     error: str = ""
     vector: str = ""
-    requests: int = 0
 
 
 Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call's result; None if the result is right
@@ -92,10 +88,6 @@ def fault_of(
     if not len(truth.expected):
         return None
     compared = truth.compare(out)
-
-    def requests_of(wrong: Tensor) -> int:
-        return len(truth.request_of_row[wrong.any(dim=1)].unique())
-
     if bool(compared.wrong.any()):
         ((row, head),) = compared.worst(1)
         shown = (side[row, head, :SHOWN_ELEMENTS].double().tolist() for side in (truth.expected, out))
@@ -103,23 +95,25 @@ def fault_of(
         place = f"request {int(truth.request_of_row[row])}, row {truth.row_of_call(row)}, head {head}"
         vector = f"{place}: expected in float64 {expected} …, got {got} …"
         reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
-        return Fault(reason, truth.wrong_output(compared, out), "", vector, requests_of(compared.wrong))
+        return Fault(reason, truth.wrong_output(compared, out), "", vector)
     if lse is not None and (sentence := truth.wrong_lse(lse)):
-        return Fault(Reason.LSE, sentence, requests=requests_of(truth.lse_ratio(lse) > 1))
+        return Fault(Reason.LSE, sentence)
     return None if compared.passed else Fault(Reason.BIAS, truth.wrong_output(compared, out))
 
 
 def shrunk(
-    call: RecordedCall, find: Find | None, synthetic: bool = False, most_seconds: float = math.inf
+    call: RecordedCall,
+    find: Find,
+    reductions: Sequence[Reduction],
+    synthetic: bool = False,
 ) -> tuple[RecordedCall, Fault | None]:
-    """Return the smallest call found whose result is wrong for the same reason, and the fault.
+    """Return the smallest call found whose result is wrong for the same reason, and the fault. Ctrl-C ends the search.
 
     Args:
         call: a recorded call.
-        find: finds the fault of a call's result. None: no call is made, and requests are left out if their recorded outputs
-            are right. A call that did not return is then kept whole.
+        find: finds the fault of a call's result: `recorded_fault`, or what `fault_by_calling` returns.
+        reductions: `REDUCTIONS`, or `OF_OUTPUTS` if no call is made. A call that did not return is then kept whole.
         synthetic: replace all contents by drawn ones, even if the result is then right.
-        most_seconds: no smaller call is tried after this time. It may be exceeded by one call.
 
     Returns:
         The call and its fault. With `synthetic` the fault is None if it is not known, or if the result is now right.
@@ -129,11 +123,11 @@ def shrunk(
             raises an error and the recorded call did not.
     """
     call.refuse_block_sparse("shrunk")
-    judged, end = find or recorded_fault, time.monotonic() + most_seconds
     try:
-        fault = judged(call)
+        fault = find(call)
         if fault is None:
-            raise RecordingError("the result of the call is right, so that there is nothing to shrink")
+            engine = f": the engine called {call.module}" if call.module else ""
+            raise RecordingError(f"the result of the call is right, so that there is nothing to shrink{engine}")
         if fault.reason is Reason.RAISED and call.out is not None:
             raise RecordingError(f"the recorded call returned, but here it raises {fault.sentence}")
         if fault.reason is Reason.BIAS:
@@ -143,23 +137,22 @@ def shrunk(
 
         def stays_wrong(smaller: RecordedCall) -> bool:
             nonlocal call, fault
-            if time.monotonic() > end:
-                raise TimeoutError
             try:
                 smaller.problem()
             except RecordingError:
                 return False
-            found = judged(smaller)
+            found = find(smaller)
             if found is None or (found.reason, found.error) != kind:
                 return False
             call, fault = smaller, found
             return True
 
-        with suppress(TimeoutError, torch.AcceleratorError):  # then the smallest call so far is returned
-            smallest(call, REDUCTIONS if find else OF_OUTPUTS if call.out is not None else (), stays_wrong)
+        if find is not recorded_fault or call.out is not None:
+            with suppress(KeyboardInterrupt, torch.AcceleratorError):  # then the smallest call so far is returned
+                smallest(call, reductions, stays_wrong)
         if synthetic and not call.drawn >= {*contents_of(call)}:
             call = drawn(call, contents_of(call))
-            return call, find(call) if find else None
+            return call, None if find is recorded_fault else find(call)
     except torch.AcceleratorError as error:
         raise RecordingError(f"the call cannot be shrunk: {error}") from error
     return call, fault

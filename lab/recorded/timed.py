@@ -19,6 +19,7 @@ from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
 from lab.calls.entries import keys_per_offset, num_keys, places_of
 from lab.calls.problem import E4M3, NVFP4
 from lab.kernels import prepare
+from lab.recorded.call import sides_of
 from lab.recorded.case import RecordedCase
 from lab.recorded.suspicions import visible_of_request
 from lab.references.assertion import histories_of, truth_of_problem
@@ -203,13 +204,9 @@ class CallRedraw(SeededRedraw):
 
 
 def _sides(problem: Problem) -> list[Tensor]:
-    """Return K and V as views [num_pages, page_size, num_kv_heads, head_dim]; ragged K and V are one page. If V is a part of K,
-    return K only.
-    """
-    if isinstance(problem, RaggedAttention):
-        return [problem.key.unsqueeze(0), problem.value.unsqueeze(0)]
-    is_part = problem.k_cache.data_ptr() == problem.v_cache.data_ptr()
-    return [cache.transpose(1, 2) for cache in (problem.k_cache, problem.v_cache)[: 1 if is_part else 2]]
+    """Return K and V as `sides_of` does. If V is a part of K, return K only."""
+    k, v = sides_of(problem)
+    return [k] if k.data_ptr() == v.data_ptr() else [k, v]
 
 
 def _deviation(contents: Tensor) -> float:

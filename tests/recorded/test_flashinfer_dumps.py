@@ -20,7 +20,7 @@ import torch
 from lab.calls import AttentionCall
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
-from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, dumped_calls, read, recording_of
+from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, listed, read
 from lab.references.assertion import assert_close_to_reference
 from tests.commands.command import run
 from tests.recorded.record_calls import decode_arguments
@@ -37,7 +37,7 @@ def _same(read: Any, made: Any) -> bool:
 
 @pytest.mark.parametrize("number", [0, 1], ids=["by name", "by position"])
 def test_arguments_are_read_as_they_were_given(recorded_once: Path, number: int) -> None:
-    call = read(dumped_calls(recorded_once)[number].path)
+    call = read(listed(recorded_once)[number].path)
     made = decode_arguments()
     assert call.function is AttentionCall.DECODE
     assert set(call.given) == set(made)
@@ -52,7 +52,7 @@ def test_arguments_are_read_as_they_were_given(recorded_once: Path, number: int)
 
 
 def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> None:
-    call = read(dumped_calls(recorded_once)[2].path)
+    call = read(listed(recorded_once)[2].path)
     arguments = call.arguments()
     assert arguments["out"] is not call.given["out"]
     assert arguments["out"].shape == call.given["out"].shape
@@ -63,7 +63,7 @@ def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> 
 
 
 def test_a_dtype_and_an_integer_are_read(recorded_once: Path) -> None:
-    call = read(dumped_calls(recorded_once)[3].path)
+    call = read(listed(recorded_once)[3].path)
     assert call.given["out_dtype"] == torch.float16
     assert call.given["window_left"] == 3
     assert call.out is not None
@@ -72,7 +72,7 @@ def test_a_dtype_and_an_integer_are_read(recorded_once: Path) -> None:
 
 
 def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
-    call = read(dumped_calls(recorded_once)[4].path)
+    call = read(listed(recorded_once)[4].path)
     assert call.out is None
     assert call.given["max_seq_len"] == 4
     with pytest.raises(ValueError, match=r"seq_lens\[0\] = 5 exceeds max_seq_len.* = 4"):
@@ -80,9 +80,9 @@ def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
 
 
 def test_a_function_that_is_no_attention_call_is_refused(recorded_once: Path) -> None:
-    assert dumped_calls(recorded_once)[5].function == "relu"
+    assert listed(recorded_once)[5].function == "relu"
     with pytest.raises(RecordingError, match="holds a call of relu, of which the lab reads no recording"):
-        read(dumped_calls(recorded_once)[5].path)
+        read(listed(recorded_once)[5].path)
 
 
 def _as_replays(path: Path, count: int) -> None:
@@ -96,27 +96,18 @@ def _as_replays(path: Path, count: int) -> None:
         (snapshot / METADATA).write_text(json.dumps(record | {"graph_capture_flush_index": replay}))
 
 
-def test_a_part_of_a_recording_names_the_recording_from_a_relative_path_too(
-    dumps: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = dumped_calls(dumps)[2].path
-    _as_replays(call, 1)
-    for folder in (call, call / REPLAYS, call / REPLAYS / "flush_0001"):
-        monkeypatch.chdir(folder)
-        with pytest.raises(RecordingError, match=f"part of the recording .*{dumps.name}"):
-            recorded_cases(".")
-        assert recording_of(Path()) == dumps
-
-
 def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) -> None:
-    calls = dumped_calls(dumps)
+    calls = listed(dumps)
     _as_replays(calls[2].path, 11)
-    replays = dumped_calls(dumps)[2:13]
-    assert [(each.number, each.replay) for each in replays] == [(3, replay) for replay in range(1, 12)]
-    assert [each.number for each in dumped_calls(dumps)[:2]] == [1, 2]
-    assert len(dumped_calls(dumps)) == 5 + 11
+    replays = listed(dumps)[2:13]
+    assert [each.replay for each in replays] == [*range(1, 12)]
+    assert {each.path.parents[1] for each in replays} == {calls[2].path}
+    assert len(listed(dumps)) == 5 + 11
     (third,) = recorded_cases(f"{dumps}#4")
     assert (third.replay, third.address) == (2, f"{dumps}#4")
+    for part in (calls[2].path, calls[2].path / REPLAYS, replays[0].path):
+        with pytest.raises(RecordingError, match="has no calls: `lab record` records calls"):
+            recorded_cases(part)
     (calls[2].path / "outputs.pt").unlink()
     for path in (replays[0].path, calls[2].path):
         torch.save({"result": torch.zeros(3, 4, 64)}, path / "outputs.pt")
@@ -203,7 +194,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "too many arguments": (
         lambda path: _edit(path, lambda record: record["input_metadata"].update(arg_99=1)),
-        "has arg_99, but trtllm_batch_decode_with_kv_cache has",
+        "has arg_99, but the recorded signature has",
     ),
 }
 
@@ -211,18 +202,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.filterwarnings("error:code of the file was run")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_recording_is_refused_in_one_sentence(dumps: Path, damage: str) -> None:
-    call = dumped_calls(dumps)[0]
+    call = listed(dumps)[0]
     change, sentence = DAMAGES[damage]
     change(call.path)
     with pytest.raises(RecordingError, match=sentence) as error:
         read(call.path)
     assert "\n" not in str(error.value)
-    assert len(dumped_calls(dumps)) == 6  # the others are still there
+    assert len(listed(dumps)) == 6  # the others are still there
 
 
 @pytest.mark.parametrize("name", [METADATA, "inputs.pt", "outputs.pt"])
 def test_changed_bytes_are_read_or_refused(dumps: Path, name: str) -> None:
-    call = dumped_calls(dumps)[0]
+    call = listed(dumps)[0]
     path = call.path / name
     for changed in changed_bytes(path.read_bytes()):
         path.write_bytes(changed)
@@ -243,7 +234,7 @@ def test_safetensors_that_cannot_be_read_are_a_sentence(
     dumps: Path, is_installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The package is not installed, or it refuses the file."""
-    call = dumped_calls(dumps)[0].path
+    call = listed(dumps)[0].path
     (call / "inputs.pt").rename(call / "inputs.safetensors")
     if is_installed:
         whole = SimpleNamespace(SafetensorError=_SafetensorError, torch=SimpleNamespace(load_file=_load_nothing))
@@ -258,15 +249,5 @@ def test_safetensors_that_cannot_be_read_are_a_sentence(
     assert capsys.readouterr().err.endswith(f"{sentence}\n")
 
 
-def test_a_search_below_a_folder_follows_no_links(dumps: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "in").symlink_to(".")
-    (folder / "out").symlink_to(dumps)
-    (folder / "deep" / "out").symlink_to(dumps)
-    with pytest.raises(RecordingError, match=f"^{folder} has no calls: `lab record`"):
-        recorded_cases(folder)
-
-
 def test_a_folder_without_calls_has_none(tmp_path: Path) -> None:
-    assert dumped_calls(tmp_path) == []
+    assert listed(tmp_path) == []

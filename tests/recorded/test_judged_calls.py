@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from lab.checks.run.judge import judge_calls, judge_recorded
 from lab.exit_status import ExitStatus
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
-from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
+from lab.recorded.flashinfer_dumps import METADATA, listed
 from lab.references.assertion import truth_of_problem
 from lab.reports.judgement import details, reproduction
 from tests.commands.command import run
@@ -34,7 +33,7 @@ def _judged(recording: Path | str, **settings: Any) -> Report:
 
 
 def _change_output(dumps: Path, number: int, change: Callable[[torch.Tensor], object]) -> None:
-    path = dumped_calls(dumps)[number - 1].path / "outputs.pt"
+    path = listed(dumps)[number - 1].path / "outputs.pt"
     outputs = torch.load(path, weights_only=True)
     for each in outputs.values():
         change(each)
@@ -138,7 +137,7 @@ def test_an_implementation_gets_the_recorded_inputs(recorded_once: Path) -> None
 
 
 def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Path, tmp_path: Path) -> None:
-    call = dumped_calls(dumps)[0]
+    call = listed(dumps)[0]
     inputs = torch.load(call.path / "inputs.pt", weights_only=True)
     inputs["kv_cache"] = inputs["kwarg_kv_cache__0"]
     table = inputs["kwarg_block_tables"]
@@ -166,11 +165,11 @@ def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Pa
 
 
 def test_a_call_that_makes_no_sense_is_wrong_and_a_damaged_one_declined(dumps: Path) -> None:
-    call = dumped_calls(dumps)[0]
+    call = listed(dumps)[0]
     inputs = torch.load(call.path / "inputs.pt", weights_only=True)
     inputs["kwarg_block_tables"][2, 1] = 99
     torch.save(inputs, call.path / "inputs.pt")
-    (dumped_calls(dumps)[1].path / METADATA).write_text("{")
+    (listed(dumps)[1].path / METADATA).write_text("{")
     first, second, *others = _judged(dumps).verdicts
     assert "K page id 99 of request 2, column 1 is outside the pool" in first.reason
     assert "is damaged" in second.reason
@@ -183,7 +182,7 @@ def test_a_call_that_makes_no_sense_is_wrong_and_a_damaged_one_declined(dumps: P
 
 
 def test_a_call_that_did_not_return_has_failed(dumps: Path) -> None:
-    (dumped_calls(dumps)[1].path / "outputs.pt").unlink()
+    (listed(dumps)[1].path / "outputs.pt").unlink()
     (verdict,) = (report := _judged(f"{dumps}#2")).verdicts
     assert (verdict.outcome, verdict.reason) == (Outcome.FAILED, "it did not return")
     assert (str(report).startswith("Failed: 1 of 1 case."), report.exit_status) == (True, ExitStatus.WRONG)
@@ -228,6 +227,7 @@ def test_a_case_of_the_report_is_judged_again(dumps: Path, tmp_path: Path) -> No
         ("absent", "is no folder of recorded calls"),
         ("", "has no calls: `lab record` records calls"),
         ("#3", "has no calls"),
+        ("#one", "#one is no folder of recorded calls; one call is named as in calls#3"),
     ],
 )
 def test_a_recording_without_the_call_is_refused(tmp_path: Path, recording: str, sentence: str) -> None:
@@ -235,56 +235,9 @@ def test_a_recording_without_the_call_is_refused(tmp_path: Path, recording: str,
         recorded_cases(f"{tmp_path}{recording}" if recording.startswith("#") else tmp_path / recording)
 
 
-def test_a_folder_beside_the_recording_is_refused_with_the_way_to_it(dumps: Path) -> None:
-    (dumps.parent / "host" / "rank0").mkdir(parents=True)
-    dumps = dumps.rename(dumps.parent / "host" / "rank0" / "dumps")
-    call = min(each for each in dumps.iterdir() if each.is_dir())
-    for folder in dumps.parents[:2]:
-        assert recorded_cases(folder) == recorded_cases(dumps)
-    second = Path(shutil.copytree(dumps, dumps.with_name("second")))
-    with pytest.raises(RecordingError, match=f"{dumps.parent} has no calls, but 5 in {dumps} and 5 in {second}$"):
-        recorded_cases(dumps.parent)
-    replay = call / "graph_flushes" / "flush_0001"
-    shutil.copytree(call, replay)
-    for part in (call, replay, replay.parent):
-        with pytest.raises(RecordingError, match=f"{part} has no calls: it is a part of the recording {dumps}$"):
-            recorded_cases(part)
+def test_a_number_that_no_call_has_is_refused(recorded_once: Path) -> None:
     with pytest.raises(RecordingError, match="has no call 9; it has 5"):
-        recorded_cases(f"{dumps}#9")
-
-
-def test_folders_below_a_recording_are_not_searched(dumps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.recorded.case._below", mock.Mock(side_effect=AssertionError))
-    assert len(recorded_cases(dumps)) == 5
-
-
-def test_the_command_judges_the_only_recording_below_a_folder(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    below = dumps.parent / "host" / "rank0"
-    below.parent.mkdir()
-    dumps.rename(below)
-    for number in ("", "#2"):
-        status = run(["judge", "--calls", f"{dumps.parent}{number}", "--device", "cpu", "--in-process"])
-        assert status == (0 if number else 1)
-        line, answer, *_ = capsys.readouterr().out.replace("\n", " ").partition("Right: " if number else "Wrong: ")
-        assert line.split() == f"{dumps.parent}{number} has no calls: those of {below} are judged".split()
-        assert answer
-    for words in (f"{below.parent}//rank0", f"{below}/#2", f"{below.parent}/./rank0#2"):
-        run(["judge", "--calls", words, "--device", "cpu", "--in-process"])
-        assert "has no calls" not in capsys.readouterr().out
-    run(["judge", "--calls", f"{below}/..", "--device", "cpu", "--in-process"])
-    assert "has no calls: those of" in capsys.readouterr().out.replace("\n", " ")
-    shutil.copytree(below, below / "older")
-    assert len(recorded_cases(below)) == 5
-
-
-def test_a_file_is_a_recording_of_one_call(recorded_once: Path, tmp_path: Path) -> None:
-    second = recorded_cases(recorded_once.with_name(OWN))[1]
-    assert recorded_cases(second.path) == recorded_cases(second.address) == [second]
-    (verdict,) = _judged(second.path).verdicts
-    assert verdict.outcome is Outcome.RIGHT
-    (tmp_path / "notes.call").touch()
-    with pytest.raises(RecordingError, match=r"notes\.call has no calls"):
-        recorded_cases(tmp_path / "notes.call")
+        recorded_cases(f"{recorded_once}#9")
 
 
 def test_lengths_are_those_of_the_recording(recorded_once: Path) -> None:

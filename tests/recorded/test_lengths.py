@@ -1,6 +1,5 @@
 """The lengths of recorded requests are a trace, and a scenario takes the recorded batch from it."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +83,6 @@ def test_a_request_with_fewer_keys_than_rows_is_left_out_by_name(
     recording = _written(tmp_path / "calls", (DECODE, several_rows(seq_lens=torch.tensor([1, 17, 33]).int())))
     assert run(["recorded", "scenario", str(recording), "--out", str(tmp_path / "trace.jsonl")]) == 0
     assert capsys.readouterr().err == "left out: call 1: request 0 has 2 rows and 1 key\n"
-
-
-def test_a_list_of_calls_tells_verification_from_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = [(DECODE, decode_arguments()), (DECODE, several_rows()), (CONTEXT, context_arguments())]
-    recording = _written(tmp_path, *calls)
-    (next(recording.glob("0*")) / METADATA).write_text("{")
-    assert run(["recorded", "list", str(recording)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[1] == ["call", "function", "requests", "rows", "of", "each", "most", "keys", "file"]
-    assert "damaged" in " ".join(itertools.chain(*lines))
-    second, third = (next(line for line in lines if line[0] == number) for number in "23")
-    assert second == ["2", "decode", "3", "2", "33", "call0001"]
-    assert third[:-1] == ["3", "context", "3", "0", "to", "5", "33"]
 
 
 def test_the_command_writes_a_trace_that_benchmarks_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,11 +105,11 @@ def test_shadow_keeps_what_is_wrong(home: Any, tmp_path: Path, how: str, monkeyp
             return getattr(home, NAME)(**arguments)
 
         run: Callable[[], Any] = graph_of(call).replay if how == "graph" else call
-        assert recorder.wrong == 0
+        assert recorder.wrong == []
         for factor in (1.0, 1.5, 1.0):
             scale.fill_(factor)
             run()
-    assert (recorder.wrong, recorder.kept) == (1, 1)
+    assert (len(recorder.wrong), recorder.kept) == (1, 1)
     assert _outcomes(tmp_path, device="cpu") == [Outcome.WRONG]
 
 

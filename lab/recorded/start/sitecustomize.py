@@ -1,11 +1,9 @@
 """Start the recorder in each Python process of a command that `lab record` runs.
 
 Python imports the module `sitecustomize` at its start, and `lab record` puts this folder first in PYTHONPATH. Torch and the lab
-are imported only when the process imports a package whose functions are recorded. If it never does, the first Python process of
-the command says so at its end.
+are imported only when the process imports a package whose functions are recorded.
 """
 
-import atexit
 import json
 import os
 import sys
@@ -27,11 +25,6 @@ class _FirstImport(MetaPathFinder):
         _start()
         return find_spec(fullname)  # anew, since Python has read the list of finders already
 
-    def say_at_end(self) -> None:
-        if self in sys.meta_path and os.environ["LAB_RECORD_FIRST"] == str(os.getpid()):
-            never = f"process {os.getpid()} never imported {', '.join(sorted(PACKAGES))}"
-            print(f"lab record: no call is recorded: {never}", file=sys.stderr)
-
 
 def _start() -> None:
     sys.path.append(os.path.abspath(f"{HERE}/../../.."))  # last, so that it hides no module of the server
@@ -49,9 +42,7 @@ if __name__ == "sitecustomize" and "LAB_RECORD" in os.environ:
     if "lab" in PACKAGES:  # the recorder imports the lab, and cannot wait for that import
         _start()
     else:
-        os.environ.setdefault("LAB_RECORD_FIRST", str(os.getpid()))
-        sys.meta_path.insert(0, first := _FirstImport())
-        atexit.register(first.say_at_end)
+        sys.meta_path.insert(0, _FirstImport())
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != HERE]
     following = PathFinder.find_spec("sitecustomize", sys.path)  # the one that Python would have imported
     if following is not None and following.loader is not None:
