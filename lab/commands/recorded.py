@@ -16,9 +16,8 @@ from typer import Option
 from lab.commands.options import Device, list_option, prepare_machine, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 from lab.loading import load
-from lab.wording import counted, first_few, printable
+from lab.wording import counted, printable
 
-MOST_SHOWN = 8  # sentences about calls and requests that are left out
 Recording = Annotated[str, typer.Argument(metavar="FOLDER[#3]", help="a folder of recorded calls, or one call")]
 recorded = typer.Typer(no_args_is_help=True)
 
@@ -49,14 +48,13 @@ def record(
     from lab.recorded import start
     from lab.recorded.recorder import ENVIRONMENT, Triggers
 
+    if (program := shutil.which(command[0])) is None:
+        refuse(f"there is no command {command[0]}")
+    limits = {"most_calls": most_calls, "most_bytes": int(most_gb * 1e9), "before": before}
     with refusing_errors():
         chosen = tuple(layers or ())
         triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic)
-    limits = {"most_calls": most_calls, "most_bytes": int(most_gb * 1e9), "before": before}
-    settings = {"out": str(out.resolve()), "triggers": asdict(triggers), "functions": functions, **limits}
-    if (program := shutil.which(command[0])) is None:
-        refuse(f"there is no command {command[0]}")
-    with refusing_errors():
+        settings = {"out": str(out.resolve()), "triggers": asdict(triggers), "functions": functions, **limits}
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     path = os.pathsep.join(filter(None, (*start.__path__, os.environ.get("PYTHONPATH"))))
@@ -143,10 +141,8 @@ def scenario(
     with refusing_errors():
         if out.suffix != ".jsonl":
             raise ValueError(f"{out}: a trace in Mooncake's format ends in .jsonl")
-        left_out: list[str] = []
-        requests = traced_requests(recorded_cases(recording), left_out.append)
+        cases = recorded_cases(recording)
+        requests = traced_requests(cases, lambda why: typer.echo(printable(f"left out: {why}"), err=True))
         write_text(out, as_mooncake(requests))
-    for sentence in first_few(left_out, MOST_SHOWN):
-        typer.echo(printable(f"left out: {sentence}"), err=True)
     passes = Counter(each.arrival_ms for each in requests)
     print(f"{out}: {counted(len(passes), 'forward pass')} of up to {max(passes.values())} requests")

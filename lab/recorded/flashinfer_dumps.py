@@ -48,15 +48,14 @@ def read(path: Path) -> RecordedCall:
 def listed(folder: Path) -> list[ListedCall]:
     """Return the calls in a folder of dumps, in the order of time; for a captured call return its replays.
 
-    The names of the folders begin with the time. A folder with only the metadata or only the inputs of a call counts as a
-    damaged call. The replays of one call are no recording.
+    The names of the folders begin with the time. The replays of one call are no recording.
     """
     calls = [] if folder.name == REPLAYS else _folders_of_calls(folder)
     return [_listed(path) for call in calls for path in _folders_of_calls(call / REPLAYS) or (call,)]
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.glob("*/") if (each / METADATA).exists() or _tensor_file(each, "inputs"))
+    return sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
 
 
 def _listed(path: Path) -> ListedCall:

@@ -187,18 +187,14 @@ def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]
 
 
 def _has_overlap(pool: Any, num_pages: int) -> bool:
-    """Return True if `num_pages` pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
-    block-sparse call is such a pool, and so is a pool with an expanded dimension.
+    """Return True if `num_pages` pages with the strides of a pool, or of its K or V, have more bytes than they span. The
+    compact cache of a block-sparse call is such a pool, and so is a pool with an expanded dimension.
     """
     if not isinstance(pool, Tensor):
         return any(_has_overlap(side, num_pages) for side in pool)
-    end = 1  # of the elements of the dimensions with smaller strides
-    for step, size in sorted(zip(pool.stride(), (num_pages, *pool.shape[1:]), strict=True)):
-        if size > 1:
-            if step < end:
-                return True
-            end += (size - 1) * step
-    return False
+    shape = (num_pages, *pool.shape[1:])
+    layout = torch.empty_strided(shape, pool.stride(), dtype=pool.dtype, device="meta")
+    return layout.nbytes > size_bytes(layout)
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Record the attention calls of an engine while it runs, in the lab's own form.
 
-The functions are replaced by wrappers (`lab.recorded.wrapping`). In a CUDA graph, a wrapper holds the tensors of a call, so
+The functions are replaced by wrappers. In a CUDA graph, a wrapper holds the tensors of a call, so
 that their memory is not reused. After each replay the call is recorded like an eager one. An argument that the engine itself
 overwrites later in the same graph is recorded as it is after the replay.
 """
@@ -34,7 +34,7 @@ from lab.calls.problem import E4M3
 from lab.recorded import own_form
 from lab.recorded.call import DAMAGED, RECORDED_CALLS, RESULTS, InvalidArgumentsError, RecordedCall, RecordingError
 from lab.recorded.shrink import Fault, Reason, fault_of
-from lab.recorded.wrapping import Wrapping
+from lab.recorded.wrapping import functions_of, replace_everywhere
 from lab.wording import counted
 
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
@@ -93,8 +93,7 @@ class Recorder:
     Args:
         out: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
         triggers: which calls are kept; None: all.
-        functions: modules, or names of packages, whose functions with FlashInfer's names are recorded. A package need not be
-            imported yet.
+        functions: modules, or names of packages, whose functions with FlashInfer's names are recorded. They are imported.
         most_calls, most_bytes: the recording ends as soon as it has so many files, or so many bytes.
         before: write the inputs before each call, so that they stay if the process crashes in the call.
 
@@ -125,21 +124,24 @@ class Recorder:
         self._versions = own_form.versions()  # once, since they are read from the disk
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, list[RecordedCall]] = WeakKeyDictionary()
-        self._wrapping = Wrapping(self._wrapper, [each.value for each in RECORDED_CALLS], functions)
+        self._packages = [each if isinstance(each, str) else each.__name__ for each in functions]
+        self._wrappers = dict[int, Any]()  # by the id of the function
 
     def __enter__(self) -> "Recorder":
         """Wrap the functions, and the methods of CUDA graphs."""
         self.out.mkdir(parents=True, exist_ok=True)
+        found = functions_of([each.value for each in RECORDED_CALLS], self._packages)
+        self._wrappers = {each: self._wrapper(*named) for each, named in found.items()}
         for name in FOLLOWED:
             hook = getattr(self, f"_after_{name}")
             setattr(torch.cuda.CUDAGraph, name, _followed(getattr(torch.cuda.CUDAGraph, name), hook))
-        self._wrapping.install()
+        replace_everywhere(self._wrappers)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Put back all that `__enter__` replaced."""
         self.has_ended = True
-        self._wrapping.remove()
+        replace_everywhere({id(wrapper): wrapper.__wrapped__ for wrapper in self._wrappers.values()})
         for name in FOLLOWED:
             setattr(torch.cuda.CUDAGraph, name, getattr(torch.cuda.CUDAGraph, name).__wrapped__)
         self._graphs.clear()

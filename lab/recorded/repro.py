@@ -71,7 +71,7 @@ def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str,
         "arguments": "\n".join(arguments),
         "bounds": _bounds(problem),
         "requests": "\n".join(_requests(problem, saved)),
-        "sides": ", ".join(_side(call, side) for side in sides_of(problem)),
+        "sides": ",\n        ".join(_side(call, side) for side in sides_of(problem)),
         "scale": scale,
         "logits": logits,
         "group": problem.group,
@@ -191,15 +191,16 @@ def _tensor(value: Tensor, saved: dict[str, Tensor]) -> str:
     """Return an expression for a tensor: its elements, the rule of consecutive numbers or of causal visibility, or its name
     in `saved`.
     """
-    if value.dtype == torch.int64 and value.dim() == 1 and len(value) > 1 and bool((value.diff() == 1).all()):
-        return f"torch.arange({int(value[0])}, {int(value[-1]) + 1})"
+    if value.dtype == torch.int64 and value.dim() == 1 and bool((value.diff() == 1).all()):
+        start = int(value[0]) if len(value) else 0
+        return f"torch.arange({start}, {start + len(value)})"
     if (
         value.dtype == torch.bool
         and value.dim() == 2
         and torch.equal(value, torch.ones_like(value).tril(value.shape[1] - len(value)))
     ):
         return f"torch.ones{tuple(value.shape)}.tril({value.shape[1] - len(value)}).bool()"
-    if value.numel() <= MOST_LISTED and value.numel():
+    if value.numel() <= MOST_LISTED:
         listed = (value.double() if value.is_floating_point() else value).tolist()
         return f"torch.tensor({listed}, dtype={value.dtype})"
     saved[name := f"tensor {len(saved)}"] = value.contiguous().clone()

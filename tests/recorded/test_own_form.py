@@ -25,7 +25,6 @@ from lab.recorded.shrink import recorded_fault, shrunk
 from tests.cases import BATCHES, DECODE, MLA, arguments_of, latent_batch, mirrors, random_batch, sparse_arguments
 from tests.damage import damaged_values
 from tests.recorded.record_calls import decode_arguments
-from tests.recorded.write_calls import changed_bytes
 
 ABOUT = {"time": "20261126_101112_131415", "number": 7, "layer": None}
 VERSIONS = {"flashinfer": "0.7.2"}
@@ -365,7 +364,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: path.write_bytes(b""), "is damaged"),
     "half": (lambda path: path.write_bytes(path.read_bytes()[:9000]), "is damaged"),
     "a list": (lambda path: torch.save([1], path), "is no call that the lab recorded"),
-    "another program's": (lambda path: torch.save({"weight": torch.ones(2)}, path), "is no call that the lab recorded"),
     "a later version": (lambda path: _change(path, version=4), "is of version 4; this release of the lab reads 3"),
     "an unknown function": (
         lambda path: _change(path, function="relu"),
@@ -377,10 +375,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "elements that repeat one byte": (
         lambda path: _change_query(path, elements=torch.zeros(1, dtype=torch.uint8).expand(1536)),
-        "the elements of query are no contiguous tensor",
-    ),
-    "elements with a gap": (
-        lambda path: _change_query(path, elements=torch.zeros(3072, dtype=torch.uint8)[::2]),
         "the elements of query are no contiguous tensor",
     ),
     "elements of a larger storage": (
@@ -403,17 +397,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: _change(path, arguments=_record(path)["arguments"] | {"query": torch.zeros(3, 4, 64)}),
         "query is a tensor without its layout",
     ),
-    "no arguments": (lambda path: _change(path, arguments=[1]), "is damaged"),
-    "an argument of a later release": (
-        lambda path: _change(path, arguments={"colour": "red"}),
-        "was recorded with colour, which FlashInfer 0.7.2 does not have: the engine had 0.7.2",
-    ),
     "a tensor of another size": (
         lambda path: _change_query(path, layout=torch.empty(3, 4, 63, device="meta")),
-        "is damaged",
-    ),
-    "a tensor of half its elements": (
-        lambda path: _change_query(path, elements=_record(path)["arguments"]["query"]["elements"][::2].contiguous()),
         "is damaged",
     ),
     "a query without its elements": (_without_elements, "is damaged: KeyError: 'elements'"),
@@ -421,15 +406,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: _change(path, results=["x", None]),
         "the recorded out is of type str, and no tensor",
     ),
-    "an LSE that is a list": (
-        lambda path: _change(path, results=[None, []]),
-        "the recorded lse is of type list, and no tensor",
-    ),
     "a name of two lines": (
         lambda path: _change(path, arguments={"colour\nlab: all is right": "red"}),
         "was recorded with colour lab: all is right, which",
     ),
-    "a tensor that is a number": (lambda path: _change_query(path, layout=3), "is damaged"),
 }
 
 
@@ -454,14 +434,6 @@ def test_a_number_that_no_float_holds_is_refused(one_call: Path, tmp_path: Path)
     _change(path, arguments=_record(path)["arguments"] | {"bmm1_scale": 10**400})
     with pytest.raises(RecordingError, match="too large"):
         own_form.read(path).problem()
-
-
-def test_changed_bytes_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
-    path = tmp_path / one_call.name
-    for changed in changed_bytes(one_call.read_bytes()):
-        path.write_bytes(changed)
-        with contextlib.suppress(RecordingError):
-            own_form.read(path)
 
 
 def test_changed_values_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ def {DECODE}(**arguments):
     return references.{DECODE}(**arguments)
 """
 SERVER = """
-import multiprocessing, os, sys
+import importlib.util, multiprocessing, os, sys
 
 def work():
     from tests.recorded.record_calls import decode_arguments
+    assert importlib.util.find_spec("server_kernels")
     from server_kernels import trtllm_batch_decode_with_kv_cache as decode
     for _ in range(3):
         decode(**decode_arguments())

@@ -7,7 +7,6 @@ import itertools
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -89,7 +88,7 @@ def test_calls_of_sglang_and_vllm_are_recorded_wherever_they_import_the_function
     assert recorder.kept == 6
 
 
-def test_a_package_that_is_imported_later_is_recorded_and_put_back(
+def test_a_package_that_nothing_has_imported_is_recorded_and_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "later_kernels"
@@ -365,6 +364,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(
         assert recorder.has_ended
     (sentence,) = caplog.messages
     assert "No space left on device" in sentence
+    assert "No space left on device" in recorder.summary()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -397,18 +397,6 @@ def _of_layer(module: ModuleType, number: int) -> None:
     layer = SimpleNamespace(layer_id=number)
     assert layer is not None
     decode(module)
-
-
-def test_the_summary_says_that_no_call_could_be_written(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> Path:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("lab.recorded.own_form.write", full)
-    with Recorder(tmp_path, functions=[module]) as recorder:
-        decode(module)
-    assert recorder.summary().endswith("; a call cannot be written: no space left")
 
 
 def test_no_more_than_some_sentences_are_logged(
@@ -458,16 +446,6 @@ def test_an_idle_recorder_runs_no_operation(module: ModuleType, tmp_path: Path, 
     assert counting.count == 0
 
 
-def test_an_ended_recorder_runs_no_operation(module: ModuleType, tmp_path: Path) -> None:
-    arguments = decode_arguments()
-    setattr(module, DECODE, lambda **_: arguments["query"])
-    with Recorder(tmp_path, functions=[module], most_calls=1), _Counting() as counting:
-        getattr(module, DECODE)(**arguments)
-        before = counting.count
-        getattr(module, DECODE)(**arguments)
-    assert counting.count == before > 0
-
-
 def test_traced_code_is_traced_as_without_the_recorder(module: ModuleType, tmp_path: Path) -> None:
     setattr(module, DECODE, lambda query, **_: query * 2)
 
@@ -488,13 +466,3 @@ def test_recorders_may_be_nested(module: ModuleType, tmp_path: Path) -> None:
         decode(module)
     assert (outer.kept, inner.kept) == (2, 1)
     assert getattr(module, DECODE) is kernel
-
-
-def test_an_idle_call_costs_microseconds(module: ModuleType, tmp_path: Path) -> None:
-    setattr(module, DECODE, lambda **_: None)
-    with Recorder(tmp_path, functions=[module], triggers=Triggers(every=10**9)):
-        start = time.perf_counter()
-        for _ in range(1000):
-            getattr(module, DECODE)(query=None)
-        idle_us = (time.perf_counter() - start) * 1000
-    assert idle_us < 100

@@ -1,7 +1,7 @@
 """Start the recorder in each Python process of a command that `lab record` runs.
 
 Python imports the module `sitecustomize` at its start, and `lab record` puts this folder first in PYTHONPATH. Torch and the lab
-are imported only when the process imports a package whose functions are recorded.
+are imported only when the process has imported a package whose functions are recorded.
 """
 
 import json
@@ -9,21 +9,32 @@ import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec, module_from_spec
+from importlib.util import module_from_spec
+from types import ModuleType
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _FirstImport(MetaPathFinder):
-    """Starts the recorder before the first import of a recorded package, which then finds the package."""
+    """Starts the recorder right after the first import of a recorded package has ended, with the imports that it makes."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        _start()
-        return find_spec(fullname)  # anew, since Python has read the list of finders already
+        others = [each for each in sys.meta_path if each is not self] if fullname in PACKAGES else []
+        spec = next(filter(None, (each.find_spec(fullname, path, target) for each in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_start(module: ModuleType) -> None:
+                is_first = self in sys.meta_path
+                if is_first:
+                    sys.meta_path.remove(self)
+                execute(module)
+                if is_first:
+                    _start()
+
+            spec.loader.exec_module = execute_and_start  # type: ignore[method-assign]
+        return spec
 
 
 def _start() -> None:
@@ -38,11 +49,8 @@ def _start() -> None:
 
 
 if __name__ == "sitecustomize" and "LAB_RECORD" in os.environ:
-    PACKAGES = {each.partition(".")[0] for each in json.loads(os.environ["LAB_RECORD"])["functions"]}
-    if "lab" in PACKAGES:  # the recorder imports the lab, and cannot wait for that import
-        _start()
-    else:
-        sys.meta_path.insert(0, _FirstImport())
+    PACKAGES = json.loads(os.environ["LAB_RECORD"])["functions"]
+    sys.meta_path.insert(0, _FirstImport())
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != HERE]
     following = PathFinder.find_spec("sitecustomize", sys.path)  # the one that Python would have imported
     if following is not None and following.loader is not None:
