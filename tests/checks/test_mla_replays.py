@@ -212,8 +212,7 @@ def test_buffers_that_move_are_told() -> None:
         replay = runner.replay
 
         def moving(batch: ForwardBatch) -> Any:
-            for size, metadata in list(buffers.metadata.items()):
-                buffers.metadata[size] = replace(metadata, seq_lens_k=metadata.seq_lens_k.clone())
+            buffers.buffers = replace(buffers.buffers, seq_lens_k=buffers.buffers.seq_lens_k.clone())
             return replay(batch)
 
         runner.replay = moving  # type: ignore[method-assign]

@@ -190,9 +190,6 @@ class SelectingFixture(ReplayFixture):
         self._select(batch)
         return super().eager(batch)
 
-    def _metadata_owners(self) -> tuple[Any, ...]:
-        return tuple(self.runner.metadata.metadata.values())
-
     def _prepare(
         self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, **buffers: Tensor
     ) -> Callable[[], Tensor]:
