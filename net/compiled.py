@@ -1,6 +1,6 @@
 """The PTX of every kernel that the host code chooses for every GPU (`tests.kernels.compiled_choices`), without names.
 
-Ten minutes on a quiet core. `--only "SM90 decode"` compiles some of the calls.
+A quarter of an hour on a quiet core. `--only "SM90 decode"` compiles some of the calls.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def record(only: str, is_compared: bool) -> dict[str, list[str]]:
     """Return the digests of the PTX of each target and call, compiled by a process that has no interpreter.
 
     Args:
-        is_compared: only of what is recorded: a call of each kernel and the decode and prefill calls of SM90.
+        is_compared: only of what is recorded: every call of SM90, and a few of other targets.
     """
     out = ROOT / ".benchmarks" / "net-ptx.json"
     out.parent.mkdir(exist_ok=True)
