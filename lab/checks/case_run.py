@@ -80,25 +80,6 @@ class GivenCall:
 class CaseRun:
     """A case that is being judged. A check makes calls and states what it expects. A failed expectation is recorded, and the
     check continues.
-
-    Attributes:
-        implementation: the implementation that is judged.
-        case: the case, a frozen dataclass.
-        device: the device on which the calls run.
-        ranges: the ranges within which a check may vary the case.
-        kernel: makes the calls of the implementation.
-        wrongs: sentences about wrong results.
-        failures: sentences about failed calls.
-        declines: sentences about variations of the check that were refused, or judged in an equivalent form.
-        remarks, suspicions: sentences that a reader of the verdict should know, right or wrong: those in `suspicions` say that
-            the case's inputs may be wrong.
-        differences: calls of a case of `lab.checks.invariance` with other bits than its base call.
-        worst_ratio: the largest ratio of an error to its bound.
-        is_misshapen: a result has another shape or dtype than expected.
-        judged: number of results that were compared.
-        results: the results that were compared.
-        saves_output, output: whether the first output is saved before it is compared, and the saved output.
-        called: the features of the last call.
     """
 
     def __init__(
@@ -110,22 +91,26 @@ class CaseRun:
         refusals: Refusals | None = None,
         saves_output: bool = False,
     ) -> None:
-        self.implementation, self.case, self.device = implementation, case, device
-        self.ranges = ranges or Ranges()
-        self.kernel = KernelCalls(self.decline, refusals)
-        self.wrongs: list[str] = []
-        self.failures: list[str] = []
+        self.implementation = implementation  #: the implementation that is judged
+        self.case = case  #: the case, a frozen dataclass
+        self.device = device  #: the device on which the calls run
+        self.ranges = ranges or Ranges()  #: the ranges within which a check may vary the case
+        self.kernel = KernelCalls(self.decline, refusals)  #: makes the calls of the implementation
+        self.wrongs: list[str] = []  #: sentences about wrong results
+        self.failures: list[str] = []  #: sentences about failed calls
+        #: sentences about variations of the check that were refused, or judged in an equivalent form
         self.declines: list[str] = []
-        self.remarks: list[str] = []
-        self.suspicions: list[str] = []
+        self.remarks: list[str] = []  #: sentences that a reader of the verdict should know, right or wrong
+        self.suspicions: list[str] = []  #: such sentences, which say that the case's inputs may be wrong
+        #: calls of a case of `lab.checks.invariance` with other bits than its base call
         self.differences: list[BitDifference] = []
-        self.worst_ratio = 0.0
-        self.is_misshapen = False
-        self.judged = 0
-        self.results: list[CheckedResult] = []
-        self.saves_output = saves_output
-        self.output: SavedOutput | None = None
-        self.called = self._of_case = features_of_case(case)
+        self.worst_ratio = 0.0  #: the largest ratio of an error to its bound
+        self.is_misshapen = False  #: a result has another shape or dtype than expected
+        self.judged = 0  #: number of results that were compared
+        self.results: list[CheckedResult] = []  #: the results that were compared
+        self.saves_output = saves_output  #: whether the first output is saved before it is compared
+        self.output: SavedOutput | None = None  #: the saved output
+        self.called = self._of_case = features_of_case(case)  #: the features of the last call
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:

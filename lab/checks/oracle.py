@@ -16,19 +16,13 @@ SHOWN_ROWS = 8
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        failure: a sentence about what is wrong; "" if the result is right.
-        worst_ratio: the largest ratio of an error to its bound.
-        wrong_rows: bool [num_rows], True for wrong rows; None if the comparison does not say which rows are wrong.
-        example: the worst vector.
-    """
-
-    failure: str
-    worst_ratio: float = 0.0
+    failure: str  #: a sentence about what is wrong; "" if the result is right
+    worst_ratio: float = 0.0  #: the largest ratio of an error to its bound
+    #: bool [num_rows], True for wrong rows; None if the comparison does not say which rows are wrong
     wrong_rows: Tensor | None = None
-    example: WrongVector | None = None
+    example: WrongVector | None = None  #: the worst vector
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:

@@ -65,47 +65,34 @@ class CheckSummary:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of one run of the judge.
+    """The findings of one run of the judge."""
 
-    Attributes:
-        implementation: name of the implementation.
-        level: level of the run.
-        environment: the run's `lab.provenance.environment`.
-        device: the device on which the run was made.
-        verdicts: the verdict on each case.
-        left_out: number of planned cases that were not judged.
-        ended: why cases were left out.
-        ranges: the parameter values that were judged.
-        interrupted: the user interrupted the run; left_out counts the remaining cases.
-        narrowed: functions that declined most cases, each with the ranges that it accepts; it was also judged within these.
-        refusals: names of the exceptions that count as refusals; () for the default list.
-        run: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown.
-        num_random: number of random cases that were judged after the level's cases.
-        profile: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
-        unended: number of cases that had begun and did not end before the time was over; they are among `left_out`.
-        functions: the functions that have cases, even if none of their cases was begun.
-        shard: the part of the run that was judged, such as "3/8"; "" for the whole run.
-        audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
-    """
-
-    implementation: str
+    implementation: str  #: name of the implementation
     level: Level
-    environment: dict[str, Any]
-    device: str
-    verdicts: tuple[CaseVerdict, ...]
-    left_out: int = 0
-    ranges: Ranges = field(default_factory=Ranges)
-    ended: str = "the time was over"
-    interrupted: bool = False
+    environment: dict[str, Any]  #: the run's `lab.provenance.environment`
+    device: str  #: the device on which the run was made
+    verdicts: tuple[CaseVerdict, ...]  #: the verdict on each case
+    left_out: int = 0  #: number of planned cases that were not judged
+    ranges: Ranges = field(default_factory=Ranges)  #: the parameter values that were judged
+    ended: str = "the time was over"  #: why cases were left out
+    interrupted: bool = False  #: the user interrupted the run; `left_out` counts the remaining cases
+    #: functions that declined most cases, each with the ranges that it accepts; it was also judged within these
     narrowed: tuple[tuple[Interface, Ranges], ...] = ()
-    refusals: tuple[str, ...] = ()
-    run: str = ""
-    num_random: int = 0
-    audited: int = 0
+    refusals: tuple[str, ...] = ()  #: names of the exceptions that count as refusals; () for the default list
+    run: str = (
+        ""  #: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown
+    )
+    num_random: int = 0  #: number of random cases that were judged after the level's cases
+    audited: int = (
+        0  #: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`)
+    )
+    #: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
     profile: str = ""
-    functions: tuple[Interface, ...] = ()
-    unended: int = 0
-    shard: str = ""
+    functions: tuple[Interface, ...] = ()  #: the functions that have cases, even if none of their cases was begun
+    unended: int = (
+        0  #: number of cases that had begun and did not end before the time was over; they are among `left_out`
+    )
+    shard: str = ""  #: the part of the run that was judged, such as "3/8"; "" for the whole run
 
     def __str__(self) -> str:
         return self.diagnosis.sentence

@@ -99,15 +99,13 @@ class KernelCalls:
     Args:
         note: called with a sentence for each refused call that was accepted in another form.
         refusals: the exceptions that count as refusals, as in `invoke`.
-
-    Attributes:
-        count: number of calls so far.
-        remarks: a sentence for each exception of the implementation's own that it raised and that is no refusal, so far.
     """
 
     def __init__(self, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
-        self.note, self.refusals, self.count = note, refusals, 0
+        self.note, self.refusals = note, refusals
+        self.count = 0  #: number of calls so far
         self.needed: dict[Any, list[EquivalentForm]] = {}  # by shape of a call
+        #: a sentence for each exception of the implementation's own that it raised and that is no refusal, so far
         self.remarks: dict[str, None] = {}
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:

@@ -29,19 +29,13 @@ Condition = Callable[[Any, str], bool]
 
 
 class FailingKernel(NamedTuple):
-    """A kernel that fails, on one kind of GPU and in some releases.
+    """A kernel that fails, on one kind of GPU and in some releases."""
 
-    Attributes:
-        implementations: names of implementations that run the kernel.
-        capability: (major, minor) of the GPU on which it failed, because other GPUs run other kernels; None: a CPU.
-        package: the kernel's package, by its name on the package index; "" for any release.
-        releases: releases of the package in which it failed.
-    """
-
-    implementations: tuple[str, ...]
+    implementations: tuple[str, ...]  #: names of implementations that run the kernel
+    #: (major, minor) of the GPU on which it failed, because other GPUs run other kernels; None: a CPU
     capability: Capability | None
-    package: str = ""
-    releases: tuple[str, ...] = ()
+    package: str = ""  #: the kernel's package, by its name on the package index; "" for any release
+    releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
         """Return True if the installed release is one of `releases`. A local version suffix, such as "+cu130", is ignored."""
@@ -51,19 +45,12 @@ class FailingKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """An entry for a known failure: a kernel, and conditions on the cases and error sentences that the failure explains.
+    """An entry for a known failure: a kernel, and conditions on the cases and error sentences that the failure explains."""
 
-    Attributes:
-        kernel: the kernel that fails.
-        checks: keys of the checks that show the failure, such as "K2".
-        wrong: regular expression that is searched in the sentences that the entry explains.
-        where: conditions on the case and the sentence, which must all hold.
-    """
-
-    kernel: FailingKernel
-    checks: tuple[str, ...]
-    wrong: str
-    where: tuple[Condition, ...] = ()
+    kernel: FailingKernel  #: the kernel that fails
+    checks: tuple[str, ...]  #: keys of the checks that show the failure, such as "K2"
+    wrong: str  #: regular expression that is searched in the sentences that the entry explains
+    where: tuple[Condition, ...] = ()  #: conditions on the case and the sentence, which must all hold
 
     def explains(self, case: Any, sentence: str) -> bool:
         """Return True if this failure explains an error sentence of a case: the pattern matches, and all conditions hold."""

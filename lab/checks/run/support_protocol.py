@@ -148,14 +148,10 @@ def is_capturing() -> bool:
 class RefusalNames:
     """The names of exceptions that count as refusals. Only a process that loads the kernel resolves them, since this may import
     the kernel's module.
-
-    Attributes:
-        names: names of the form "module:attribute" or "file.py:attribute".
-        given: the names as the user wrote them.
     """
 
-    names: tuple[str, ...]
-    given: tuple[str, ...]
+    names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
+    given: tuple[str, ...]  #: the names as the user wrote them
 
     @classmethod
     def of(cls, names: str, kernel: str = "") -> "RefusalNames":

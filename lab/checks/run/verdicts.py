@@ -114,32 +114,21 @@ class Judged:
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """The judge's verdict on one case.
+    """The judge's verdict on one case."""
 
-    Attributes:
-        implementation, check, interface, case, device: the implementation, the check, the judged function, the case and the
-            device.
-        judged: what the check found.
-        ranges: the parameter values within which the check varied the case.
-        drawn: the case is random. If it is wrong, it is the smallest wrong case that was found.
-        finding: for a KNOWN case, the page and heading that describe the failure.
-        number: number of the case in its report, from 1; 0: in no report yet. A run that continues an older report keeps its
-            numbers.
-        recorded_in: path of the report's file; "" if the verdict is in none.
-        sent_by: names of the profiles (`lab.checks.parameters.profiles`) of the engines that send what the verdict is about.
-    """
-
-    implementation: str
-    check: str
-    interface: Interface
+    implementation: str  #: its name
+    check: str  #: its key
+    interface: Interface  #: the judged function
     case: Any
     device: str
-    judged: Judged
-    ranges: Ranges = field(default_factory=Ranges)
-    drawn: bool = False
-    finding: str = ""
+    judged: Judged  #: what the check found
+    ranges: Ranges = field(default_factory=Ranges)  #: the parameter values within which the check varied the case
+    drawn: bool = False  #: the case is random. If it is wrong, it is the smallest wrong case that was found.
+    finding: str = ""  #: for a KNOWN case, the page and heading that describe the failure
+    #: number of the case in its report, from 1; 0: in no report yet. A run that continues an older report keeps its numbers.
     number: int = 0
-    recorded_in: str = ""
+    recorded_in: str = ""  #: path of the report's file; "" if the verdict is in none
+    #: names of the profiles (`lab.checks.parameters.profiles`) of the engines that send what the verdict is about
     sent_by: tuple[str, ...] = ()
 
     @property
