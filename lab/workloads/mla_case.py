@@ -27,7 +27,7 @@ class LatentLayer:
     qk_rope_head_dim: int  #: DeepSeek-V3 has 64, DeepSeek-V4 0
     #: most entries that an indexer selects for each row (DeepSeek sparse attention); None: no indexer
     index_topk: int | None
-    #: the layer is DeepSeek-V4's, whose compressed entries stand for so many tokens each; 0: it has none. None: another layer
+    #: the layer is DeepSeek-V4's, whose compressed entries stand for this number of tokens; 0: none. None: another layer
     compress_ratio: int | None
 
     @property

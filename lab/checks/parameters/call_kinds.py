@@ -56,7 +56,7 @@ def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
     """Return the case with its keys as those of one rank, (rank, number of ranks), without what FlashInfer excludes there.
 
     Raises:
-        ValueError: no rank has so many keys, or the case's function takes no rank.
+        ValueError: no rank has that number of keys, or the case's function takes no rank.
     """
     storage = replace(case.storage, kv_layout="HND")
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)

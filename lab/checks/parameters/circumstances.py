@@ -93,6 +93,9 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
         yield from _restricted(model, shared | rows | long, others, FEW)
         yield from _restricted(model, shared | rows | long, DECISIVE, SEVERAL)
         yield from _restricted(model, shared | rows | alone | loose, (), SEVERAL)
+    if "causal" in axes:
+        few: Wanted = {"causal": [False], "lengths": [Lengths.FEWER]}
+        yield from _restricted(model, shared | several | few, (), SEVERAL)
 
 
 def _restricted(model: Model, wanted: Wanted, kept: Iterable[str], chosen: int) -> Iterator[Circumstance]:
