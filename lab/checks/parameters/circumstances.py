@@ -38,7 +38,7 @@ DECISIVE = (
 # What every shard of a run must know of a kernel: it decides the circumstances, and their pairs of values.
 OF_ALL_SHARDS = (
     *("group", "heads", "head_dim", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
-    *("window_left", "longest_request"),
+    *("window_left", "longest_request", "causal"),
 )
 # How many such axes, and how many others, have another value than the default in a case: where more have one, a kernel is more
 # likely to decline the case, or not to take the way on which it is wrong.
@@ -72,7 +72,8 @@ class Circumstance:
 def circumstances(model: Model) -> Iterator[Circumstance]:
     """Yield the circumstances that the axes and rules of a model permit: a request of thousands of keys, with values of
     few `DECISIVE` axes in a case, or with values of several other axes; and one request alone, with a bound of the lengths that
-    is far too large. Each is with one row per request, and with several. A metadata builder has no circumstances.
+    is far too large. Each is with one row per request, and with several. A call with a value `causal`
+    has one more: False, with fewer keys than rows. A metadata builder has no circumstances.
 
     Where a model has query heads that share a K/V head, the circumstances have them.
     """
