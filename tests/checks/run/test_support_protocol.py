@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -223,18 +224,23 @@ def test_what_is_no_exception_fails_the_call_alone(error: BaseException) -> None
         refusing(raising(error))()
 
 
+@contextmanager
+def handling_ctrl_c(handler: Any) -> Iterator[None]:
+    held = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, held)
+
+
 def test_ctrl_c_is_not_the_kernel_s() -> None:
-    with pytest.raises(KeyboardInterrupt):
+    with handling_ctrl_c(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
         refusing(raising(KeyboardInterrupt()))()
 
 
 def test_a_keyboard_interrupt_is_the_kernel_s_where_ctrl_c_is_ignored() -> None:
-    held = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with pytest.raises(KernelError, match="it raised KeyboardInterrupt: mine"):
-            refusing(raising(KeyboardInterrupt("mine")))()
-    finally:
-        signal.signal(signal.SIGINT, held)
+    with handling_ctrl_c(signal.SIG_IGN), pytest.raises(KernelError, match="it raised KeyboardInterrupt: mine"):
+        refusing(raising(KeyboardInterrupt("mine")))()
 
 
 def test_another_refusal_after_the_output_was_written_is_late() -> None:
