@@ -86,7 +86,7 @@ class AttentionProblem(Softmax):
         return self.seq_lens.shape[-1]
 
     def kv_lens(self) -> list[int]:
-        """Return the keys of each request, block-sparse the most of a K/V head. Copies `seq_lens` to the host."""
+        """Return the keys of each request, in a block-sparse call its K/V heads' maximum. Copies `seq_lens` to the host."""
         lengths = self.seq_lens.cpu().to(torch.int64)
         return (lengths.amax(dim=0) if lengths.dim() == 2 else lengths).tolist()
 

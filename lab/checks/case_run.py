@@ -240,8 +240,8 @@ class CaseRun:
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
         """Return an object whose methods are the attention functions as an engine calls them.
 
-        It also has a method `prepare_...` for each function that the implementation offers in a `form` other than WHOLE. An
-        engine has one workspace for all calls, and leaves out arguments at their default.
+        If `form` is PREPARED or PLANNED, the object has a method `prepare_...` for each function that has this form. All
+        calls share one workspace, and arguments at their default are left out.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -331,7 +331,7 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record one comparison, by default of the last call. A request with wrong rows is wrong."""
+        """Record one comparison and the requests with wrong rows. `call` is by default the last call."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):

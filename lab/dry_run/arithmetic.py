@@ -132,10 +132,10 @@ def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Req
             raise UnsoundLaunchError(
                 f"request {number} has {kv_len} keys by seq_lens, and {last_key - first_key} by cum_seq_lens_kv: one is wrong"
             )
-        if not 0 <= kv_len <= (kv_len if _has_two_pools(params) else params.max_seq_len_kv):
-            raise UnsoundLaunchError(
-                f"request {number} has {kv_len} keys, and the launch promises 0 to {params.max_seq_len_kv}"
-            )
+        # DeepSeek-V4's call bounds no length.
+        most = kv_len if _has_two_pools(params) else params.max_seq_len_kv
+        if not 0 <= kv_len <= most:
+            raise UnsoundLaunchError(f"request {number} has {kv_len} keys, and the launch promises 0 to {most}")
         if not 0 <= first_row <= max(first_row, end) <= params.sum_of_seq_lens_q:
             raise UnsoundLaunchError(
                 f"request {number} has the rows from {first_row} to {end} of {params.sum_of_seq_lens_q} query rows"

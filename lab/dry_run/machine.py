@@ -68,7 +68,7 @@ class Machine:
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """Return the members that the launcher reads and the table lacks. The launcher reads them as false."""
+        """Return the members of a kernel's row that the launcher reads as false because the table lacks them."""
         return self.launcher.table.lacks(build.launcher_members())
 
     @property

@@ -37,8 +37,8 @@ def profiled_kernels(path: Path) -> Profiled:
 
 
 def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
-    """Return a table with one row per pass. Its JSON has all facts of every launch. `profiled` are kernels that ran on the GPU:
-    the report lists passes that ran other kernels, and is WRONG if there are any.
+    """Return a table with one row per pass. Its JSON has all facts of every launch. `profiled` names the attention
+    kernels that ran on a GPU: the report lists each pass whose kernels differ from them, and is then WRONG.
     """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {

@@ -11,13 +11,13 @@ kernel by the lengths, a call is also refused if the launcher would fail for mor
 import argparse
 import json
 import lzma
-import multiprocessing
+import os
 import re
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,9 @@ from lab.calls.dsv4_decode import TwoPools
 from lab.calls.problem import AttentionCall, PagedAttention
 from lab.checks.parameters.covering import Point
 from lab.dry_run import build, kernel_table
-from lab.dry_run.launcher import GPUS, Gpu
+from lab.dry_run.launcher import GPUS
 from lab.dry_run.launches import Launch, TensorMap
-from lab.dry_run.machine import ENTRIES, Machine, machine
+from lab.dry_run.machine import Machine, machine
 from lab.dry_run.sweep_dsv4 import misread_pools
 from lab.dry_run.sweep_points import SWEPT, points
 from lab.exit_status import ExitStatus
@@ -93,7 +93,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield the verdicts on the sweep's calls for a GPU of `lab.dry_run.machine.GPUS` with SM100 or SM103, with `drawn` random
+    """Yield the verdicts on the sweep's calls for a GPU of `lab.dry_run.launcher.GPUS` with SM100 or SM103, with `drawn` random
     calls of each function; only on each `every`-th call. Raises NotBuiltError if the launcher cannot be compiled here.
     """
     with unguarded_machine(gpu_name) as gpu:
@@ -104,7 +104,7 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
 
 
 @contextmanager
-def unguarded_machine(gpu: str | Gpu) -> Iterator[Machine]:
+def unguarded_machine(gpu: str) -> Iterator[Machine]:
     """While the context is open, hand every call to the launcher of an absent GPU, also those that `why_not` refuses."""
     with machine(gpu) as made, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
         yield made
@@ -182,7 +182,7 @@ def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | No
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
     divides = isinstance(problem, PagedAttention) and division in LIMITS.get(call, ()) and division(problem)
-    if divides and not _survives(gpu, call, point):
+    if divides and not _survives(call, arguments):
         return "the process was killed by SIGFPE", None
     gpu.clear()
     try:
@@ -196,23 +196,15 @@ def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | No
     return misread(launch, problem), launch.name
 
 
-def _survives(gpu: Machine, call: AttentionCall, point: Point) -> bool:
-    """Make the call of a point in a child process. Return False if the launcher divides by 0, which ends the process.
-
-    The child is forked from a server that holds the imports alone. The kernel refuses to fork this process with ENOMEM if it
-    holds the large tensors of a point.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *(f"flashinfer.{module}" for module in ENTRIES)])
-    child = context.Process(target=_launch_alone, args=(gpu.gpu, call, point))
-    child.start()
-    child.join()
-    return child.exitcode != -signal.SIGFPE
-
-
-def _launch_alone(gpu: Gpu, call: AttentionCall, point: Point) -> None:
-    with unguarded_machine(gpu), suppress(*REFUSALS):
-        getattr(trtllm, call.value)(**vars(SWEPT[call].make(point)))
+def _survives(call: AttentionCall, arguments: Any) -> bool:
+    """Make a call in a child process. Return False if the launcher divides by 0, which ends the process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            getattr(trtllm, call.value)(**vars(arguments))
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] != signal.SIGFPE
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:

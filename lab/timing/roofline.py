@@ -79,7 +79,7 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Return a measured time's rates, as such and in percent of the ceilings, and the least possible time (floor)."""
+    """Return bandwidth and operation rate at a median time, their percentages of the ceilings, and the least time (floor)."""
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(

@@ -162,9 +162,10 @@ def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> Sam
     """Compare recorded times: by `compare_samples` if both have samples, else by an interval from their quartiles.
 
     This interval contains the ratio if each time lies between its quartiles (`Times.quartiles_us`). There is no rank test; the
-    rest of the rule is the same. For normal samples the interval is as wide as the 99 % interval of 11 samples on each side,
-    and the lab takes more samples: half of two interquartile ranges is 1.35 standard deviations, and 2.58 times the scatter of
-    the difference of two medians, 1.25 sqrt(2 / n) standard deviations, is the same at n = 11. Medians alone give UNSURE.
+    rest of the rule is the same. Medians alone give UNSURE.
+
+    For normal samples with the standard deviation s, the half-width of this interval is 1.35 s. The 99 % interval of n samples
+    on each side has the half-width 2.58 * 1.25 s sqrt(2 / n), which is 1.35 s at n = 11. The lab takes more samples.
 
     Raises:
         ValueError: as `compare_samples`, or a median is no time.

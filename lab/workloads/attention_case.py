@@ -202,8 +202,8 @@ class AttentionCase:
 
     @cached_property
     def all_kv_lens(self) -> tuple[int, ...]:
-        """Return the keys of each request on all ranks, so that this rank has `kv_lens` of them. They differ by request and
-        seed, and are as many as its rows or more.
+        """Return the number of each request's keys on all ranks together. This rank has `kv_lens` of them. The number varies
+        with the request and the seed, and is at least the request's number of rows.
         """
         rank, world = self.rank or (0, 1)
         return tuple(

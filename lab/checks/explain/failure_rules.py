@@ -227,7 +227,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the number of bits that say which of `bad` + `good` requests or results are the wrong ones."""
+    """Return the bits that tell `bad` wrong requests or results from `good` right ones: the sum of n log2(total / n)."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 

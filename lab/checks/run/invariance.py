@@ -26,7 +26,7 @@ class Answer(NamedEnum):
 
     @classmethod
     def of(cls, verdict: CaseVerdict) -> "Answer":
-        """Return the answer of one case."""
+        """Return the `Answer` that one case's verdict gives."""
         if verdict.outcome in BROKEN:
             return cls.WRONG
         if verdict.outcome is Outcome.DECLINED:
@@ -47,7 +47,7 @@ class Dependence(CheckSummary):
 
     @property
     def answer(self) -> Answer:
-        """Return the worst answer among the cases."""
+        """Return the worst `Answer` of the cases."""
         return next(answer for answer in Answer if self.answers[answer])
 
     @property

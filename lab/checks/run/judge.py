@@ -82,10 +82,11 @@ def judge(
         functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
         device: the device to run on; by default a GPU if there is one.
         isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
-        workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated. Or open workers of the
-            implementation, which have a device, a time limit and refusals of their own.
-        most_seconds: no case is begun after this time, and none in a worker is waited for 2 seconds later. The report counts
-            the cases that were left out. None: 17 at the quick level, without end at the others.
+        workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated. `workers` may
+            also be a `Workers` of the implementation, which has a device, a time limit and refusals of its own.
+        most_seconds: no case begins after this time, and cases that run in workers 2 seconds later are left out. The report
+            counts the cases that are left out. None: 17 at the quick level, or `for_seconds` if that is more; no limit at
+            the others.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, or their names, instead of those of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.

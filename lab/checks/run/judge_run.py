@@ -121,7 +121,7 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Judge some right cases again, apart from the kernel's code. Report those that are not right."""
+        """Repeat some right cases, and judge their outputs in a process without the kernel's code. Report those not right."""
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         is_audited = self.pool.is_apart and not self.is_stopped
         for verdict in audited(self.pool, verdicts, lambda: self.is_over) if is_audited else ():

@@ -46,15 +46,15 @@ class BlockSparseMetadata:
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many tokens a K/V head sees of a row that `num_tokens` tokens are not after: those on the selected pages."""
+    """Return how many tokens a row sees on its selected pages, where `num_tokens` tokens of the request are not after it."""
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
 def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads: int) -> BlockSparseMetadata:
     """Build the metadata of one eager pass in new tensors, without reading the device (SGLang 0.5.23).
 
-    Row j of d of a verification sees ``seq_lens + j + 1`` tokens. A row that sees tokens on p pages selects min(p, 16) of them:
-    its own page, and earlier pages, which are full.
+    Row j of a verified draft, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its
+    own page, and earlier pages, which are full.
 
     Args:
         batch: a decode without speculation, or a TARGET_VERIFY.

@@ -1,4 +1,7 @@
-"""The attention calls of a forward pass on TRT-LLM MLA, and their arguments."""
+"""The attention calls of a forward pass on TRT-LLM MLA, and their arguments.
+
+The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mla_backend.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

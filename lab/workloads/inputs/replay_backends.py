@@ -167,7 +167,7 @@ class SelectingFixture(ReplayFixture):
 
     @functools.cached_property
     def topk_indices(self) -> Tensor:
-        """Return the buffer from which the graphs read what rows select."""
+        """Return the buffer from which the graphs read each row's selection."""
         return torch.full((max(SIZES) * self.width, *self._columns()), -1, dtype=torch.int32, device=self.device)
 
     def _columns(self) -> tuple[int, ...]:
