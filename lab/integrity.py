@@ -97,6 +97,7 @@ class Bindings:
     # What `_addresses` reads, and the addresses at the time of the record.
     _read: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = field(init=False)
     _recorded: bytes | None = field(init=False)
+    _kept: list[Any] = field(init=False)  # what the cells hold, so that no other object gets its address
     _sizes: tuple[int, ...] = field(init=False)  # numbers of watched modules and of names
 
     def __post_init__(self) -> None:
@@ -108,14 +109,16 @@ class Bindings:
         functions = [*{id(each): each for _, each, _ in self.functions}.values()]
         keywords = [each.__kwdefaults__ for each in functions if each.__kwdefaults__]
         constants = [each for _, each, _ in self.constants]
-        views = [view for each in (*keywords, *constants) for view in _views(each)]
-        cells = [cell for each in functions for cell in each.__closure__ or () if _is_function(_contents(cell))]
+        end = [object()]  # after each view, so that an item cannot move from one constant to the next unseen
+        views = [part for each in (*keywords, *constants) for view in _views(each) for part in (view, end)]
+        cells = [cell for each in functions for cell in each.__closure__ or () if callable(_contents(cell))]
+        object.__setattr__(self, "_kept", [*map(_contents, cells)])
         object.__setattr__(self, "_read", (lookups, [*holders.values()], views, functions, cells))
         object.__setattr__(self, "_recorded", _addresses(*self._read))
         object.__setattr__(self, "_sizes", self._sizes_now())
 
     def is_current(self) -> bool:
-        """Return True if nothing has changed and no module or name is new, so that another record would be the same."""
+        """Return True if nothing has changed, and there are as many modules and names as at the time of the record."""
         return self._sizes == self._sizes_now() and not self.changes()
 
     def _sizes_now(self) -> tuple[int, ...]:
@@ -124,7 +127,8 @@ class Bindings:
 
     def changes(self) -> list[str]:
         """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
-        now, is_same = dict(_settings()), _addresses(*self._read) == self._recorded
+        now = dict(_settings())
+        is_same = self._recorded is not None and _addresses(*self._read) == self._recorded
         return [
             *(path for path, holder, name, value in (() if is_same else self.held) if holder.get(name) is not value),
             *(path for path, each, parts in (() if is_same else self.functions) if _differs(each, parts)),

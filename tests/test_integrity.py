@@ -3,6 +3,7 @@
 import builtins
 import ctypes
 import gc
+import inspect
 import itertools
 import operator
 import os
@@ -206,18 +207,25 @@ def keyword_default_added(function: Any) -> None:
 
 
 def cell_emptied(function: Any) -> None:
-    del function.__closure__[0].cell_contents
+    del next(cell for cell in function.__closure__ if inspect.isfunction(cell.cell_contents)).cell_contents
 
 
-@pytest.mark.parametrize("change", [keyword_default_added, cell_emptied])
+def class_in_a_cell_replaced(function: Any) -> None:
+    next(cell for cell in function.__closure__ if cell.cell_contents is int).cell_contents = lambda: 1
+
+
+@pytest.mark.parametrize("change", [keyword_default_added, cell_emptied, class_in_a_cell_replaced])
 def test_a_part_of_a_function_that_is_new_or_gone_is_a_change(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def own() -> None:
         pass
 
+    number = int
+
     def function(*, first: int, second: int = 2) -> None:
         own()
+        number()
 
     module = types.ModuleType("lab.added")
     monkeypatch.setitem(sys.modules, "lab.added", module)
@@ -226,6 +234,15 @@ def test_a_part_of_a_function_that_is_new_or_gone_is_a_change(
     assert noted.changes() == []
     change(function)
     assert noted.changes() == ["lab.added.function"]
+
+
+def test_an_item_that_moves_from_one_constant_to_the_next_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("lab.added")
+    monkeypatch.setitem(sys.modules, "lab.added", module)
+    module.__dict__.update(first=["x", "y"], second=["z"])
+    noted = bindings()
+    module.second.insert(0, module.first.pop())
+    assert noted.changes() == ["lab.added.first", "lab.added.second"]
 
 
 def test_a_record_is_current_until_a_name_changes_or_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,28 +20,37 @@ class SpecInfo:
     """The fields that speculative decoding adds to a batch, as in SGLang. A ``DECODE`` batch that has them is a draft decode
     step.
 
+    Attributes:
+        num_draft_tokens: query rows per request in verification, their largest number in a ragged verification; None in other
+            modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens // batch_size``
+            rows.
+        num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
+        num_accept_tokens: at least ``[batch_size]`` int32 or int64, rows per request of the first draft extend in a CUDA graph;
+            else None.
+        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang has one backend object per step, which keeps
+            the number, and hides its SpecInfo from the backend in a frozen-KV draft. The lab has one stateless function for
+            all steps, so the batch carries the number.
+
     Raises:
         TypeError, ValueError: a field has the wrong type, shape or range.
     """
 
-    #: query rows per request in verification, their largest number in a ragged verification; None in other modes. A
-    #: ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens // batch_size`` rows
     num_draft_tokens: int | None = None
-    #: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it
     num_tokens_per_req: int = -1
-    #: at least ``[batch_size]`` int32 or int64, rows per request of the first draft extend in a CUDA graph; else None
     num_accept_tokens: Tensor | None = None
-    #: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang has one backend object per step, which keeps the number, and hides
-    #: its SpecInfo from the backend in a frozen-KV draft. The lab has one stateless function for all steps, so the batch
-    #: carries the number
     speculative_step_id: int | None = None
 
     @classmethod
     def of(
         cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
-        """Return the `SpecInfo` of a pass with `num_rows` query rows of every request (in a ragged verification: at most), or
-        None for a pass without speculative decoding.
+        """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
+
+        Args:
+            mode: the mode of the pass.
+            num_rows: query rows of every request; in a ragged verification, their largest number.
+            draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
+            num_accept_tokens: rows per request of the first draft extend in a graph.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
@@ -75,11 +84,22 @@ class ForwardBatch:
     and the host lists.
 
     Attributes:
+        forward_mode: the kind of pass.
+        req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is
+            the reserved row that padding uses. A request may occur twice.
+        seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
+            without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
+        out_cache_loc: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written,
+            in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV
+            draft has none.
+        num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
+            position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. An engine's scheduler
             knows the first two. ``seq_lens_cpu`` needs a copy from the device, so no mode requires it. In a prefill on MHA
             ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.
+        spec_info: what speculative decoding adds, or None.
 
     Raises:
         TypeError: a field has the wrong type or dtype.
@@ -87,17 +107,9 @@ class ForwardBatch:
     """
 
     forward_mode: ForwardMode
-    #: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is the reserved row that padding
-    #: uses. A request may occur twice
     req_pool_indices: Tensor
-    #: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode: without the draft
-    #: tokens in a draft step and in verification, with the new tokens everywhere else
     seq_lens: Tensor
-    #: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written, in row order
-    #: and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV draft has none
     out_cache_loc: Tensor
-    #: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at position
-    #: ``seq_lens + j``
     num_tokens: int
     extend_seq_lens: Tensor | None = None
     extend_prefix_lens: Tensor | None = None
@@ -108,7 +120,7 @@ class ForwardBatch:
 
     @cached_property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft, which reads the target's K/V."""
+        """Return True for a pass of a frozen-KV draft, in which the draft model reads the target's K/V and writes none."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @cached_property

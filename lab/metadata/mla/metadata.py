@@ -244,6 +244,7 @@ def build_mla_prefill_metadata(
     the results.
 
     Args:
+        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix falls back to FlashInfer's kernels.
         in_prefill_graph: the pass is captured in a prefill graph, which always falls back.
 
