@@ -79,19 +79,16 @@ class Report:
     #: functions that declined most cases, each with the ranges that it accepts; it was also judged within these
     narrowed: tuple[tuple[Interface, Ranges], ...] = ()
     refusals: tuple[str, ...] = ()  #: names of the exceptions that count as refusals; () for the default list
-    run: str = (
-        ""  #: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown
-    )
+    #: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown
+    run: str = ""
     num_random: int = 0  #: number of random cases that were judged after the level's cases
-    audited: int = (
-        0  #: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`)
-    )
+    #: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`)
+    audited: int = 0
     #: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
     profile: str = ""
     functions: tuple[Interface, ...] = ()  #: the functions that have cases, even if none of their cases was begun
-    unended: int = (
-        0  #: number of cases that had begun and did not end before the time was over; they are among `left_out`
-    )
+    #: number of cases that had begun and did not end before the time was over; they are among `left_out`
+    unended: int = 0
     shard: str = ""  #: the part of the run that was judged, such as "3/8"; "" for the whole run
 
     def __str__(self) -> str:
