@@ -81,6 +81,8 @@ def read_record(path: Path) -> dict[str, Any]:
     lists = [record.get("cases"), record.get("refusals", [])] if isinstance(record, dict) else [None]
     if not all(isinstance(each, list) for each in lists) or not all(isinstance(case, dict) for case in record["cases"]):
         raise ReportError(f"{path} is no report of the judge")
+    if not isinstance(name := record.get("implementation", ""), str) or "\0" in name:
+        raise ReportError(f"{path} is no report of the judge: its implementation has the name {name!r}")
     return record
 
 

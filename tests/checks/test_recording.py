@@ -250,6 +250,14 @@ def test_what_is_no_report_is_a_sentence(tmp_path: Path, text: str) -> None:
         read_case(path, 1)
 
 
+@pytest.mark.parametrize("name", [["my.kernel"], "my\0kernel.py"])
+def test_an_implementation_that_has_no_name_is_a_sentence(kernel: Path, name: Any) -> None:
+    path = Path(judged(kernel, drawn=0, only=["K5"]).verdicts[0].recorded_in)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"implementation": name}))
+    with pytest.raises(ReportError, match="is no report of the judge: its implementation has the name"):
+        read_case(path, 1)
+
+
 def test_a_case_of_a_check_that_is_gone_is_a_sentence(kernel: Path) -> None:
     path = Path(judged(kernel, drawn=0, only=["K5"]).verdicts[0].recorded_in)
     path.write_text(path.read_text().replace('"check": "K5"', '"check": "K99"'))
