@@ -7,6 +7,7 @@ overwrites later in the same graph is recorded as it is after the replay.
 
 import atexit
 import functools
+import importlib
 import inspect
 import itertools
 import json
@@ -40,7 +41,7 @@ from lab.wording import counted
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
 MOST_FRAMES = 12  # callers that are searched for the layer
 MOST_SAID = 20  # different sentences about calls that are not recorded or not judged
-FOLLOWED = ("capture_begin", "capture_end", "replay")  # methods of a CUDA graph
+FOLLOWED = ("capture_begin", "capture_end", "replay", "reset")  # methods of a CUDA graph
 _LOG = logging.getLogger("lab.recorded")
 
 
@@ -223,6 +224,9 @@ class Recorder:
     def _after_capture_end(self, graph: Any) -> None:
         self._of_thread.graph = None
 
+    def _after_reset(self, graph: Any) -> None:
+        self._graphs.pop(graph, None)
+
     def _after_replay(self, graph: Any) -> None:
         calls = self._graphs.get(graph, [])
         for place, call in enumerate(calls):
@@ -302,9 +306,20 @@ class Recorder:
 def start_from_environment() -> None:
     """Record to the end of this process, as the environment variable LAB_RECORD says; then print the summary to stderr."""
     settings = json.loads(os.environ[ENVIRONMENT])
-    recorder = Recorder(**{**settings, "triggers": Triggers(**settings["triggers"])})
+    functions = [each for each in settings["functions"] if _can_be_imported(each)]
+    recorder = Recorder(**{**settings, "functions": functions, "triggers": Triggers(**settings["triggers"])})
     recorder.__enter__()
     atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
+
+
+def _can_be_imported(package: str) -> bool:
+    """Import a package. If that fails, print why to stderr and return False."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # of any kind: it must not reach the server, nor end the recording of other packages
+        print(f"lab record: no call of {package} is recorded: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _words(call: RecordedCall) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import CALL_TYPES, Problem
-from lab.calls.entries import places_of_requests
+from lab.calls import CALL_TYPES, PagedAttention, Problem
+from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.mla_decode import lse_is_base_e
 from lab.recorded.call import RESULTS, RecordedCall, RecordingError, sides_of
 from lab.recorded.reductions import parts_of, seed_of
@@ -145,8 +145,12 @@ def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
     """Yield an expression for each request: the places of its keys in K's and V's entries, and which of them each row sees."""
     places = places_of_requests(problem, range(problem.batch_size))
     for request, (q_len, (k, v)) in enumerate(zip(problem.q_lens(), places, strict=True)):
-        seen = visible_of_request(problem, request, q_len, len(k))
-        yield f"    ({', '.join(_tensor(each, saved) for each in (k, v, seen))}),"
+        if isinstance(problem, PagedAttention) and problem.selected is not None:  # an entry may stand in two columns
+            ((_, indices),) = selections_of(problem, [request])
+            seen = f"[row[row >= 0] for row in {_tensor(indices, saved)}]"
+        else:
+            seen = _tensor(visible_of_request(problem, request, q_len, len(k)), saved)
+        yield f"    ({_tensor(k, saved)}, {_tensor(v, saved)}, {seen}),"
 
 
 def _side(call: RecordedCall, side: Tensor) -> str:

@@ -86,13 +86,55 @@ def test_functions_of_the_lab_itself_are_recorded(server: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        (("--functions", "never_imported"), "never imported never_imported"),
         (("--functions", "server_kernels", "--from-s", "1000"), "none of 3 calls recorded in "),
         (("--functions", "lab.references", "--shadow", "3"), "/calls; 1 judged, 0 wrong"),
     ],
 )
 def test_the_end_says_why_no_call_is_recorded(server: Path, tmp_path: Path, options: tuple[str, ...], why: str) -> None:
     done = _record(server, tmp_path / "calls", *options)
-    assert done.stderr.count(why) == 2, done.stderr
+    assert done.stderr.count(why) == (1 if "never" in why else 2), done.stderr
+
+
+CALL = f"""
+from tests.recorded.record_calls import decode_arguments
+kernels.{DECODE}(**decode_arguments())
+"""
+
+
+def test_a_package_that_cannot_be_imported_costs_only_its_own_functions(server: Path, tmp_path: Path) -> None:
+    package = server / "engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("from engine import kernels\nIS_READY = True\n")
+    (package / "kernels.py").write_text(KERNELS)
+    (package / "late.py").write_text(f"from engine import IS_READY\n{KERNELS}")
+    (server / "broken.py").write_text("None.missing\n")
+    (server / "serve.py").write_text(
+        f"import engine\nfrom engine import kernels, late\n{CALL}{CALL.replace('kernels.', 'late.')}"
+    )
+    done = _record(server, tmp_path / "calls", "--functions", "engine.kernels,broken,engine.late")
+    assert (done.returncode, done.stderr.count(": 2 of 2 calls recorded")) == (0, 1), done.stderr
+    assert done.stderr.count("no call of broken is recorded: AttributeError: 'NoneType'") == 1
+
+
+def test_a_package_without_a_file_is_recorded_when_its_import_succeeds_at_last(server: Path, tmp_path: Path) -> None:
+    (server / "folder_alone").mkdir()
+    (server / "folder_alone" / "kernels.py").write_text(f"import sys\nsys.of_test\n{KERNELS}")
+    retry = "try:\n    import folder_alone.kernels\nexcept AttributeError:\n    sys.of_test = True\n"
+    (server / "serve.py").write_text(f"import sys\n{retry}from folder_alone import kernels\n{CALL}")
+    done = _record(server, tmp_path / "calls", "--functions", "folder_alone")
+    assert (done.returncode, done.stderr.count(": 1 of 1 call recorded")) == (0, 1), done.stderr
+
+
+@pytest.mark.parametrize("error", ["AttributeError", "OSError"])
+def test_an_error_of_the_start_does_not_reach_the_server(server: Path, tmp_path: Path, error: str) -> None:
+    (server / "serve.py").write_text(
+        f"import lab.recorded.recorder as recorder\ndef fail(): raise {error}('no start')\n"
+        "recorder.start_from_environment = fail\nimport server_kernels\n"
+    )
+    done = _record(server, tmp_path / "calls", "--functions", "server_kernels")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is recorded: no start") == 1
 
 
 def test_the_server_does_not_start_where_nothing_can_be_recorded(server: Path, tmp_path: Path) -> None:

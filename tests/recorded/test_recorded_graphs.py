@@ -83,7 +83,13 @@ def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_pa
         del arguments
         gc.collect()
         assert held() is not None
-        del graph
+        graph.reset()
+        gc.collect()
+        assert held() is None
+        graph.replay()
+        arguments = decode_arguments()
+        held, graph = weakref.ref(arguments["query"]), _captured(module, arguments)
+        del arguments, graph
         gc.collect()
         assert held() is None
     assert recorder.kept == 0

@@ -153,6 +153,7 @@ NHD = {"kv_cache": tuple(each.transpose(1, 2) for each in decode_arguments()["kv
 SEPARATE = {
     "block_tables": torch.tensor([[[1, 0, 0], [2, 0, 0]], [[3, 4, 0], [5, 6, 0]], [[7, 8, 0], [1, 2, 3]]]).int()
 }
+TWICE = torch.tensor([[[96, 96, 35, -1], [39, 97, 39, 96]], [[2, 0, 2, 2], [4, 1, 1, 0]]]).int()
 CALLS = {
     "decode": _decode(),
     "decode, LSE and sinks": _decode(sinks=SINKS, lse=torch.empty(3, HEADS), return_lse=True),
@@ -180,6 +181,7 @@ CALLS = {
     "MLA, numbers of selected entries": _recorded(
         AttentionCall.MLA_DECODE, selecting_arguments(sparse_mla_top_k_lens=torch.tensor([1, 3, 2, 4]).int())
     ),
+    "MLA, an entry selected twice": _recorded(AttentionCall.MLA_DECODE, selecting_arguments(block_tables=TWICE)),
     "MLA, sinks in a list": _latent(sinks=[SINKS]),
     "ragged": _ragged(window_left=2, return_lse=True),
     "ragged, not causal, sinks": _ragged(is_causal=False, return_lse=True, attention_sinks=SINKS),

@@ -4,6 +4,7 @@ Python imports the module `sitecustomize` at its start, and `lab record` puts th
 are imported only when the process has imported a package whose functions are recorded.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -17,24 +18,36 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _FirstImport(MetaPathFinder):
-    """Starts the recorder right after the first import of a recorded package has ended, with the imports that it makes."""
+    """Starts the recorder when a recorded package is imported and no import of its root package runs any more: the recorder
+    never sees a package that is initialised in part, and an import that fails starts nothing.
+    """
+
+    running = 0  # imports that have not ended, of modules of the root packages
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        others = [each for each in sys.meta_path if each is not self] if fullname in PACKAGES else []
+        is_watched = fullname.partition(".")[0] in {each.partition(".")[0] for each in PACKAGES}
+        others = [each for each in sys.meta_path if each is not self] if is_watched else []
         spec = next(filter(None, (each.find_spec(fullname, path, target) for each in others)), None)
-        if spec is not None and spec.loader is not None:
+        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             execute = spec.loader.exec_module
 
             def execute_and_start(module: ModuleType) -> None:
-                is_first = self in sys.meta_path
-                if is_first:
+                self.running += 1
+                try:
+                    execute(module)
+                finally:
+                    self.running -= 1
+                if not self.running and self in sys.meta_path and not sys.modules.keys().isdisjoint(PACKAGES):
                     sys.meta_path.remove(self)
-                execute(module)
-                if is_first:
                     _start()
 
             spec.loader.exec_module = execute_and_start  # type: ignore[method-assign]
         return spec
+
+    def say_at_end(self) -> None:
+        """Name the packages in the server's first process if it imported none of them."""
+        if self in sys.meta_path and os.environ["LAB_RECORD_FIRST"] == str(os.getpid()):
+            print(f"lab record: process {os.getpid()} never imported {', '.join(PACKAGES)}", file=sys.stderr)
 
 
 def _start() -> None:
@@ -43,14 +56,16 @@ def _start() -> None:
         from lab.recorded.recorder import start_from_environment
 
         start_from_environment()
-    except (ImportError, OSError) as error:  # the server runs all the same
+    except Exception as error:  # of any kind: the server must run as it does without the recorder
         print(f"lab record: no call of process {os.getpid()} is recorded: {error}", file=sys.stderr)
     sys.path.pop()
 
 
 if __name__ == "sitecustomize" and "LAB_RECORD" in os.environ:
     PACKAGES = json.loads(os.environ["LAB_RECORD"])["functions"]
-    sys.meta_path.insert(0, _FirstImport())
+    os.environ.setdefault("LAB_RECORD_FIRST", str(os.getpid()))
+    sys.meta_path.insert(0, first := _FirstImport())
+    atexit.register(first.say_at_end)
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != HERE]
     following = PathFinder.find_spec("sitecustomize", sys.path)  # the one that Python would have imported
     if following is not None and following.loader is not None:
