@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
 from lab.recorded.call import ListedCall, RecordedCall, RecordingError, reading, recorded_function
 
@@ -55,7 +56,8 @@ def listed(folder: Path) -> list[ListedCall]:
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
+    """Return the folders with a record or inputs: of a call whose record is lost, `read` says so."""
+    return sorted({path.parent for name in (METADATA, "inputs.*") for path in folder.glob(f"*/{name}")})
 
 
 def _listed(path: Path) -> ListedCall:
@@ -129,11 +131,11 @@ def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, tor
 
 
 def _parameters(record: Mapping[str, Any]) -> list[str]:
-    """Return the parameter names in the recorded signature, in order; none if the signature is unreadable."""
+    """Return the parameter names, in order, in the recorded signature, or in the lab's call type if that is unreadable."""
     try:
         definition = ast.parse(f"def call{record.get('function_signature')}: ...")
     except (SyntaxError, ValueError, RecursionError):
-        return []
+        return list(CALL_TYPES[AttentionCall(record["function_name"])].__dataclass_fields__)
     return [each.arg for each in ast.walk(definition) if isinstance(each, ast.arg)]
 
 

@@ -34,6 +34,7 @@ from lab.recorded.call import (
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 FORM, VERSION = "a call recorded by trtllm-attention-lab", 3
+EARLIER = f"{FORM}\n".encode()  # the first bytes of a file before version 3
 SUFFIX = ".call"
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
@@ -62,6 +63,9 @@ def read(path: Path) -> RecordedCall:
         RecordingError: the file is damaged, in another form or of another release, or lacks the value of an argument.
     """
     with reading(path) as regular:
+        with regular.open("rb") as file:
+            if file.read(len(EARLIER)) == EARLIER:
+                raise RecordingError(f"{path} is of an earlier version; this release of the lab reads {VERSION}")
         record = torch.load(regular, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(record, dict) or record.get("form") != FORM:
             raise RecordingError(f"{path} is no call that the lab recorded")
@@ -187,14 +191,17 @@ def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]
 
 
 def _has_overlap(pool: Any, num_pages: int) -> bool:
-    """Return True if `num_pages` pages with the strides of a pool, or of its K or V, have more bytes than they span. The
-    compact cache of a block-sparse call is such a pool, and so is a pool with an expanded dimension.
+    """Return True if `num_pages` pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
+    block-sparse call is such a pool, and so is a pool with an expanded dimension.
     """
     if not isinstance(pool, Tensor):
         return any(_has_overlap(side, num_pages) for side in pool)
-    shape = (num_pages, *pool.shape[1:])
-    layout = torch.empty_strided(shape, pool.stride(), dtype=pool.dtype, device="meta")
-    return layout.nbytes > size_bytes(layout)
+    span = 1  # elements of the dimensions with smaller strides, with their gaps
+    for stride, size in sorted(zip(pool.stride(), (num_pages, *pool.shape[1:]), strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += max(size - 1, 0) * stride
+    return False
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

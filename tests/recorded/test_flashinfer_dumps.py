@@ -147,6 +147,7 @@ def _device(name: str, call: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no record": (lambda path: (path / METADATA).write_text(""), "is no record of a FlashInfer call"),
+    "a record that is missing": (lambda path: (path / METADATA).unlink(), "cannot be read"),
     "a record of lists in lists": (lambda path: (path / METADATA).write_text("[" * 100_000), "is damaged"),
     "a record that is no text": (lambda path: (path / METADATA).write_bytes(b"\xff\xfe\x00"), "is damaged"),
     **{
@@ -237,3 +238,9 @@ def test_safetensors_that_cannot_be_read_are_a_sentence(
 
 def test_a_folder_without_calls_has_none(tmp_path: Path) -> None:
     assert listed(tmp_path) == []
+
+
+def test_inputs_without_a_record_are_listed(dumps: Path) -> None:
+    before = len(listed(dumps))
+    (listed(dumps)[1].path / METADATA).unlink()
+    assert len(listed(dumps)) == before

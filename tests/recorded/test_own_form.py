@@ -364,6 +364,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: path.write_bytes(b""), "is damaged"),
     "half": (lambda path: path.write_bytes(path.read_bytes()[:9000]), "is damaged"),
     "a list": (lambda path: torch.save([1], path), "is no call that the lab recorded"),
+    "an earlier version": (
+        lambda path: path.write_bytes(f"{own_form.FORM}\n".encode() + path.read_bytes()),
+        "is of an earlier version; this release of the lab reads 3",
+    ),
     "a later version": (lambda path: _change(path, version=4), "is of version 4; this release of the lab reads 3"),
     "an unknown function": (
         lambda path: _change(path, function="relu"),
@@ -472,3 +476,18 @@ def test_a_pipe_in_the_place_of_a_call_is_refused(one_call: Path, tmp_path: Path
     os.mkfifo(tmp_path / one_call.name)
     with pytest.raises(RecordingError, match="a pipe or a device, and no file"):
         own_form.read(tmp_path / one_call.name)
+
+
+def test_pages_that_share_memory_between_gaps_are_kept_apart(tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    shape = arguments["kv_cache"][0].shape
+    _, num_heads, page_size, head_dim = shape
+    stride = (
+        page_size * head_dim // 2,
+        10**6,
+        head_dim,
+        1,
+    )  # of a head, each page begins in the middle of the one before
+    pool = torch.zeros(num_heads * 10**6, dtype=torch.bfloat16).as_strided(shape, stride)
+    call = own_form.read(_write_inputs(tmp_path, decode_arguments(kv_cache=(pool, pool))))
+    assert call.lost == (own_form.OVERLAPPING,)
