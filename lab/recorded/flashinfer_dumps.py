@@ -7,6 +7,7 @@ tensor in a tuple a key such as `kwarg_kv_cache__0`. The other arguments are JSO
 """
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -135,7 +136,7 @@ def _parameters(record: Mapping[str, Any]) -> list[str]:
     try:
         definition = ast.parse(f"def call{record.get('function_signature')}: ...")
     except (SyntaxError, ValueError, RecursionError):
-        return list(CALL_TYPES[AttentionCall(record["function_name"])].__dataclass_fields__)
+        return list(inspect.signature(CALL_TYPES[AttentionCall(record["function_name"])]).parameters)
     return [each.arg for each in ast.walk(definition) if isinstance(each, ast.arg)]
 
 

@@ -244,3 +244,10 @@ def test_inputs_without_a_record_are_listed(dumps: Path) -> None:
     before = len(listed(dumps))
     (listed(dumps)[1].path / METADATA).unlink()
     assert len(listed(dumps)) == before
+
+
+def test_arguments_by_position_are_named_without_a_readable_signature(dumps: Path) -> None:
+    path = listed(dumps)[1].path
+    named = read(path).given.keys()
+    _edit(path, lambda record: record.pop("function_signature"))
+    assert read(path).given.keys() == named
