@@ -210,7 +210,8 @@ def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -
     assert (problem.window_left, problem.sinks, problem.return_lse, problem.bmm2_scale) == (-1, None, False, 1.0)
     assert smaller.drawn >= {name for name in ("query", "kv_cache", "key", "value") if name in call.given}
     program = _program(smaller, fault)
-    assert (len(program.text) < 6000, program.saved) == (True, {})
+    assert program.saved == {}
+    assert len(program.text) < 6500
     for argument, value in _arguments_of(program).items():
         pairs = zip(
             *(each if isinstance(each, tuple) else (each,) for each in (value, smaller.given[argument])), strict=True
