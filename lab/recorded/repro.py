@@ -121,11 +121,13 @@ def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str],
     yield f"\n```text\n{call.function.value}("
     yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
     yield ")\n```\n"
-    module = f"`{in_markdown(called or call.module or 'FlashInfer')}`"
-    if called:
-        yield f"The call was made here, of {module}.\n"
-    else:
-        yield f"The engine called {module}. The call was not made here: run `repro.py`.\n"
+    name = called or call.module or "flashinfer"
+    module = f"`{in_markdown(name)}`"
+    made = f"The call was made here, of {module}."
+    recorded = f"The engine called {module}. The call was not made here: run `repro.py`."
+    # A file or a module of another package is wrong, and FlashInfer's function of that name may be right.
+    is_foreign = name.endswith(".py") or name.replace(":", ".").partition(".")[0] != "flashinfer"
+    yield f"{made if called else recorded}{' `repro.py` calls FlashInfer, which may be right.' * is_foreign}\n"
     if fault is not None:
         yield f"Result of {'this' if called else 'the recorded'} call: {fault.reason.value}: {in_markdown(fault.sentence)}\n"
     if fault is not None and fault.vector:
