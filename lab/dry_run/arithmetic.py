@@ -242,8 +242,8 @@ class _Attention:
 
         The table has a row of places for each query row. The descriptor's dimensions are (head_dim, entries of the pool); V is
         the first part of K. A row uses the columns that the lengths say, or as many as there are keys up to its position. If
-        there are two pools, the first 128 columns are those of the window's pool, of which a row uses as many as its position
-        allows.
+        there are two pools, the first 128 columns are those of the window's pool. A row uses as many of these columns as its
+        position allows.
         """
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:

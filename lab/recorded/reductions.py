@@ -117,7 +117,7 @@ def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out K/V heads, each with its group of query heads; or query heads, the same of each group."""
+    """Leave out K/V heads, each with its group of query heads; or the same query heads of each group."""
     problem = call.problem()
     kv_heads, of_group = range(problem.num_kv_heads), range(problem.group)
     yield from (_with_heads(call, kept, of_group) for kept in _without_chunks(kv_heads))

@@ -12,6 +12,7 @@ from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties.mla_modes import two_pool_cases
 from lab.dry_run.host_memory import UnsoundLaunchError
+from lab.dry_run.launches import Launch
 from lab.dry_run.machine import machine
 from lab.dry_run.passes import dry_run
 from lab.kernels import trtllm
@@ -50,13 +51,19 @@ PASSES = [
 ]
 
 
-@pytest.mark.parametrize("case", PASSES, ids=repr)
-def test_a_pass(case: MLACase) -> None:
-    """A row is a request of one row, and 130 columns are made 132."""
+def right_pass(case: MLACase) -> tuple[Any, Tensor, Launch]:
+    """Run a pass that makes one launch, and hold its output to the expected one. Return the pass, the output and the launch."""
     forward = build_mla_pass(case, torch.device("cpu"))
     out = forward.new_out()
     (launch,) = launches_of(lambda implementation: forward.run(implementation, out))
     assert forward.truth().compare(forward.rows_of_requests(out)).passed
+    return forward, out, launch
+
+
+@pytest.mark.parametrize("case", PASSES, ids=repr)
+def test_a_pass(case: MLACase) -> None:
+    """A row is a request of one row, and 130 columns are made 132."""
+    forward, out, launch = right_pass(case)
     metadata: Any = forward.metadata
     rows = len(metadata.seq_lens)
     hold_params(
@@ -103,10 +110,7 @@ def hold_pool(launch: Any, cache: Tensor) -> None:
 @pytest.mark.parametrize("case", [*two_pool_cases(4, num_qo_heads=16)], ids=str)
 def test_a_pass_over_two_pools(case: MLACase) -> None:
     """Rows of a prefill are of its requests, and all other rows are requests of one row."""
-    forward = build_mla_pass(case, torch.device("cpu"))
-    out = forward.new_out()
-    (launch,) = launches_of(lambda implementation: forward.run(implementation, out))
-    assert forward.truth().compare(forward.rows_of_requests(out)).passed
+    forward, out, launch = right_pass(case)
     metadata: Any = forward.metadata
     rows, offsets = len(metadata.seq_lens), metadata.cum_seq_lens_q
     lens = metadata.seq_lens if offsets is None else metadata.request_lens

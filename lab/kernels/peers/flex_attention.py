@@ -198,7 +198,7 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
     """Return the index of each page of the pool among a request's pages, int32 [batch_size, num_pages]; -1 for other pages.
 
     Raises:
-        NotImplementedError: a request has a page twice, of which the mask function would find only one position.
+        NotImplementedError: a request has a page twice. The mask function finds only one position of a page.
     """
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):

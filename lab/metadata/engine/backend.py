@@ -121,6 +121,19 @@ class RebuiltMetadata(Generic[MetadataT]):
         return rebuild
 
 
+class RebuildingBackend(Generic[MetadataT]):
+    """A backend whose graphs build their metadata anew in each replay."""
+
+    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
+        """Build the metadata of a pass in new tensors, without a read of the host."""
+        raise NotImplementedError
+
+    def new_buffers(
+        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
+    ) -> dict[GraphMode, RebuiltMetadata[MetadataT]]:
+        return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
+
+
 class Backend(Protocol[MetadataT]):
     """An attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 

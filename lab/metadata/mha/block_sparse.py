@@ -11,7 +11,7 @@ The sources in SGLang 0.5.23 are `minimax_sparse_ops/msa_plan.py` in `sglang/srt
 the copy has the cache's dtype.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import RebuiltMetadata
+from lab.metadata.engine.backend import RebuildingBackend
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, first_slots, key_lens, max_query_rows
@@ -114,7 +113,7 @@ def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockSparseBackend:
+class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
     """Build metadata and make block-sparse decode calls as SGLang's MSA-v1 does."""
 
     implementation: Any = None  #: any object with FlashInfer's decode function, such as `lab.references`
@@ -122,11 +121,6 @@ class BlockSparseBackend:
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> BlockSparseMetadata:
         return build_block_sparse_metadata(batch, pool, self.num_kv_heads)
-
-    def new_buffers(
-        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
-    ) -> dict[GraphMode, RebuiltMetadata[BlockSparseMetadata]]:
-        return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
 
     def prepare_attention(
         self,

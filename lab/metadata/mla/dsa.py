@@ -9,7 +9,7 @@ The sources in SGLang 0.5.23 are `dsa_backend.py` and the kernels in `sglang/ker
 graph in `graph_variants.py`, dense and sparse, exist only on AMD's GPUs, whose DSA does not make this call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import RebuiltMetadata
+from lab.metadata.engine.backend import RebuildingBackend
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache, buffer_in
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, seen_by_rows, uncounted_tokens
@@ -117,7 +116,7 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 
 
 @dataclass(frozen=True, eq=False)
-class DSABackend:
+class DSABackend(RebuildingBackend[DSAMetadata]):
     """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does. A prefill makes this call if the server's
     prefill backend is ``trtllm`` too. `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
     """
@@ -128,11 +127,6 @@ class DSABackend:
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSAMetadata:
         return build_dsa_metadata(batch, pool, self.indexer)
-
-    def new_buffers(
-        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
-    ) -> dict[GraphMode, RebuiltMetadata[DSAMetadata]]:
-        return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
 
     def prepare_attention(
         self,

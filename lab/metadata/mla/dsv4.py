@@ -11,7 +11,7 @@ The sources in SGLang 0.5.23 are `deepseek_v4_trtllm_backend.py` and `deepseek_v
 rows of their block, is not built here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,8 @@ from torch import Tensor
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.kernels import prepare
-from lab.metadata.engine.backend import RebuiltMetadata
+from lab.metadata.engine.backend import RebuildingBackend
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache, buffer_in
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
@@ -222,7 +221,7 @@ def _whole_tiles(rows: Tensor, value: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class DSV4Backend:
+class DSV4Backend(RebuildingBackend[DSV4Metadata]):
     """Build metadata and make DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
 
     `implementation` and `query_dtype` are as in `TRTLLMMLABackend`. The indexer selects at most `index_topk` compressed entries
@@ -235,11 +234,6 @@ class DSV4Backend:
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
         return build_dsv4_metadata(batch, pool)
-
-    def new_buffers(
-        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
-    ) -> dict[GraphMode, RebuiltMetadata[DSV4Metadata]]:
-        return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
 
     def prepare_attention(
         self,
