@@ -126,7 +126,8 @@ def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str],
     made = f"The call was made here, of {module}."
     recorded = f"The engine called {module}. The call was not made here: run `repro.py`."
     # A file or a module of another package is wrong, and FlashInfer's function of that name may be right.
-    is_foreign = name.endswith(".py") or name.replace(":", ".").partition(".")[0] != "flashinfer"
+    path, *_ = name.partition(":")
+    is_foreign = path.endswith(".py") or path.partition(".")[0] != "flashinfer"
     yield f"{made if called else recorded}{' `repro.py` calls FlashInfer, which may be right.' * is_foreign}\n"
     if fault is not None:
         yield f"Result of {'this' if called else 'the recorded'} call: {fault.reason.value}: {in_markdown(fault.sentence)}\n"
