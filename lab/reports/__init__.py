@@ -1,1 +1,3 @@
-"""Read recorded results and present them as tables and pictures, in a terminal, in Markdown and in HTML."""
+"""Read recorded benchmarks, judge reports and experiments; show them as tables and pictures in a terminal, Markdown
+and HTML.
+"""

@@ -1,4 +1,6 @@
-"""Compare two kernels or two settings on this GPU, with interleaved samples in one process.
+"""Time two kernels, or one kernel with two settings, in one process on this GPU, and compare their times.
+
+The samples of both sides are interleaved: one of the first side, one of the second, and so on.
 
 ::
 
@@ -6,7 +8,8 @@
     lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
-Both sides are judged before and after the samples. If the results of a side are wrong, the report has no times.
+The outputs of both sides are compared with the reference before and after the samples. Wrong outputs raise an exception, so
+that no time is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,12 +31,12 @@ from lab.timing.statistics import IN_TURNS, Rule, Speed, compare_samples
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two sides of the comparison: its scenario, module, time, and the fields of `lab.timing.forward.time_facts`."""
+    """One of the two sides of the comparison."""
 
-    scenario: str
-    module: str
+    scenario: str  #: name of the scenario, or address of the recorded call
+    module: str  #: name of the kernel's module
     time: GpuTime
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  #: result of `lab.timing.forward.time_facts`, such as the median and the floor
 
 
 def measure_sides(
@@ -44,18 +47,21 @@ def measure_sides(
     num_samples: int,
     seed: int | None = None,
 ) -> list[Side]:
-    """Time two forward passes or recorded calls on this GPU with interleaved samples; judge the outputs of both before and
-    after the samples.
+    """Time two forward passes or recorded calls on this GPU with interleaved samples. Compare the outputs of both with the
+    reference before and after the samples.
 
     Args:
-        names: the scenario, or the address of the recorded call, and the module of each side.
+        names: a pair for each side: the name of the scenario (or the address of the recorded call), and that of the module.
+        cases: the forward pass or the recorded call of each side.
+        modules: the kernel's module of each side.
         seed: seed of the tensors' contents; None draws a new seed.
 
     Raises:
-        NotImplementedError, ValueError: a module refuses its pass, a call cannot be read, or the method cannot time it.
-        AssertionError: the results of a side are wrong.
-        RefusedTimeError: the GPU cannot reach a measured time, or two clocks disagree on it.
-        RuntimeError: a call cannot be captured, or CUPTI cannot be used.
+        NotImplementedError, ValueError: a module does not support its call, a recorded call cannot be read, or `method` cannot
+            time a call.
+        AssertionError: the outputs of a side are wrong.
+        RefusedTimeError: a measured time is shorter than the GPU can reach, or two clocks disagree about it.
+        RuntimeError: a call cannot be captured in a CUDA graph, or CUPTI cannot be used.
     """
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)
@@ -74,7 +80,9 @@ def measure_sides(
 
 
 def ab_report(sides: Sequence[Side], rule: Rule = IN_TURNS) -> TableReport:
-    """Compare the second side's time with the first side's: the verdict, the difference and its confidence interval."""
+    """Return a table of both sides, and a line that says whether the second side is SLOWER, FASTER, the SAME or UNSURE, by how
+    many percent, and within which confidence interval. The exit status is WRONG if the second side is SLOWER.
+    """
     first, second = (side.time for side in sides)
     found = compare_samples(first.samples_us, second.samples_us, rule)
     method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"

@@ -1,4 +1,6 @@
-"""Present the errors of K/V caches and of right kernels as a table, and the answer to a test's failure (`lab.budget`)."""
+"""Show the results of `lab.budget`: a table of the errors that quantisation and a right kernel make, or the answer whether a
+failed test shows a bug.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,7 +15,9 @@ STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "cannot be told": E
 
 
 def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -> TableReport:
-    """Return a report with a row for each result of `lab.budget.budget`."""
+    """Return a table with one row per result of `lab.budget.budget`. A test's tolerances `atol` and `rtol` are named
+    below it.
+    """
     remarks = (
         "medians of relative L2 errors of output vectors:",
         "quantised: float64 on stored K and V against original ones; unavoidable",
@@ -25,7 +29,9 @@ def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -
 
 
 def answer_report(answer: Explanation, setting: Setting, asked: Mapping[str, Any]) -> TableReport:
-    """Return a report of the answer to a test's failure. `asked` has the numbers of the failure, by name."""
+    """Return a report that says whether a test's failure is noise or a bug. Its JSON repeats `asked`: by name, the failed
+    test's numbers, such as its tolerance.
+    """
     record = {"verdict": answer.verdict, "reason": answer.reason, **answer.numbers, "asked": dict(asked)}
     below = f"simulated: {setting}", f"{answer.verdict}: {answer.reason}"
     return TableReport((), make_table({}, ()), below, record, STATUS[answer.verdict])

@@ -1,19 +1,21 @@
-"""Comparison of two reports of the judge: the cases that are newly wrong, newly declined or repaired after a change.
+"""Compare two reports of the judge: list the cases that are newly wrong, newly declined (refused by the kernel) or repaired.
 
     lab compare BEFORE.json AFTER.json
 
-The two reports may be from two releases of a package, two commits, two GPUs or two kernels. Cases are paired by check,
-function, case and axes. The reports have all cases in common only if both were judged at the same level, on the same axes and
-with the same seed. A report has no times; `lab.reports.compare` compares the times of recorded runs.
+The two reports may be from two releases of a package, two commits, two GPUs or two kernels. A case of one report is compared
+with the case of the other report that has the same check, function and parameters. Both reports have the same cases only if
+they were judged at the same level, on the same ranges of parameters and with the same seed. A report of the judge has no times;
+`lab.reports.compare` compares the times of recorded runs.
 
 Exit status, the first that holds:
-    2    a file is no report of the judge
+    2    a file is not a report of the judge
     1    a case is newly wrong or newly declined
-    125  a report lacks most cases of the other one or left cases out, or they differ in level, checks, axes or seed
+    125  fewer than half of the cases are in both reports; or a report left cases out; or level, checks, ranges or seed differ
     0    otherwise
 
-A few cases that only one report has do not change the exit status, because check K18 (combinations) chooses some cases by the
-values that a kernel accepts. Nor does another device or kernel, which the comparison names.
+A few cases that only one report has do not change the exit status: check K18 (combinations) chooses some cases by the values
+that a kernel accepts. Reports from different devices or kernels are compared, and the lines above the table name the
+difference.
 """
 
 import os
@@ -35,12 +37,12 @@ from lab.reports.tables import Cell, Columns, TableReport, make_table, number, w
 from lab.wording import counted
 
 BAD = (*BROKEN, Outcome.KNOWN)
-# Two complete reports of the same judgement agree in these settings.
+# If these settings agree, two reports have the same cases.
 SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """The ways in which a case's verdict can change, the worst first. `style` is the style of its cell in the table."""
+    """How a case's verdict changed, the worst change first. `style` is the style of the table's cell."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -57,7 +59,7 @@ WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 
 @dataclass(frozen=True)
 class CasePair:
-    """A case that both reports have, with its two verdicts."""
+    """The verdicts of both reports on one case."""
 
     before: CaseVerdict
     after: CaseVerdict
@@ -103,8 +105,8 @@ def has_report(*paths: str) -> bool:
 
 
 def read_report(path: Path) -> RecordedFile:
-    """Read a report of the judge. Raises RecordedFileError if the file cannot be read, is no report, or has settings or an
-    environment in another form than the lab writes.
+    """Read a report of the judge. Raises RecordedFileError if the file cannot be read or is not a report of the judge, or if
+    its settings or its environment do not have the form that the lab writes.
     """
     file = read_file(path)
     if file.kind is not FileKind.JUDGE:
@@ -118,7 +120,9 @@ def read_report(path: Path) -> RecordedFile:
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:
-    """Return a report's verdicts; raise ReportError with the file's name if this version of the lab cannot read it."""
+    """Return the verdicts of a report. Raises ReportError, with the file's name, if this version of the lab cannot
+    read them.
+    """
     try:
         return list(read_cases(file.content))
     except ReportError as error:
@@ -132,15 +136,18 @@ def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, t
 
 
 def _setting(file: RecordedFile, name: str) -> Any:
-    """Return one of a report's `SETTINGS`; for "checks", the checks' keys with the functions that they judged."""
+    """Return the value of one of `SETTINGS`. For "checks" it is a text that lists each check with the function that
+    it judged.
+    """
     if name == "checks":
         return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
     return file.content.get(name)
 
 
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
-    """Compare two reports of the judge, case by case. Raises RecordedFileError if a file cannot be read, ReportError if this
-    version of the lab cannot read it as a report, and NotComparableError if both paths are the same file.
+    """Return a table of the cases whose verdict changed, one row per change, check and function; the module says which exit
+    status the report has. Raises RecordedFileError if a file cannot be read, ReportError if this version of the lab cannot read
+    its cases, and NotComparableError if both paths are the same file.
     """
     if os.path.realpath(before_path) == os.path.realpath(after_path):
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
@@ -215,7 +222,9 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return a sentence with rules that hold in the cases with this change, and not in right cases of the same report."""
+    """Return a sentence that says which parameters the cases with this change have, and the right cases do not have. Newly
+    wrong cases are described by their verdicts after the change, repaired cases by those before it.
+    """
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [
@@ -225,7 +234,9 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield the most frequent reason of a row's wrong or declined cases, and a command that judges one of them again."""
+    """Yield two lines: the most frequent reason why cases of a row are wrong or declined, and a shell command that judges a
+    case with this reason again.
+    """
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
         for now in (pair.after for pair in row.pairs)

@@ -4,11 +4,12 @@
     lab compare BEFORE_RUNS/ AFTER_RUNS/
     lab compare RUN.json --by implementation lab.kernels.portable lab.kernels.trtllm
 
-A folder holds repeated runs of one side. Rows are paired by scenario, implementation, page size, dtypes, clock and L2. Driver,
-versions and commit may differ. Runs with different GPUs, power limits or maximum clocks are not compared. A pair of rows is
-refused if its methods, its work or its clocks differ. A verdict that a limit of the GPU may have caused, such as its power
-limit, becomes UNSURE: SLOWER if the clocks of AFTER were limited, FASTER if those of BEFORE were limited, and SAME if either
-was limited and the SM clocks differ.
+A folder holds repeated runs of one side. A row of BEFORE is compared with the row of AFTER that has the same scenario,
+implementation, page size, dtypes, clock and state of L2. Driver, versions and commit may differ. Runs with different GPUs,
+power limits or maximum clocks are not compared. Two rows are refused if they were measured by different methods, did different
+work or ran at different GPU clocks. A limit of the GPU, such as its power limit, can cause a verdict, and then the verdict
+becomes UNSURE: SLOWER if the clocks of AFTER were limited, FASTER if those of BEFORE were limited, and SAME if the clocks of
+one side were limited and the SM clocks differ.
 
 Exit status, the first that holds:
     2    a file cannot be read as a run
@@ -17,8 +18,8 @@ Exit status, the first that holds:
     125  a row was refused
     0    otherwise
 
-So a SLOWER row gives 1 even if other rows were refused. Within one run (--by) a row of only one side is listed but does not
-change the exit status, because an implementation may decline a case.
+So a SLOWER row gives 1 even if other rows were refused. Within one run (--by) a row that only one side has is listed but does
+not change the exit status, because an implementation may not support a scenario.
 
 pytest-benchmark's own `--benchmark-compare --benchmark-compare-fail=median:5%` works on the same rows and exits with 1; it
 compares only medians and refuses no rows.
@@ -69,12 +70,12 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 
 class NotComparableError(ValueError):
-    """Two recordings must not be compared; the message names the field that differs, with both values."""
+    """Two recordings must not be compared; the message says why, such as the field that differs and both values."""
 
 
 @dataclass(frozen=True)
 class RowComparison:
-    """One pair of rows: their comparison, or the reason why they must not be compared."""
+    """Two rows that measure the same thing: the comparison of their samples, or the reason why it is refused."""
 
     identity: Identity
     samples: SampleComparison | None = None
@@ -88,16 +89,16 @@ def compare(
     rule: Rule = BETWEEN_RUNS,
     strict: bool = False,
 ) -> TableReport:
-    """Compare the recorded runs of two paths or, within one run, the rows with two values of one field.
+    """Compare the recorded runs of two paths. With `by`, compare the rows of one run that have two values of one field.
 
     Args:
-        before, after: path of a recorded run, or of a folder of repeated runs; `after` is None with `by`.
+        before, after: path of a recorded run, or of a folder of repeated runs. If `by` is given, `after` must be None.
         by: the field and its two values, such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm").
         strict: an UNSURE row also gives exit status 1.
 
     Raises:
         RecordedFileError: a path holds no recorded run.
-        NotComparableError: the two sides must not be compared.
+        NotComparableError: both sides are the same, or were measured on different GPUs, or a side of `by` has no row.
     """
     if after is not None and os.path.realpath(before) == os.path.realpath(after):
         raise NotComparableError(f"both sides are {before}: there is nothing to compare")
@@ -163,7 +164,7 @@ def compare(
 
 
 def _summary(rows: Sequence[RowComparison], missing: Sequence[Identity], added: Sequence[Identity]) -> str:
-    """Return a text: the number of rows of each verdict, and the geometric mean of time after over time before."""
+    """Return a sentence with the number of rows of each verdict, and the geometric mean of (time after / time before)."""
     compared = [row.samples for row in rows if row.samples is not None]
     counts = Counter(samples.speed for samples in compared)
     words = [f"{counts[speed]} {speed.name}" for speed in Speed]
@@ -216,20 +217,24 @@ FIGURES: Columns = {
 }
 
 
-def _reasons(rows: Sequence[RowComparison], said_once: Collection[str]) -> Iterator[str]:
-    """Yield each reason for REFUSED or UNSURE with its rows, which are named only by the settings in which they differ."""
+def _reasons(rows: Sequence[RowComparison], shared: Collection[str]) -> Iterator[str]:
+    """Yield a line for each reason why rows are REFUSED or UNSURE, with these rows. Rows are named by their settings; settings
+    in `shared`, which are equal in all rows, are omitted.
+    """
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
         for row in rows
         if (reason := row.refused or (row.samples.reason if row.samples else ""))
     )
     for reason, identities in reasons.items():
-        apart = (tuple(item for item in each if item[0].replace("_", " ") not in said_once) for each in identities)
+        apart = (tuple(item for item in each if item[0].replace("_", " ") not in shared) for each in identities)
         yield f"{reason}: {'; '.join(map(in_words, apart))}"
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Divide one run into two sides: the rows whose field `key` has the first value, and those with the second value."""
+    """Return the rows of one run whose field `key` has the first value, and the rows in which it has the second value. Raises
+    NotComparableError if the values are equal or are methods, if there are several runs, or if no row has a value.
+    """
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
@@ -265,8 +270,10 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
 def _compare_sides(
     before: RowsOfSide, after: RowsOfSide, rule: Rule
 ) -> tuple[list[RowComparison], list[Identity], list[Identity]]:
-    """Return the pairs of rows, changed pairs first, and the identities of the rows that only the first or second side has."""
-    # A row that AFTER measured by another method only is refused by name: that says more than "missing".
+    """Return the compared rows, changed ones first; the identities of rows that only `before` has; and of those that only
+    `after` has.
+    """
+    # A row that AFTER measured only by another method is compared and refused, which says more than "missing".
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(_apart_from_method(each)) for each in before}
     rows = [
@@ -291,13 +298,13 @@ def _apart_from_method(identity: Identity) -> Identity:
 
 
 def _limits_of(rows: Sequence[Row]) -> str:
-    """Return the limits that reduced the GPU's clocks in these rows, in words; "" if none was recorded."""
+    """Return the names of the limits that reduced the GPU's clocks in these rows, as text; "" if none was recorded."""
     return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison, as UNSURE if a limit of the GPU (such as its power limit) may have caused its verdict. A verdict
-    in favour of the limited side stays, because a limit makes a side slower.
+    """Return the comparison, with the verdict UNSURE if a limit of the GPU (such as its power limit) may have caused its
+    verdict. A limit makes a side slower, so a verdict that the limited side is the faster one is kept.
     """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
@@ -314,7 +321,7 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
 
 
 def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """Return the first reason why these rows must not be compared, with the two values that differ; "" if there is none."""
+    """Return the first reason why these rows must not be compared, as a sentence; "" if they may be compared."""
     for side, rows in (("before", before), ("after", after)):
         if why := next(filter(None, map(_why_impossible, rows)), ""):
             return f"the time {side} is refused: {why}"
@@ -324,7 +331,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return a sentence that says why a row's GPU cannot reach the recorded time; "" if it can or its rates are unknown."""
+    """Return why a row's GPU cannot be as fast as recorded, as a sentence; "" if it can, or if the row has no rates."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""
@@ -334,7 +341,9 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield the differences in method, work and clocks that forbid a comparison; if `limited`, not those of SM clocks."""
+    """Yield a sentence for each difference in method, work or GPU clocks that forbids a comparison, or "" for none. If
+    `limited` (the clocks of a row were reduced), different SM clocks are allowed.
+    """
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
         ("methods", first.facts.get("method"), other.facts.get("method")),
@@ -347,7 +356,9 @@ def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
 
 
 def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
-    """Return a sentence if the ranges of a clock in two rows differ, because then samples ran at different clocks; else ""."""
+    """Return a sentence if the recorded range of a GPU clock differs between two rows; else "". `key` is the field with the
+    range in MHz, `clock` the name of the clock in the sentence.
+    """
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
     are_one = len(mine) == len(theirs) and all(map(agree, mine, theirs))
@@ -355,7 +366,9 @@ def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    """Return the lowest and the highest value of a recorded clock; both are equal for a single number. Return () for None."""
+    """Return the lowest and the highest value of a recorded clock, in MHz. They are equal for a single number. Return () for
+    None.
+    """
     if clock_mhz is None:
         return ()
     return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)

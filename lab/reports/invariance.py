@@ -1,4 +1,6 @@
-"""Show what the bits of a kernel's outputs depend on: a table of factors by dtypes, and the smallest case of each answer."""
+"""Show the result of `lab invariance`: for each factor, such as the page size or the other requests of a batch, whether the
+bits of a kernel's outputs depend on it.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,12 +10,13 @@ from lab.reports.tables import Cell, TableReport, table_of_lines, words
 from lab.wording import joined, shortened
 from lab.workloads.interfaces import INTERFACES
 
-STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"}  # of answers to calls that were made
+STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"}  # by answer, if the calls were made
 
 
 def invariance_report(found: Invariance) -> TableReport:
-    """Return a table with a row for each function and factor, and a column for each pair of dtypes. Lines below it have the
-    smallest case of each row that is wrong or has other bits, reasons, and the summary.
+    """Return a table with one row per function and factor, and one column per pair of dtypes (query and K/V). The lines below
+    the table have the smallest wrong case of each row, the smallest case whose bits differ, the reasons why calls were
+    unsupported or not tried, and a summary.
     """
     rows: dict[tuple[str, str], list[Dependence]] = {}
     for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface)):
@@ -31,7 +34,9 @@ def invariance_report(found: Invariance) -> TableReport:
 
 
 def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
-    """Return the answer over a pair of dtypes, with its number of cases, and that of all cases if some have another answer."""
+    """Return the cell of a row for one pair of dtypes: the worst answer of its cases and the number of cases with this answer,
+    as "3/5" if five cases were made. The cell is a dash if the row has no case with these dtypes.
+    """
     for each in row:
         if each.dtypes == dtypes:
             text = f"{each.most_ulps:.3g} ulp" if each.answer is Answer.WITHIN else each.answer.value
@@ -42,7 +47,10 @@ def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
 
 
 def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
-    """Yield two lines about the smallest wrong case of a row, and about the smallest one with other bits."""
+    """Yield two lines about the smallest wrong case of a row, and two about the smallest case whose bits differ within the
+    bound. The first line has the reason or the largest difference, the second the lengths and a command that judges the case
+    again.
+    """
     for answer in (Answer.WRONG, Answer.WITHIN):
         cases = [smallest for each in row if (smallest := each.smallest(answer))]
         for verdict in sorted(cases, key=lambda verdict: sum(verdict.case.kv_lens))[:1]:
@@ -54,11 +62,11 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
-    """Yield why calls were refused or not tried, each reason once."""
-    told = ((each, verdict, Answer.of(verdict)) for each in found for verdict in each.verdicts)
+    """Yield the reasons why calls were unsupported or not tried, each reason once."""
+    answers = ((each, verdict, Answer.of(verdict)) for each in found for verdict in each.verdicts)
     refused = [
         (each.check, answer, why)
-        for each, verdict, answer in told
+        for each, verdict, answer in answers
         if answer not in STYLES
         for why in verdict.judged.declines[:1]
     ]
@@ -68,7 +76,9 @@ def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _summary(found: Invariance) -> Iterator[str]:
-    """Yield what limits the answers, the requirements that are not met, and the factors by their worst answer."""
+    """Yield lines: what was left out, which required factors change bits or have no case, and the factors of each answer. The
+    answer of a factor is its worst one over all functions and dtypes.
+    """
     if found.report.left_out or not found.dependences:
         yield str(found.report)
     for answer in Answer:

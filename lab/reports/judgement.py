@@ -1,4 +1,6 @@
-"""Print the judge's report: the answer; what is broken, and commands that reproduce it; the table of checks; and notes."""
+"""Print a report of the judge: the answer, the wrong cases with commands that reproduce them, the table of checks,
+and notes.
+"""
 
 import math
 import os
@@ -36,9 +38,9 @@ from lab.workloads.interfaces import PAGED_CALLS
 if TYPE_CHECKING:
     from rich.console import Console
 
-POISON = 1e20  # of an output: no right one is so large, and the lab's poison for bf16 is 1e30
-OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # this condition in the failure rule of a region
-SHOWN_EXAMPLES = 3  # regions whose smallest case is shown in full
+POISON = 1e20  # outputs above it come from memory that the lab filled with 1e30: no right output is so large
+OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # condition in the rule of a region
+SHOWN_EXAMPLES = 3  # number of regions whose smallest case is shown in full
 SHOWN_CHARACTERS = 160  # longest text of a refusal
 SHOWN_DECLINES = 5
 SHOWN_REMARKS = 8
@@ -46,25 +48,29 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the answer; then, for each region (a rule for where results are wrong), counts and the smallest case."""
+    """Yield the answer in one line; then, for each region, its numbers of wrong and right results and its smallest wrong case.
+    A region is a set of wrong results that one rule on the parameters describes.
+    """
     found = report.diagnosis
     yield found.sentence
     for place, region in enumerate(found.regions):
         yield f"  {region.counts}"
-        yield from _example(region.smallest) if place < SHOWN_EXAMPLES else _commands(region.smallest)
+        yield from _example(region.smallest) if place < SHOWN_EXAMPLES else (_command(region.smallest),)
     yield from (f"  {hint}" for hint in _hints(report))
     if any(OVER_E4M3 in region.rule for region in found.regions) and not report.ranges.e4m3_arithmetic:
         yield "  if the kernel computes in e4m3 over an e4m3 cache, judge it by that arithmetic: --e4m3-arithmetic"
 
 
 def _hints(report: Report) -> list[str]:
-    """Return the remarks that all failed cases share, such as one about an exception that may be a refusal."""
+    """Return the remarks that all failed cases share, such as the remark that an exception may be meant as a refusal."""
     remarks = [verdict.judged.remarks for verdict in report.wrong if verdict.outcome is Outcome.FAILED]
     return [each for each in remarks[0] if all(each in others for others in remarks)] if remarks else []
 
 
 def notes(report: Report) -> Iterator[str]:
-    """Yield the lines below the table: checks that add nothing, coverage, known findings, frequent refusals, left-out cases."""
+    """Yield the lines below the table of checks: recorded calls, coverage of K18, known failures, the most frequent refusals,
+    and commands that judge a kernel on the parameters that it supports.
+    """
     yield from _of_recorded_calls(report)
     yield from report.diagnosis.follows
     if report.coverages:
@@ -109,12 +115,12 @@ def show(report: Report, console: "Console") -> None:
 
 
 def details(report: Report) -> list[str]:
-    """Return the lines of a printed report except its table."""
+    """Return all lines that `show` prints, without the table."""
     return [*summary(report), *notes(report)]
 
 
 def check_table(report: Report) -> Table:
-    """Return a table of one row per check and function; "worst" is the largest ratio of error to bound."""
+    """Return a table with one row per check and function; "worst" is the largest ratio of error to bound."""
     names = {key: check.name for key, check in checks_by_key().items()}
     seed = f", seed {report.ranges.seed}" if report.ranges.seed else ""
     where = report.environment.get("gpu") or report.device
@@ -134,7 +140,9 @@ def check_table(report: Report) -> Table:
 
 
 def coverage_table(coverage: Coverage) -> Table:
-    """Return a table of one row per parameter, with its values in the columns judged, declined, left out and impossible."""
+    """Return a table with one row per parameter of a function. The columns list the values of the parameter that were judged,
+    declined by the kernel, left out, or impossible.
+    """
     columns: Columns = {"parameter": lambda row: words(row[0])} | {
         reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
     }
@@ -143,8 +151,8 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield lines about a function's coverage: how many pairs and triples of values were judged, why some are impossible, and
-    the first pairs that were not judged.
+    """Yield lines about the coverage of a function: how many pairs and triples of parameter values were judged, why some are
+    impossible, and the first pairs that were not judged although each of their values was.
     """
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
@@ -160,7 +168,9 @@ def coverage_notes(coverage: Coverage) -> Iterator[str]:
 
 
 def reproduction(verdict: CaseVerdict) -> str:
-    """Return a shell command that judges a case again: by its number in a report's file, or with the case written out."""
+    """Return a shell command that judges a case again. It names a recorded call by its address, and a case in a report's file
+    by its number; any other case is written out as a Python program.
+    """
     if isinstance(verdict.case, RecordedCase):
         implementation = "" if verdict.implementation == NAME_OF_OUTPUTS else f" {shlex.quote(verdict.implementation)}"
         return f"lab judge{implementation} --calls {shlex.quote(verdict.case.address)}"
@@ -175,7 +185,9 @@ def reproduction(verdict: CaseVerdict) -> str:
 
 
 def _example(smallest: CaseResult) -> Iterator[str]:
-    """Yield the lines about a region's smallest wrong case: the case, a wrong output vector, a command that judges it again."""
+    """Yield lines about the smallest wrong case of a region: the case, a wrong output vector (or a sentence, if no vector was
+    kept), and a command that judges the case again.
+    """
     verdict, result = smallest
     case = verdict.case.address if isinstance(verdict.case, RecordedCase) else repr(verdict.case)
     yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result.name}”: {case}"
@@ -191,15 +203,17 @@ def _example(smallest: CaseResult) -> Iterator[str]:
         named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result.name))
         sentence = next(named, verdict.reason)
         yield f"    {sentence if isinstance(verdict.case, RecordedCase) else shortened(sentence, SHOWN_CHARACTERS)}"
-    yield from _commands(smallest)
+    yield _command(smallest)
 
 
-def _commands(smallest: CaseResult) -> Iterator[str]:
-    yield f"    reproduce with: {reproduction(smallest.verdict)}"
+def _command(smallest: CaseResult) -> str:
+    return f"    reproduce with: {reproduction(smallest.verdict)}"
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:
-    """Yield lines about recorded calls: the first wrong call of each function, remarks, and what a recording cannot show."""
+    """Yield the first wrong recorded call of each function, why recorded calls were not judged, the remarks on all cases, and a
+    line that recorded calls are judged by their own page tables.
+    """
     first: dict[str, RecordedCase] = {}
     for verdict in report.wrong:
         if isinstance(verdict.case, RecordedCase):
@@ -222,18 +236,20 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
 
 
 def _quoted(program: str) -> str:
-    """Return a program quoted for a shell: in double quotes, which are easy to read, if no character is special inside them."""
+    """Quote a program for a shell. Double quotes are used if the program has no character that is special inside
+    double quotes.
+    """
     return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 
 def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
-    """Return the words of the column "verdict": the outcome or, if some cases are wrong and some failed, both numbers."""
+    """Return the text of the column "verdict": the numbers of wrong and of failed cases if there are both, else the outcome."""
     wrong, failed = counts.get(Outcome.WRONG, 0), counts.get(Outcome.FAILED, 0)
     return f"{wrong} wrong {failed} failed" if wrong and failed else outcome.value
 
 
 def _worst(ratio: float) -> Cell:
-    """Return a cell with a ratio of error to bound, in at most five characters. The ratio is up to 1e+30 if poison was read."""
+    """Return a cell with a ratio of error to bound, in at most five characters: a percentage, a multiple or "inf"."""
     if not math.isfinite(ratio):
         return Cell("inf", math.inf)
     return Cell(">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x", ratio)

@@ -1,7 +1,6 @@
-"""Read recorded files of every kind: benchmarks, judge reports and experiments.
+"""Read recorded files: benchmarks, reports of the judge, and experiments.
 
-A file's kind follows from its content, not from its name. pytest-benchmark's JSON becomes a `RecordedRun`, whose rows have the
-time, the method, the clocks and the environment.
+The content of a file, not its name, determines its kind. A file that pytest-benchmark wrote becomes a `RecordedRun`.
 """
 
 import functools
@@ -20,11 +19,11 @@ from lab.timing.method import Clock
 from lab.timing.statistics import IN_TURNS, Speed, compare_samples
 
 GPU_CLOCKS = frozenset(clock.value for clock in Clock)
-# Two rows measure the same thing if their `extra_info` agrees in these names and in `TIMED_BY`.
+# Two rows measure the same thing if they have the same scenario, and the same values of these facts and of `TIMED_BY`.
 SETTINGS = ("implementation", "page_size", "dtype", "kv_dtype")
 TIMED_BY = ("clock", "l2")
 MODULE_PREFIX = "lab.kernels."
-# A launch alone takes one to two microseconds, so time over a shorter floor means nothing and is not drawn.
+# An empty launch takes one to two microseconds, so the ratio of a time to a shorter floor means nothing and is not drawn.
 LEAST_FLOOR_US = 1.0
 MOST_NAMES = 3
 # Facts of `lab.provenance.environment`: the heading, and the keys that lead to the value, the outermost key first.
@@ -47,21 +46,21 @@ SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
 
 Group = TypeVar("Group")
 Member = TypeVar("Member")
-# What a row measures and how, as (name, value) pairs, the scenario first.
+# What a row measured and how, as (name, value) pairs. The first pair is the scenario.
 Identity = tuple[tuple[str, str], ...]
 
 
 class RecordedFileError(ValueError):
-    """A file or folder is not readable as recorded results; the message has its name and the reason."""
+    """A file or folder cannot be read as recorded results. The message has its path and the reason."""
 
 
 class FileKind(NamedEnum):
-    """What a recorded file holds, such as benchmarks or a report of the judge."""
+    """What a recorded file contains."""
 
-    BENCHMARKS = "pytest-benchmark's rows"
-    JUDGE = "a report of `lab.checks`"
-    EXPERIMENT = "facts and lists of rows: an experiment's, or those of `clocks`"
-    OTHER = "something else, such as a list, or the verdicts of a command that the judge has replaced"
+    BENCHMARKS = "benchmarks in pytest-benchmark's JSON"
+    JUDGE = "a report of the judge"
+    EXPERIMENT = "a mapping with facts and lists of rows, written by an experiment"
+    OTHER = "other JSON"
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class RecordedFile:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Return the recorded `lab.provenance.environment` of the file's run; empty if it was not recorded."""
+        """Return the environment (`lab.provenance.environment`) that the file records; empty if it records none."""
         if self.kind is FileKind.BENCHMARKS:
             lab = self.content.get("machine_info", {}).get("lab", {})
             return {name: value for name, value in lab.items() if name != "ceilings"}
@@ -83,11 +82,11 @@ class RecordedFile:
 
     @property
     def experiment(self) -> str:
-        """Return the name of the experiment that wrote the file, or the file's name if no experiment was recorded."""
+        """Return the recorded name of the experiment that wrote the file; the file's name if none was recorded."""
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return the environment's value under nested keys, such as "packages", "torch"; None if it was not recorded."""
+        """Return a value of the recorded environment by its nested keys, such as "packages", "torch"; None if it is absent."""
         return value_at(self.environment, keys)
 
 
@@ -100,7 +99,9 @@ def value_at(mapping: Any, keys: Sequence[str]) -> Any:
 
 
 def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
-    """Return the members of each group, from (group, member) pairs. Groups and members keep the order of the pairs."""
+    """Return a dictionary from (group, member) pairs: for each group, the list of its members. It keeps the order of
+    the pairs.
+    """
     found: dict[Group, list[Member]] = {}
     for group, member in pairs:
         found.setdefault(group, []).append(member)
@@ -108,8 +109,8 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
-    """Read any recorded file. `RecordedFile.name` is relative to `folder`; None stands for the file's own folder. Raises
-    RecordedFileError if the file does not exist or is not JSON.
+    """Read a recorded file of any kind. `RecordedFile.name` is relative to `folder`, by default the folder that contains the
+    file. Raises RecordedFileError if the file does not exist or is not JSON.
     """
     try:
         content = read_json(path)
@@ -152,7 +153,9 @@ class Row:
 
     @property
     def is_gpu_time(self) -> bool:
-        """Return True if the row states a GPU clock; False for the host's clock and for rows without a clock."""
+        """Return True if the row's times were taken by a clock of the GPU; False for the host's clock or an
+        unrecorded clock.
+        """
         return self.facts.get("clock") in GPU_CLOCKS
 
     @property
@@ -162,29 +165,29 @@ class Row:
 
     @property
     def implementation(self) -> str:
-        """Return the implementation's name without "lab.kernels."; "" if it was not recorded."""
+        """Return the name of the implementation, without the prefix "lab.kernels."; "" if it was not recorded."""
         return str(self.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
 
     @property
     def mode(self) -> str:
-        """Return the forward mode in words; "" if it was not recorded."""
+        """Return the forward mode as words, such as "target verify"; "" if it was not recorded."""
         return str(self.facts.get("mode") or "").replace("_", " ")
 
     @property
     def identity(self) -> Identity:
-        """Return what the row measures and how, as (name, value): scenario, implementation, storage, clock and L2."""
+        """Return the scenario, implementation, page size, dtypes, clock and state of L2, as (name, value) pairs."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
     @property
     def timed_by(self) -> str:
-        """Return the clock and the state of L2 in words, such as "graph, L2 cold by rotation"."""
+        """Return the clock and the state of L2 as text, such as "graph, L2 cold by rotation"."""
         words = str(self.facts.get("clock", "no stated clock"))
         return f"{words}, L2 {self.facts['l2']}" if self.facts.get("l2") else words
 
     @property
     def throttled_by(self) -> tuple[str, ...]:
-        """Return the reasons why the GPU's clocks were reduced; empty if none was recorded."""
+        """Return the recorded reasons why the GPU reduced its clocks; empty if there is none."""
         return tuple(self.facts.get("throttled_by") or ())
 
     @property
@@ -198,26 +201,30 @@ class Row:
 
     @property
     def time_over_floor(self) -> float | None:
-        """Return the median over the floor (the least possible time); None without a floor of at least `LEAST_FLOOR_US`."""
+        """Return the ratio of the median to the floor (the least possible time). Return None if the row has no floor, or one
+        below `LEAST_FLOOR_US`.
+        """
         floor_us = self.facts.get("floor_us") or 0.0
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
 
 @dataclass(frozen=True)
 class Rivals:
-    """The rows of one run that time the same work by the same method on several implementations, the fastest first."""
+    """Rows of one run that differ only in the implementation, the fastest first."""
 
     rows: tuple[Row, ...]
 
     @functools.cached_property
     def speeds(self) -> tuple[Speed, ...]:
-        """Return the verdict on each row but the first, compared with the first row by the rule for interleaved samples."""
+        """Return, for each row after the first, whether it is SLOWER than the first row, the SAME or UNSURE. The comparison
+        uses the rule for interleaved samples.
+        """
         fastest = self.rows[0].samples_us
         return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
 
     @property
     def as_fast(self) -> list[str]:
-        """Return the name of the fastest implementation, and of those that are the SAME by the rule for interleaved samples."""
+        """Return the names of the fastest implementation and of the implementations whose verdict in `speeds` is SAME."""
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
 
@@ -231,18 +238,18 @@ class RecordedRun:
     ceilings: Mapping[str, Any]  #: `lab.timing.Ceilings.facts` of the run; empty if they were not recorded
     rows: tuple[Row, ...]
     recorded_at: str | None = None  #: pytest-benchmark's time stamp
-    #: one mapping per implementation without a time: its name, the reason as a sentence, and the scenario that it declined or
-    #: computed wrongly (None if the machine lacks the implementation)
+    #: one mapping per implementation without a time. "implementation" is its name, "reason" a sentence, and "scenario" the
+    #: scenario that it does not support or computed wrongly (None if it is not installed on the machine).
     not_timed: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:
-        """Return the rows of GPU time; only these rows are compared with each other."""
+        """Return the rows whose times were taken by a clock of the GPU. Other rows are not compared."""
         return tuple(row for row in self.rows if row.is_gpu_time)
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return the rows of GPU time in groups that differ only in the implementation, sorted by the other settings."""
+        """Return the rows of GPU time, grouped so that the rows of a group differ only in the implementation."""
         found = grouped(
             (tuple(item for item in row.identity if item[0] != "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
@@ -251,12 +258,14 @@ class RecordedRun:
 
     @property
     def other_rows(self) -> tuple[Row, ...]:
-        """Return the rows of host time, and those whose clock is unknown or was not recorded."""
+        """Return the rows of host time, and the rows whose clock is unknown or was not recorded."""
         return tuple(row for row in self.rows if not row.is_gpu_time)
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return, for each environment field to show (those of `FACTS`, and packages), the keys under which its value is nested."""
+    """Return `FACTS` with an entry for each package that one of the environments names: the heading of a field, and the nested
+    keys of its value in an environment.
+    """
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
@@ -264,7 +273,9 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return the environment fields that a comparison shows, by name: the values of both sides as text."""
+    """Return, by heading, the environment fields that a comparison shows: the values of both sides as text. Several values of
+    one side are joined by commas; a side without a value is "not recorded".
+    """
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (
@@ -277,20 +288,22 @@ def facts_of_sides(
 
 
 def in_words(identity: Identity) -> str:
-    """Return an identity as text: "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2 warm"."""
+    """Return an identity as text, such as "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2
+    warm".
+    """
     return ", ".join(value if name in ("scenario", "implementation") else f"{name} {value}" for name, value in identity)
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a file written by `--benchmark-json`, or by `--benchmark-save` with `--benchmark-save-data`. Raises
-    RecordedFileError if it does not exist, is not pytest-benchmark's JSON, has no raw samples, has a sample that is no time, or
-    has one measurement twice.
+    """Read a file that pytest-benchmark wrote with `--benchmark-json`, or with `--benchmark-save` and `--benchmark-save-data`.
+    Raises RecordedFileError if the file does not exist or is not pytest-benchmark's JSON, if a benchmark has no raw samples or
+    a sample that is not a positive number, or if two benchmarks measure the same thing.
     """
     return run_of(read_file(Path(path)))
 
 
 def run_of(file: RecordedFile) -> RecordedRun:
-    """Return the run in a file of benchmarks; raises the errors of `read_run`."""
+    """Return the benchmark run in a file. Raises RecordedFileError for the reasons that `read_run` lists."""
     if file.kind is not FileKind.BENCHMARKS:
         known = "a report of the judge, and " if file.kind is FileKind.JUDGE else ""
         raise RecordedFileError(f"{file.path}: {known}not pytest-benchmark's JSON: it has no list of benchmarks")
@@ -308,8 +321,8 @@ def run_of(file: RecordedFile) -> RecordedRun:
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
-    """Read the run in a file, or the repeated runs in a folder: one run per JSON file, sorted by file name. Raises
-    RecordedFileError as `read_run` does, or if the folder has no JSON file.
+    """Read the benchmark run in a file, or all runs in a folder, one per JSON file and sorted by file name. Raises
+    RecordedFileError for the reasons that `read_run` lists, or if the folder has no JSON file.
     """
     path = Path(path)
     if not path.is_dir():

@@ -1,17 +1,19 @@
-"""Show releases of a package side by side, and which known failures (findings) each release has.
+"""Show in a table which known failures of kernels (findings) each release of a package has.
 
     lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
 
-Each file is a report of the judge from one environment; the release is the version of the package there. A release may have
-several reports with different axes. All releases must be judged with the same settings (`lab.reports.changed_verdicts`).
+Each file is a report of the judge. The release is the version of the package in the report's environment. A release may have
+several reports with different ranges of parameters. All releases must be judged with the same settings, those of
+`lab.reports.changed_verdicts`.
 
-A row of the table is a finding, or a region: a group of cases that have no finding and are wrong in the same releases. The
-finding of a case comes from the current list of known failures (`lab.checks.run.known_failures`), not from the list at the time
-of the report. The *telling cases* of a finding are those that show it in some release. The status of a finding in a release is
+A row of the table is a finding, or a region: a group of cases that are wrong in the same releases and have no finding. Findings
+are assigned to cases by the current list of known failures (`lab.checks.run.known_failures`), not by the list at the time of
+the report. The *affected cases* of a finding are the cases that are wrong by this finding in at least one release. The status
+of a finding in a release is
 
-    present         a telling case shows the finding in this release
-    absent          some telling cases are right in this release, and none shows the finding
-    not reachable   all telling cases are declined, were not judged, or are wrong in another way
+    present         an affected case is wrong by this finding in this release
+    absent          some affected cases are right in this release, and none is wrong by this finding
+    not reachable   all affected cases were declined, were not judged, or are wrong for another reason
 """
 
 import re
@@ -31,7 +33,7 @@ from lab.reports.html.findings import slug
 from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, grouped, read_file
 from lab.reports.tables import Cell, TableReport, make_table, words
 
-CaseKey = tuple[str, ...]  # axes, check, function and case
+CaseKey = tuple[str, ...]  # ranges of parameters, check, function and case
 Verdicts = Mapping[CaseKey, CaseVerdict]
 Files = Sequence[RecordedFile]
 NUMBERED = re.compile(r"^## (\d+\. .*)$", re.MULTILINE)
@@ -41,14 +43,14 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding, or a region of wrong cases (`cited` is ""). `cases` show it in some release."""
+    """A row of the table: a finding, or a region of wrong cases without a finding."""
 
     name: str
-    cases: frozenset[CaseKey]
-    cited: str = ""
+    cases: frozenset[CaseKey]  #: the affected cases
+    cited: str = ""  #: the finding as cases cite it; "" for a region
 
     def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return, for a release, how many of the row's cases show the finding ("wrong"), are right, and are declined."""
+        """Return how many of the row's cases are, in a release, "wrong" (by this finding), "right" and "declined"."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
@@ -59,12 +61,12 @@ class FindingRow:
         }
 
     def status(self, release: Verdicts) -> str:
-        """Return the finding's status in a release, a key of `STYLES`."""
+        """Return the finding's status in a release: "present", "absent" or "not reachable"."""
         counts = self.counts(release)
         return "present" if counts["wrong"] else "absent" if counts["right"] else "not reachable"
 
     def cell(self, release: Verdicts) -> Cell:
-        """Return a table cell with the finding's status in a release and its number of cases there."""
+        """Return a table's cell with the finding's status in a release, and the number of its wrong or right cases."""
         status, counts = self.status(release), self.counts(release)
         cases = {"present": f", {counts['wrong']} of {len(self.cases)}", "absent": f", {counts['right']}"}
         return words(status + cases.get(status, ""), STYLES[status])
@@ -73,11 +75,17 @@ class FindingRow:
 def releases_report(
     paths: Sequence[Path], package: str = "flashinfer-python", findings: Path | None = None
 ) -> TableReport:
-    """Return a table of findings, with their status in each release, from reports of the judge, the oldest release first. The
-    release is the version of `package` in a report's environment. The headings "## 1. ..." of the page `findings` are the
-    findings: those that no report cites also have a row. Raises RecordedFileError, ReportError or OSError if a file cannot be
-    read or is no report of the judge; NotComparableError if one lacks the package's version, there is only one release, or a
-    release has two reports with the same axes.
+    """Return a table of findings with one column per release, in the order of `paths`.
+
+    Args:
+        paths: reports of the judge, the oldest release first.
+        package: the package whose version, in a report's environment, is the release.
+        findings: a Markdown page. Each of its headings like "## 1. ..." is a finding and has a row, even if no report cites it.
+
+    Raises:
+        RecordedFileError, ReportError, OSError: a file cannot be read, or is not a report of the judge.
+        NotComparableError: a report lacks the package's version, there is only one release, or a release has two reports with
+            the same ranges of parameters.
     """
     releases = _by_version([read_file(path) for path in paths], package)
     verdicts = {
@@ -142,23 +150,25 @@ def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
 
 
 def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> Iterator[FindingRow]:
-    """Yield a row for each finding on the page (headings by anchor), then for each cited finding that the page lacks."""
-    telling = grouped(
+    """Yield a row for each finding of the page, whose headings are given by anchor; then one for each finding that only cases
+    cite.
+    """
+    affected = grouped(
         (cited, key)
         for of in verdicts.values()
         for key, verdict in of.items()
         for cited in filter(None, verdict.finding.split(CITED))
     )
-    by_anchor = {cited.partition("#")[2]: cited for cited in telling}
+    by_anchor = {cited.partition("#")[2]: cited for cited in affected}
     for anchor, heading in headings.items():
         cited = by_anchor.get(anchor, "")
-        yield FindingRow(heading, frozenset(telling.pop(cited, ())), cited)
-    yield from (FindingRow(cited, frozenset(cases), cited) for cited, cases in telling.items())
+        yield FindingRow(heading, frozenset(affected.pop(cited, ())), cited)
+    yield from (FindingRow(cited, frozenset(cases), cited) for cited, cases in affected.items())
 
 
 def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
-    """Yield a row for each group of wrong cases that no known failure explains. A group has the cases that are wrong in the
-    same releases; the row's name is a failure rule that describes them.
+    """Yield a row for each group of cases that have no finding and are wrong in the same releases. The row's name is a sentence
+    that says which parameters the cases have.
     """
     wrong_in = grouped(
         (key, version) for version, of in verdicts.items() for key, verdict in of.items() if verdict.outcome in BROKEN
@@ -179,13 +189,15 @@ def _environment(version: str, files: Files) -> str:
 
 
 def _pairs(before: Files, after: Files) -> list[tuple[RecordedFile, RecordedFile]]:
-    """Return the pairs of two releases' reports that have the same axes."""
+    """Return the pairs of a report in `before` and a report in `after` that have the same ranges of parameters."""
     by_axes = {_axes(file): file for file in after}
     return [(file, by_axes[_axes(file)]) for file in before if _axes(file) in by_axes]
 
 
 def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
-    """Yield a sentence for each report whose settings differ from the first release's report with the same axes."""
+    """Yield a sentence for each release that lacks a report of the first release's ranges of parameters, and for each report
+    whose settings differ from the first release's report with the same ranges.
+    """
     (first, first_files), *later = releases.items()
     for version, files in later:
         pairs = _pairs(first_files, files)
@@ -197,7 +209,9 @@ def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
 
 
 def _changes(before: tuple[str, Files], after: tuple[str, Files]) -> Iterator[str]:
-    """Yield, for each pair of two releases' reports on the same axes, the summary and the regions of `lab compare`."""
+    """Yield lines for two releases, given as (version, reports): for each pair of reports with the same ranges of parameters,
+    the summary of `lab compare` and its sentences about newly wrong and repaired cases.
+    """
     name = f"{before[0]} to {after[0]}"
     for one, other in _pairs(before[1], after[1]):
         report = compare_verdicts(one.path, other.path)

@@ -1,4 +1,4 @@
-"""The lab's model of a table, shown in a terminal and in Markdown by this module, and on a page by `lab.reports.html`."""
+"""Define the lab's tables and print them in a terminal and in Markdown; `lab.reports.html` shows them on a page."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ABSENT = "–"
 # The width for output that is not a terminal; a row of a table fits in it.
 WIDTH_WITHOUT_TERMINAL = 160
-SHOWN_DIGITS = 5  # significant digits; the page's cells hold the whole number too
+SHOWN_DIGITS = 5  # significant digits; a cell of the page also has the unrounded number
 WIDER_THAN_ANY = 10_000  # columns of a terminal
 MOST_LISTED = 8  # longer lists of numbers are samples, which a table does not show
 # Terminal styles by a cell's style. A page has CSS classes of the same names.
@@ -42,7 +42,7 @@ TERMINAL_STYLES = {
 
 @dataclass(frozen=True)
 class Link:
-    """A link within the page: its text, and the id of its target."""
+    """A link to another part of the HTML page. `target` is the id of that part."""
 
     text: str
     target: str
@@ -52,9 +52,9 @@ class Link:
 class Cell:
     """A cell of a table."""
 
-    text: str  #: the shown text, without the unit, which is in the column's heading
-    number: float | None = None  #: the unrounded value, used for sorting; None for words
-    style: str = ""  #: names of styles, such as "slower" or "long code", for the terminal and the page; "" for none
+    text: str  #: the shown text; the unit is in the column's heading
+    number: float | None = None  #: the unrounded value, by which the page sorts; None for words
+    style: str = ""  #: names of styles separated by spaces, such as "slower" or "long code"; "" for none
     links: tuple[Link, ...] = ()  #: links that the page shows instead of the text
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's heading with its unit. `is_number` is True if all cells of the column are numbers."""
+    """A column of a table. The heading contains the unit. `is_number` is True if all cells of the column are numbers."""
 
     heading: str
     is_number: bool
@@ -74,29 +74,30 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its notes."""
+    """A table with two notes: `common` and `left_out`."""
 
-    #: the shown columns and rows
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     name: str = ""  #: an id that is unique on a page
     caption: str = ""  #: words that say what one row is
-    #: shown as a note: heading and text of the columns that have the same text in every row
+    #: columns that have the same text in every row are not shown; this has the heading and the text of each
     common: tuple[tuple[str, str], ...] = ()
-    #: shown as a note: headings of columns whose values are too long for cells and remain in the file
+    #: headings of columns that are not shown, because their values are too long for cells
     left_out: tuple[str, ...] = ()
 
 
-Columns = Mapping[str, Callable[[Any], Cell]]  # by heading, a function that makes a record's cell
+Columns = Mapping[str, Callable[[Any], Cell]]  # by heading: a function that returns a record's cell in this column
 
 
 def words(value: Any, style: str = "") -> Cell:
-    """Return a cell that shows a value as words; None is shown as a dash."""
+    """Return a cell with a value as text. None and "" become a dash."""
     return Cell(ABSENT if value is None or value == "" else str(value), style=style)
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell of a number with `digits` decimals, or with `SHOWN_DIGITS` significant digits; None is shown as a dash."""
+    """Return a cell with value * scale, written with `digits` decimals, or with `SHOWN_DIGITS` significant digits if `digits`
+    is None. The value None becomes a dash.
+    """
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value
@@ -112,15 +113,19 @@ def make_table(
     say_once: Collection[str] | None = None,
     left_out: Iterable[str] = (),
 ) -> Table:
-    """Make a table of one row per record, without columns that are empty in every row. For each heading, `columns` has a
-    function that returns a record's cell. The columns in `say_once` become a note if every row has the same text; None means
-    all columns, for tables of two rows or more.
+    """Make a table with one row per record. Columns that are empty in every row are omitted.
+
+    Args:
+        columns: by heading, a function that returns a record's cell.
+        name, caption, left_out: the table's fields of these names.
+        say_once: headings of columns that become the note `common` if every row has the same text. None means all columns, if
+            there are at least two records.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
-    said = {heading: cells for heading, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
-    may_be_once = (said if len(records) > 1 else ()) if say_once is None else say_once
-    common = [heading for heading, cells in said.items() if heading in may_be_once and len({*map(shown, cells)}) == 1]
-    kept = {heading: cells for heading, cells in said.items() if heading not in common}
+    filled = {name: cells for name, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
+    may_be_once = (filled if len(records) > 1 else ()) if say_once is None else say_once
+    common = [heading for heading, cells in filled.items() if heading in may_be_once and len({*map(shown, cells)}) == 1]
+    kept = {heading: cells for heading, cells in filled.items() if heading not in common}
     return Table(
         tuple(
             Column(heading, all(cell.number is not None or cell.text == ABSENT for cell in cells))
@@ -129,21 +134,23 @@ def make_table(
         tuple(zip(*kept.values(), strict=True)),
         name,
         caption,
-        tuple((heading, said[heading][0].text) for heading in common),
+        tuple((heading, filled[heading][0].text) for heading in common),
         tuple(left_out),
     )
 
 
 def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
-    """Make a table from rows of texts or cells, without columns that are empty in every row."""
+    """Make a table from rows of texts or cells. Columns that are empty in every row are omitted."""
     cells = [[each if isinstance(each, Cell) else Cell(each) for each in line] for line in lines]
     columns = {heading: itemgetter(place) for place, heading in enumerate(headings)}
     return make_table(columns, cells, caption=caption, say_once=())
 
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of recorded rows, with one column per key, a nested one as "outer.inner"; long lists are left out. Words
-    come first, then times, then other numbers, because not all columns fit on the width of a page.
+    """Make a table of JSON objects, with one column per key. The key of a nested value is written "outer.inner". A key is left
+    out if a record has a long list under it.
+
+    Columns of words come first, then times, then other numbers, because not all columns fit the width of a page.
     """
     flat = [flattened(record) for record in records]
     keys = dict.fromkeys(key for record in flat for key in record)
@@ -184,7 +191,7 @@ def _is_long(value: Any) -> bool:
 
 
 def shown(cell: Cell) -> str:
-    """Return the text of a cell, or its links' texts if it has links."""
+    """Return the text that a reader sees in a cell: that of its links, or `text` if it has no links."""
     return " ".join(link.text for link in cell.links) or cell.text
 
 
@@ -207,7 +214,7 @@ def markdown_of(table: Table) -> str:
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
-    """Return a table for a terminal, without its notes; `show_lines` draws lines between rows of several lines."""
+    """Convert a table to a table of rich, without the notes. `show_lines` draws a line between rows."""
     from rich.box import SIMPLE, SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -234,12 +241,12 @@ def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table for a terminal of any width. In a narrow terminal a row has two lines: names above numbers."""
+    """A table that fits a terminal of any width. In a narrow terminal each row is printed on two lines, names above numbers."""
 
     table: Table
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RichTable | Text"]:
-        """Yield the table if it fits the terminal's width, otherwise the headings and each row on two lines."""
+        """Yield what rich prints: the table if it fits the terminal's width, otherwise two lines per row."""
         from rich.measure import Measurement
         from rich.text import Text
 
@@ -267,19 +274,19 @@ class FittedTable:
 
 @dataclass(frozen=True)
 class TableReport:
-    """The output of a command: a table, the lines above and below it, and the same content as JSON data. `title` is the first
-    line, in Markdown a heading.
-    """
+    """The output of a command: a table, the lines above and below it, and the same content as JSON data."""
 
     above: tuple[str, ...]
     table: Table
-    below: tuple[str, ...]
-    record: Mapping[str, Any]
+    below: tuple[str, ...]  #: the last line is the summary
+    record: Mapping[str, Any]  #: the content as JSON data
     exit_status: ExitStatus = ExitStatus.DONE
-    title: str = ""
+    title: str = ""  #: the first line; in Markdown, a heading
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
-        """Print the report, or write it as JSON or Markdown. The target "-" is the standard output."""
+        """Write the report as JSON to the file `json_to` and as Markdown to the file `markdown_to`; "-" is the standard output.
+        Print it to the terminal too, unless the standard output has the JSON or the Markdown.
+        """
         for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
             if target == "-":
                 print(written(), end="")
@@ -297,7 +304,7 @@ class TableReport:
         return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
 
     def markdown(self) -> str:
-        """Return the report in Markdown. The summary, which is the last line below the table, comes before it."""
+        """Return the report in Markdown. The summary comes before the table."""
         *remarks, summary = self.below
         title = self.title and f"# {in_markdown(self.title)}"
         table = markdown_of(self.table) if self.table.rows else ""
@@ -309,7 +316,7 @@ def items(lines: Iterable[str]) -> str:
 
 
 def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> None:
-    """Print lines of any text as they are, not wrapped, with control characters as escapes."""
+    """Print lines without wrapping them and without interpreting markup. Control characters are printed as escape sequences."""
     from rich.text import Text
 
     for line in lines:
@@ -317,7 +324,9 @@ def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> No
 
 
 def terminal() -> "Console":
-    """Return a console that prints text unchanged; if the output is not a terminal, it is wide enough for tables."""
+    """Return a console of rich for the standard output, without markup and highlighting. It has the terminal's width, or
+    `WIDTH_WITHOUT_TERMINAL` columns if the output is not a terminal.
+    """
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL

@@ -1,4 +1,6 @@
-"""Tables of recorded benchmarks for the Markdown report and the page: GPU time with its floor, host time and ceilings."""
+"""Make tables of recorded benchmarks for the Markdown report and the HTML page: GPU time with its floor, host time, and
+ceilings (the highest rates of the memory and of the matrix units).
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,13 +12,13 @@ from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number,
 from lab.timing.statistics import Speed
 from lab.wording import counted
 
-MEDIAN_STYLES = {Speed.SAME: "faster", Speed.UNSURE: "unsure"}  # by the verdict against the fastest implementation
+MEDIAN_STYLES = {Speed.SAME: "faster", Speed.UNSURE: "unsure"}  # by the verdict in a comparison with the fastest one
 # Rows are sorted by these facts, so that the tables do not depend on the order of the tests.
 ORDER = ("mode", "geometry", "requests", "query_tokens", "kv_tokens", "scenario", "page_size", "clock", "l2")
 
 
 def sorted_rows(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by their facts in `ORDER`, then by name: numbers sort as numbers, absent facts come first."""
+    """Sort rows by their facts in `ORDER`, then by name. Numbers are sorted as numbers, and absent facts come first."""
 
     def place(row: Row) -> tuple[tuple[float, str], ...]:
         values = [*(row.facts.get(key) for key in ORDER), row.name]
@@ -34,11 +36,13 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a function that makes a row's cell: that of `cell`, followed in brackets by the text of `note` and `unit`."""
+    """Return a function that makes a row's cell: the text of `cell`, then in brackets the text of `note` with `unit`. The
+    brackets are omitted if the note is absent or repeats the text.
+    """
 
     def with_note(row: Row) -> Cell:
-        said, noted = cell(row), note(row).text
-        return said if noted in (ABSENT, said.text) else Cell(f"{said.text} ({noted}{unit})", said.number)
+        plain, noted = cell(row), note(row).text
+        return plain if noted in (ABSENT, plain.text) else Cell(f"{plain.text} ({noted}{unit})", plain.number)
 
     return with_note
 
@@ -47,7 +51,7 @@ def _held_back_by(row: Row) -> Cell:
     return words("not known" if row.facts.get("throttled_by") is None else ", ".join(row.throttled_by))
 
 
-# Columns of a table of one run. A setting that is the same in all rows becomes a note.
+# Columns of a table of one run. A column with the same text in all rows becomes a note.
 SETTINGS: Columns = {
     "timed by": lambda row: words(row.timed_by),
     "page size": _fact("page_size", 0),
@@ -84,7 +88,9 @@ PLAIN_COLUMNS: Columns = {
 
 
 def timing_tables(run: RecordedRun, name: str = "") -> list[Table]:
-    """Make a run's tables of GPU times, of other times and of missing times; their ids begin with `name`."""
+    """Make the tables of a run that have rows: GPU times, other times, and implementations without a time. The tables' ids
+    begin with `name`.
+    """
     gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name=f"{name}-gpu", caption="GPU time")
     others = plain_table(
         run.other_rows, f"{name}-others", "Host time, and times without a recorded clock: not GPU time"
@@ -97,8 +103,8 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
-    """Return a sentence with the number of scenarios in which each implementation is the fastest; "" without any. A scenario
-    counts once for each run that timed several implementations of it.
+    """Return a sentence with the number of scenarios in which each implementation is the fastest. A scenario counts once for
+    each run that timed several implementations of it. Return "" if there is no such scenario.
     """
     compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
     compared = [rivals for of_run in compared_by_run for rivals in of_run]
@@ -114,7 +120,9 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return the cell of an implementation's median, in the style of its verdict against the fastest; a dash if it has none."""
+    """Return a cell with an implementation's median, styled by its comparison with the fastest implementation. The cell is a
+    dash if the implementation has no row in `rivals`.
+    """
     found = zip(rivals.rows, (Speed.SAME, *rivals.speeds), strict=True)
     verdicts = {row.implementation: (row.median_us, MEDIAN_STYLES.get(speed, "")) for row, speed in found}
     median_us, style = verdicts.get(implementation, (None, ""))
@@ -122,9 +130,9 @@ def _median_of(implementation: str, rivals: Rivals) -> Cell:
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of medians: one row per scenario, one column per implementation. It is empty for a single implementation.
-
-    The column "fastest" names the fastest implementation, and those with the verdict SAME by the rule for interleaved samples.
+    """Make a table of medians, with one row per scenario and one column per implementation. It has no rows if the run timed
+    only one implementation. The column "fastest" also names the implementations that are as fast as the fastest one
+    (`Rivals.as_fast`).
     """
     names = sorted({row.implementation for row in run.gpu_rows})
     columns: Columns = {
@@ -141,7 +149,7 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of implementations that were not timed, one row per implementation and reason."""
+    """Make a table of the implementations that were not timed, with one row per implementation and reason."""
     scenarios = grouped(
         ((each["implementation"].removeprefix(MODULE_PREFIX), each["reason"]), each["scenario"] or "all")
         for each in run.not_timed
@@ -155,17 +163,19 @@ def not_timed_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:
-    """Make a table of rows whose times are not GPU times: median, spread, samples and method."""
+    """Make a table of rows whose times are not GPU times: median, interquartile range, number of samples, and method."""
     return make_table(PLAIN_COLUMNS, sorted(rows, key=lambda row: row.name), name=name, caption=caption, say_once=())
 
 
 def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return pairs: a value of the column "timed by", and a description of this method."""
+    """Return each method of the rows once, as a pair: the value of the column "timed by", and the recorded description."""
     return list(dict.fromkeys((row.timed_by, str(row.facts.get("method") or "no method recorded")) for row in rows))
 
 
 def ceiling_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of memory and matrix rates: those that the run measured and those of the vendor. It may be empty."""
+    """Make a table of the highest rates of the memory and of the matrix units: as measured in the run, and as the datasheet has
+    them. Rates that are unknown have no row.
+    """
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
     columns: Columns = {

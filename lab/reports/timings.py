@@ -1,7 +1,7 @@
-"""Write tables and plots of a recorded run: `lab report RUN.json --out DIR`.
+"""Write tables and plots of a recorded benchmark run: `lab report RUN.json --out DIR`.
 
-The output is report.md and, with the extra `plots`, a roofline and a chart of time over floor per method. Every number comes
-from the file: medians and quartiles of its samples, and the facts that the benchmark recorded.
+The output is report.md. With the extra `plots` there are two plots for each method: a roofline, and the ratio of each time to
+its floor. All numbers come from the recorded file.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ METHOD = (
 
 
 def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
-    """Return the report in Markdown; `pictures` are the file names of the plots in the report's folder."""
+    """Return the report in Markdown. It shows the plots `pictures`, given by their file names in the report's folder."""
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
     blocks += ["## Environment", markdown_of(table_of_lines(["what", "value"], list(_environment(run))))]
     if run.gpu_rows:
@@ -45,7 +45,7 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
 
 
 def write_report(run: RecordedRun, folder: Path) -> list[Path]:
-    """Write report.md and, where matplotlib is installed, the plots; return the paths written."""
+    """Write report.md and, if matplotlib is installed, the plots into a folder. Return the written paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in figures(run).items() if can_plot() else ():
@@ -63,7 +63,9 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Return, by file name, a roofline and a time-over-floor chart for each method, of the rows that have the needed facts."""
+    """Return, by file name, up to two figures for each method: a roofline, and a chart of the ratio of time to floor. A figure
+    shows the rows that have the facts for it, and is omitted if there is none.
+    """
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}

@@ -1,4 +1,4 @@
-"""Show recorded experiments on the page: pictures, single values, and a table for each list of rows."""
+"""Prepare recorded experiments for the HTML page: pictures, single values, and a table for each list of rows."""
 
 import io
 from base64 import b64encode
@@ -21,7 +21,7 @@ SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as a data URI, with a description for people who cannot see it."""
+    """A figure as a data URI, with a description that replaces it in a screen reader."""
 
     uri: str
     description: str
@@ -36,11 +36,12 @@ class Picture:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the part of the page about a file of `FileKind.EXPERIMENT`. Each key of the file becomes a fact (one value) or a
-    table (from a list of rows).
+    """Return the values, by name, with which the page's template shows a file of `FileKind.EXPERIMENT`. A list of rows in the
+    file becomes a table, any other value a fact. The environment is omitted, because the page shows all environments in one
+    table.
 
-    The environment is left out, because the page has one table of all files' environments. The experiment's question is "" if
-    the package that recorded it is not installed. `undrawn` has a sentence for each picture that cannot be drawn.
+    "question" is the question that the experiment answers, or "" if the package that recorded it is not installed. "undrawn"
+    has a sentence for each picture that cannot be drawn.
     """
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
@@ -72,7 +73,7 @@ def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
 
 
 def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Picture | str]:
-    """Yield the picture of each drawing of a recorded experiment, or a sentence that says why it cannot be drawn."""
+    """Yield, for each of `drawings`, the picture drawn from the file, or a sentence that says why it cannot be drawn."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings:
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words

@@ -1,4 +1,8 @@
-"""Show Markdown on the page, and the findings that the judge cites. A citation names a Markdown page and a heading of it."""
+"""Convert Markdown to HTML for the page, and find the findings that a report of the judge cites.
+
+A finding is a known failure of a kernel. It is described by a section of a Markdown page, and cited as "path of the page#anchor
+of the section's heading".
+"""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding, cited as "path#heading" by `lab.checks.run.known_failures`."""
+    """A known failure of a kernel, cited as "path#heading" by `lab.checks.run.known_failures`."""
 
     path: str  #: path of the Markdown page, relative to the root of the repository
     heading: str  #: anchor of the section (`slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale"
@@ -31,7 +35,9 @@ class Finding:
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:
-        """Return the section that describes the finding, as HTML; "" if the folder does not contain its page."""
+        """Return the section that describes the finding, as HTML; "" if `folder` has no such page or the page no such
+        section.
+        """
         page = folder / Path(self.path).name
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
         headings = list(SECTION_HEADING.finditer(text))
@@ -47,13 +53,13 @@ def slug(heading: str) -> str:
 
 
 def findings_in(citation: str) -> tuple[Finding, ...]:
-    """Return the findings of a citation "path#heading; path#heading". Parts without a "#" are ignored."""
+    """Parse a citation such as "path#heading; path#heading". Parts without a "#" are ignored."""
     return tuple(Finding(*each.split("#", 1)) for each in citation.split("; ") if "#" in each)
 
 
 def markdown_html(text: str) -> str:
-    """Return Markdown as HTML. Raw HTML is shown as text, links become plain text, and pictures are not rendered. Headings are
-    moved two levels down, since the page itself uses h1 and h2.
+    """Convert Markdown to HTML. Raw HTML in it is shown as text, links become plain text, and pictures are not rendered. "# "
+    becomes h3 and so on, because the page itself uses h1 and h2.
     """
     from markdown_it import MarkdownIt
 

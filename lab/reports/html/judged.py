@@ -1,4 +1,6 @@
-"""Show the judge's recorded reports on the page: its first section, and tables of runs, checks, faults and refusals."""
+"""Prepare recorded reports of the judge for the HTML page: its first section, and tables of runs, checks, wrong cases and
+declined cases (calls that a kernel refused).
+"""
 
 import functools
 import math
@@ -30,18 +32,18 @@ SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One check of one function in one run of the judge."""
+    """The recorded result of one check of one function in one run of the judge."""
 
     run: "JudgedRun"
     key: str  #: the check's key
     function: str  #: short name, such as "decode"; the recorded name if the lab does not know the function
     outcome: str  #: the worst outcome
-    check: Mapping[str, Any]  #: its row in the recorded report, with the counts of outcomes and of results
-    cases: Sequence[Mapping[str, Any]]  #: its recorded cases; () if the file has no cases
+    check: Mapping[str, Any]  #: the check's row in the recorded report, with its numbers of outcomes and of results
+    cases: Sequence[Mapping[str, Any]]  #: the check's recorded cases; () if the file has no cases
 
     @property
     def catches(self) -> str:
-        """Return the defects that the check catches; "" if this version of the lab lacks the check."""
+        """Return a description of the defects that the check finds; "" if this version of the lab lacks the check."""
         return CHECKS[self.key].catches if self.key in CHECKS else ""
 
     @property
@@ -68,13 +70,15 @@ class JudgedRun:
         return str(self.record.content["implementation"]).removeprefix(MODULE_PREFIX)
 
     def reproduction(self, case: Mapping[str, Any]) -> str:
-        """Return the command that judges a case again in the page's folder; "" if the report does not number its cases."""
+        """Return a shell command that judges a recorded case again. It must be run in the folder that the page shows. Return ""
+        if the report does not number its cases.
+        """
         suffix = self.record.path.name.removeprefix(Path(self.name).name)
         return f"lab judge --case {self.name}{suffix}#{case['number']}" if "number" in case else ""
 
     @property
     def cases(self) -> Sequence[Mapping[str, Any]]:
-        """Return the recorded cases; a trimmed report has only some of the judged cases."""
+        """Return the recorded cases, which may be only some of the judged cases."""
         return self.record.content.get("cases") or ()
 
     @functools.cached_property
@@ -94,8 +98,8 @@ class JudgedRun:
 
     @property
     def verdict(self) -> str:
-        """Return the run's worst outcome; "declined" only if there is no case, or every case was declined. Of a run for the
-        profile of an engine, wrong cases that the engine does not send do not count.
+        """Return the run's worst outcome. It is "declined" only if there is no case or every case was declined. If the run was
+        made for the profile of an engine and no call that this engine sends is wrong, it is "right".
         """
         if self.record.content.get("profile") and self.record.content.get("is_right"):
             return RIGHT
@@ -113,13 +117,18 @@ class JudgedRun:
 
     @property
     def sentence(self) -> str:
-        """Return the diagnosis' sentence; without a diagnosis, the numbers of wrong and failed cases."""
+        """Return the sentence of the recorded diagnosis; if no diagnosis was recorded, the numbers of wrong and
+        failed cases.
+        """
         numbers = " and ".join(f"{outcome} in {self.counts[outcome]}" for outcome in BROKEN if self.counts[outcome])
         return str(self.diagnosis.get("sentence") or f"{numbers} of {self.counts.total():,} cases.".capitalize())
 
     @property
     def details(self) -> list[str]:
-        """Return a sentence and a command per region of wrong cases; without a diagnosis, a sentence per broken check."""
+        """Return, for each region of the recorded diagnosis, a sentence with a command that judges one of its cases again. A
+        region is a set of wrong cases that one rule describes. If no diagnosis was recorded, return a sentence for each broken
+        check.
+        """
         return [*map(self._region_sentence, self.diagnosis.get("regions") or ())] or [
             f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
             for row in self.rows
@@ -127,16 +136,17 @@ class JudgedRun:
         ]
 
     def _region_sentence(self, region: Mapping[str, Any]) -> str:
-        """Return where a diagnosed region's results are wrong, how many they are, and the command that judges one again."""
         names = ("wrong", "results", "right_outside", "outside")
         wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
-        said = f"{region.get('sentence') or region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
-        said += f", right in {right_outside:,} of {outside:,} other results" if outside else ""
-        return f"{said}; {self.reproduction({'number': region['case']})}" if "case" in region else said
+        text = f"{region.get('sentence') or region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
+        text += f", right in {right_outside:,} of {outside:,} other results" if outside else ""
+        return f"{text}; {self.reproduction({'number': region['case']})}" if "case" in region else text
 
     @property
     def smallest_case(self) -> dict[str, str]:
-        """Return, by heading, the smallest wrong case, the command that judges it again, and its wrong result."""
+        """Return, by heading, the recorded diagnosis' smallest wrong case, a command that judges it again, and its wrong
+        result.
+        """
         smallest = self.diagnosis.get("smallest") or {}
         number, facts = smallest.get("case"), {}
         found = next((case for case in self.cases if case.get("number") == number is not None), None)
@@ -151,12 +161,12 @@ class JudgedRun:
 
 
 def check_name(key: str) -> str:
-    """Return a check's key and name, such as "K5 guards"; the key alone if this version of the lab lacks the check."""
+    """Return a check's key and name, such as "K5 guards"; only the key if this version of the lab lacks the check."""
     return f"{key} {CHECKS[key].name}" if key in CHECKS else key
 
 
 def judged_sentence(runs: Sequence[JudgedRun]) -> str:
-    """Return a sentence with the number of runs of each verdict; "" without runs."""
+    """Return a sentence with the number of runs of each verdict; "" if there is no run."""
     numbers = ", ".join(f"{count} {verdict}" for verdict, count in Counter(run.verdict for run in runs).items())
     return f"{counted(len(runs), 'run')} of the judge: {numbers}." if runs else ""
 
@@ -185,7 +195,9 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def verdict_matrix(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of one row per run and function, one column per check: the verdict, and the largest error of right cases."""
+    """Make a table with one row per run and function, and one column per check. A cell has the check's verdict and the largest
+    error of a right case, in percent of its bound.
+    """
     by_function = grouped(((row.run.name, row.function), row) for row in rows)
     met = {row.key for row in rows}
     columns: Columns = {
@@ -206,7 +218,7 @@ def _matrix_cell(key: str, item: tuple[tuple[str, str], Sequence[CheckRow]]) -> 
 
 
 def verdict_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of one row per run, check and function, the worst first."""
+    """Make a table with one row per run, check and function, the worst verdict first."""
     columns: Columns = {
         "run": lambda row: words(row.run.name),
         "implementation": lambda row: words(row.run.implementation),
@@ -226,7 +238,7 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 class _FaultGroup(NamedTuple):
-    """Faulty cases with the same run, check, function, verdict and citation: their number, check row and worst case."""
+    """Wrong cases with the same run, check, function, verdict and cited findings."""
 
     num_cases: int
     row: CheckRow
@@ -234,7 +246,9 @@ class _FaultGroup(NamedTuple):
 
 
 def fault_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
+    """Make a table of wrong cases: one row per run, check, function, verdict and cited findings. It shows the worst of the
+    row's cases.
+    """
     faults = grouped(
         ((row.run.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
         for row in rows
@@ -260,7 +274,7 @@ def fault_table(rows: Sequence[CheckRow]) -> Table:
 
 
 def decline_table(runs: Sequence[JudgedRun]) -> Table:
-    """Make a table of one row per run and reason of refusal, with the most frequent reason of a run first."""
+    """Make a table with one row per run and reason why cases were declined. A run's most frequent reason comes first."""
     refused = [
         (run.name, count, reason, "the lab" if is_of_lab else "the kernel")
         for run in runs
@@ -278,7 +292,9 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return a column of numbers of cases for each outcome. `counts_of` returns these numbers for one record."""
+    """Return one column per outcome, with the number of cases of this outcome. `counts_of` returns a record's numbers by
+    outcome.
+    """
 
     def count(outcome: str, record: Any) -> Cell:
         return number(counts_of(record).get(outcome, 0))
@@ -292,8 +308,8 @@ def _links_to(findings: Sequence[Finding]) -> Cell:
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """Return a ratio in percent; None is a dash. The judge records "inf" for an output that is not finite: JSON has no
-    infinity.
+    """Return a cell with a ratio in percent, with a dash for None, and with "not finite" for an infinite ratio. The judge
+    records an infinite ratio as the text "inf", because JSON has no infinity.
     """
     if ratio is None:
         return Cell(ABSENT)

@@ -1,4 +1,5 @@
-"""Write the page: one HTML file that needs no other file. Its Content-Security-Policy forbids all requests by the browser.
+"""Make the HTML page of a folder of recorded results. The page needs no other file, and its Content-Security-Policy forbids the
+browser all requests.
 
 The page contains the JavaScript library DataTables, which the package itables ships, so that readers can sort and filter tables
 offline. Without JavaScript the tables are plain and show all rows.
@@ -34,8 +35,8 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return the page as HTML. It shows `files`, the result of `read_folder`, and the Markdown files of the folder. Raises
-    RecordedFileError if a file is not in the form that the lab writes.
+    """Return a page, as HTML, that shows the recorded `files` (from `read_folder`) and the Markdown files in `folder`. Raises
+    RecordedFileError if a file does not have the form that the lab writes.
     """
     try:
         return _rendered(folder, files)
@@ -43,7 +44,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         raise
     except (*DAMAGED, UndefinedError) as error:
         for file in files if len(files) > 1 else ():
-            html_report(folder, [file])  # whose error names the file
+            html_report(folder, [file])  # its error names the file
         where = files[0].path if len(files) == 1 else folder
         raise RecordedFileError(f"{where}: not in the form that the lab writes: {error!r}") from error
 
@@ -95,7 +96,9 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
 
 
 def _outline(content: Any) -> str:
-    """Return a short description of the content of a file that the page does not show."""
+    """Return a short description of the JSON content of a file that the page does not show: its keys, its length or
+    its value.
+    """
     if isinstance(content, Mapping):
         return ", ".join(content)
     return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
@@ -106,7 +109,7 @@ def _markdown(path: Path) -> Markup:
 
 
 def _title(files: Sequence[RecordedFile]) -> str:
-    """Return the page's title, which names the GPUs of the recordings and says whether the files contain times."""
+    """Return the page's title. It names the GPUs of the recordings, and ends with "and timed" if the files contain times."""
     gpus = dict.fromkeys(filter(None, (file.fact("gpu") for file in files)))
     devices = {file.content.get("device") for file in files if file.kind is FileKind.JUDGE}
     machine = ", ".join(gpus) or ("CPU" if devices == {"cpu"} else "No GPU recorded")
@@ -121,7 +124,9 @@ def _environments(files: Sequence[RecordedFile]) -> Table:
 
 
 def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
-    """Return the part of the page about a benchmark run. The ids of its tables begin with `name`."""
+    """Return the values, by name, with which the page's template shows a benchmark run. The ids of its tables begin with
+    `name`.
+    """
     return {
         "name": run.path.name,
         "recorded_at": run.recorded_at,

@@ -1,4 +1,6 @@
-"""Draw the errors of K/V caches, of right kernels and the judge's bound (`lab.budget`). Needs the extra `plots`."""
+"""Draw the results of `lab.budget`: errors of quantised caches and of right kernels, and the judge's bound. Needs the extra
+`plots`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +13,9 @@ LOOKS = {"quantisation": "o-", "kernel": "s--", "bound": "^:"}
 
 
 def budget_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw relative L2 errors against the number of keys: a panel for each cache, a colour for each kind of values."""
+    """Plot relative L2 errors over the number of keys, with one panel per cache dtype and one colour per distribution of
+    values.
+    """
     caches = list(dict.fromkeys(row["kv"] for row in rows))
     colours = style.assigned([row["values"] for row in rows], style.COLOURS)
     figure, panels = style.panels(title, 3.6, columns=len(caches), log="xy")

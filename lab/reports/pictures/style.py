@@ -1,4 +1,4 @@
-"""The shared parts of the lab's pictures: figures, panels, lanes, bars, labels, ticks and legends."""
+"""Functions and constants that all pictures of the lab share: figures, panels, lanes, bars, labels, ticks and legends."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,12 +27,11 @@ FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of a recorded experiment, which the page shows.
-
-    A study's pictures are listed as `DRAWINGS` in the module of `studies.pictures` with the same name.
+    """A picture that the HTML page shows of a recorded experiment. The pictures of an experiment are listed as `DRAWINGS` in
+    its module in `studies.pictures`.
     """
 
-    key: str  #: key of the drawn value in the recording
+    key: str  #: key of the drawn value in the recorded file
     words: str  #: description of the picture
     #: makes the figure from the value and a title; raises ValueError with the reason if the value lacks data
     draw: Callable[[Any, str], Figure]
@@ -51,13 +50,13 @@ def panels(
     log: str = "",
     width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, NDArray[Any]]:
-    """Make a figure with a title and panels without frames; the panels share their left and bottom axes.
+    """Make a figure with a title and a grid of panels. Panels in a column share the x axis, and all panels share the y axis.
 
-    It does not use pyplot, which would keep the figure alive. The panels are `Axes` [lines, columns].
+    pyplot is not used, because it would keep the figure in memory. The second result is an array of `Axes` [lines, columns].
 
     Args:
-        grid: the axes whose ticks have light lines.
-        log: the axes that are logarithmic: "x", "y" or "xy".
+        grid: the axes from whose ticks grid lines are drawn; None for no lines.
+        log: the logarithmic axes: "x", "y", "xy" or "".
     """
     figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
@@ -75,7 +74,7 @@ def panels(
 
 
 def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Axes]:
-    """Make a figure with one panel; the keyword arguments are those of `panels`."""
+    """Make a figure with one panel. The keyword arguments `more` are passed to `panels`."""
     figure, drawn = panels(title, height_inches, **more)
     return figure, drawn[0, 0]
 
@@ -83,7 +82,9 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make one panel per name, with a time axis from 0 to `end` and the given lanes, the first at the top (`draw_span`)."""
+    """Make a figure with one panel per name. The x axis of a panel runs from 0 to `end`, and `across` is its label. A panel has
+    one horizontal lane per entry of `lanes`, the first at the top; `draw_span` draws bars in a lane.
+    """
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):
@@ -95,7 +96,7 @@ def lane_panels(
 
 
 def draw_span(axes: Axes, lane: int, start: float, end: float, **look: Any) -> None:
-    """Draw a bar from `start` to `end` in one lane of a panel from `lane_panels`."""
+    """Draw a bar from `start` to `end` in a lane (0 is the top one) of a panel made by `lane_panels`."""
     axes.add_patch(Rectangle((start, lane), end - start, 0.8, **look))
 
 
@@ -104,25 +105,25 @@ def name_panel(axes: Axes, words: str, **more: Any) -> None:
 
 
 def name_axes(axes: Axes, across: str = "", upwards: str = "") -> None:
-    """Label the axes with their quantities and units."""
+    """Label the x axis (`across`) and the y axis (`upwards`) with their quantities and units."""
     axes.set_xlabel(across, fontsize=FONT_POINTS)
     axes.set_ylabel(upwards, fontsize=FONT_POINTS)
 
 
 def name_lines(axes: Axes, names: Sequence[str]) -> None:
-    """Label the horizontal lines of a chart from top to bottom. Line n is at y = n."""
+    """Label the horizontal lines of a chart from top to bottom: names[n] is written at y = n."""
     axes.set_yticks(range(len(names)), names, fontsize=FONT_POINTS)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """Set the ticks of a horizontal axis of sizes to exactly these numbers."""
+    """Put a tick on the x axis at each of `sizes`, and nowhere else. Ticks are labelled like "4K"."""
     axes.set_xticks(sizes, [in_short(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
 def few_ticks(axes: Axes) -> None:
-    """Write tick labels at 1, 2 and 5 times each power of ten, even on short axes."""
+    """Put labelled ticks on both axes at 1, 2 and 5 times each power of ten, and nowhere else."""
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
@@ -136,7 +137,9 @@ def in_short(number: int) -> str:
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
-    """Add one legend below the panels. It has `keys` (by default every label once), followed by `more`."""
+    """Add a legend with this many columns below the panels. Its entries are `keys` and then `more`. If `keys` is None, each
+    label that occurs in the panels is an entry.
+    """
     if keys is None:
         labelled: dict[str, Artist] = {}
         for axes in figure.axes:
@@ -149,16 +152,19 @@ def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = N
 
 
 def assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
-    """Assign a style to each name in order; styles repeat if there are more names than styles."""
+    """Assign one of `looks` (colours or markers) to each name, in order. They repeat if there are more names than looks."""
     return {name: looks[index % len(looks)] for index, name in enumerate(dict.fromkeys(names))}
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:
-    """Return the style of a bar. The bar is hatched if the GPU's clocks were reduced during the measurement."""
+    """Return matplotlib's arguments for a bar. It is hatched if `throttled`: the GPU reduced its clocks during the
+    measurement.
+    """
     return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": HATCH if throttled else None}
 
 
 def mark_key(words: str, marker: str, **look: Any) -> Line2D:
+    """Return a legend's entry: a marker followed by words."""
     common: dict[str, Any] = {"marker": marker, "color": TEXT_COLOUR, "linestyle": "none", "label": words}
     return Line2D([], [], **common | look)
 

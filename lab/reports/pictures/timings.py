@@ -1,4 +1,4 @@
-"""Draw recorded rows as matplotlib figures, for the report and for notebooks. Needs the extra `plots`."""
+"""Draw rows of recorded benchmarks as matplotlib figures, for reports and notebooks. Needs the extra `plots`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +19,12 @@ NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number 
 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
-    """Draw rates against intensity, with a colour per implementation and a marker per mode (hollow if throttled), under the
-    roofs.
+    """Draw a roofline plot (Williams, Waterman and Patterson 2009): one mark per row, at its arithmetic intensity and its rate
+    in TFLOP/s. The colour is that of the implementation and the marker that of the forward mode. Marks of throttled rows are
+    hollow.
 
-    A roof is the least of the memory's and the matrix units' rate, as in Williams, Waterman and Patterson 2009; `ceilings` are
-    `lab.timing.Ceilings.facts`. A roof is drawn if both of its rates are known. The rows must have operations and bytes.
+    A roof is drawn for the measured rates in `ceilings` (`lab.timing.Ceilings.facts`), and one for the datasheet's rates, if
+    the memory's rate and the matrix units' rate are both known. Each row must have the facts "operations" and "bytes_moved".
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
@@ -60,10 +61,11 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
 
 
 def floor_figure(rows: Sequence[Row], title: str) -> Figure:
-    """Draw time over floor per scenario on a logarithmic axis, where 1 is the limit, with a mark per implementation and the
-    number of the fastest. Rows without a floor are left out.
+    """Draw one line per scenario with a mark per implementation, at the ratio of its median time to the scenario's floor (the
+    least possible time). The axis is logarithmic, and the ratio of the fastest implementation is written beside its mark. Rows
+    without a floor are omitted.
 
-    Settings are added to a scenario's name if the name is not unique.
+    If an implementation timed a scenario with several settings, each line's name contains the settings that differ.
     """
     are_named = len({(row.scenario, row.implementation) for row in rows}) == len(rows)
     varying = (
@@ -105,10 +107,12 @@ def _name(row: Row) -> str:
 
 
 def _throttled_key(rows: Sequence[Row]) -> list[Artist]:
-    """Return the legend's entry for hollow marks, if a row was throttled."""
+    """Return the legend's entry for hollow marks; [] if no row was throttled."""
     return [style.mark_key("throttled", "o", mfc="none")] if any(row.throttled_by for row in rows) else []
 
 
 def _ranked(names: Iterable[str]) -> list[str]:
-    """Return each name once, those without a dot first, so that these keep their style between runs with other peers."""
+    """Return each name once, sorted, with the lab's own kernels (names without a dot) first. So these have the same colours in
+    pictures of different runs.
+    """
     return sorted(set(names), key=lambda name: ("." in name, name))
