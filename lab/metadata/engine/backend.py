@@ -23,9 +23,7 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """A protocol: the metadata of one forward pass over paged K/V, in any backend. `seq_lens` and `block_tables` are named like
-    the kernel's arguments.
-    """
+    """A protocol: the metadata of one forward pass over paged K/V. Its properties are arguments of the kernel."""
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -40,19 +38,19 @@ class PassMetadata(Protocol):
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the `PassBuffers` of this metadata: the arguments with which a launch writes it in place.
+        """Return the arguments with which `write_forward_metadata` writes this metadata in place.
 
         Args:
             seq_len_offset: tokens per request that ``seq_lens`` does not count.
-            query_rows: one number for all requests, or a tensor with a number per request; None leaves ``cu_seqlens_q`` as it
-                is.
+            query_rows: query rows of every request, or a tensor with one number per request; None: ``cu_seqlens_q`` is not
+                written.
             out_cache_loc: slots of the query rows, for metadata with sliding-window tensors.
         """
         ...
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """The metadata of one `GraphMode` for all captured batch sizes, in buffers whose addresses never change."""
+    """A protocol: the metadata of one `GraphMode` for all captured batch sizes, in buffers whose addresses never change."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
         """Return the metadata of a captured batch size, always at the same addresses."""
@@ -60,7 +58,7 @@ class MetadataBuffers(Protocol[MetadataT_co]):
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """Return a function that rebuilds the metadata of a captured batch size in place. A CUDA graph can capture the
-        function: the host reads nothing.
+        function, because it does not read the device on the host.
 
         Args:
             view: the batch of that size, whose tensors are the runner's input buffers (`StaticInputs.view`).
@@ -69,10 +67,7 @@ class MetadataBuffers(Protocol[MetadataT_co]):
 
 
 class GraphMetadata(Generic[PassT]):
-    """The metadata of one mode in buffers for the largest captured size. Every size has leading slices of the same storage.
-
-    `buffers` is the metadata of the largest size.
-    """
+    """The metadata of one mode for the largest captured size (`buffers`). Smaller sizes use leading slices of its tensors."""
 
     def __init__(self, mode: GraphMode, pool: KVPool, buffers: PassT) -> None:
         self.mode, self.pool, self.buffers = mode, pool, buffers
@@ -85,19 +80,20 @@ class GraphMetadata(Generic[PassT]):
         return self.buffers.leading(batch_size)
 
     def prepare_launch(self, view: ForwardBatch, rows: int | Tensor | None, offset: int) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in one launch. The arguments are those of
-        `MetadataBuffers.prepare` and `PassMetadata.pass_buffers`.
+        """Return a function that rebuilds the metadata of a captured batch size in one launch.
+
+        Args:
+            view: as in `MetadataBuffers.prepare`.
+            rows, offset: `query_rows` and `seq_len_offset` of `PassMetadata.pass_buffers`.
         """
         written = self.slices(view.batch_size).pass_buffers(offset, rows, view.out_cache_loc)
         return prepare_passes([written], view, self.pool)
 
 
 class RebuiltMetadata(Generic[MetadataT]):
-    """Buffers for the metadata of one mode, which a replay builds anew and copies into them. Cells that no kernel reads are
-    copied too.
+    """Metadata buffers of one mode. Each replay builds the metadata in new tensors by `build`, and copies all of it to them.
 
-    The metadata of a captured size is made at the first access, from a batch of padding requests. `build` makes metadata in new
-    tensors, without a read of the host.
+    The buffers of a captured size are made at the first access, from a batch of padding requests.
     """
 
     def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
@@ -122,10 +118,10 @@ class RebuiltMetadata(Generic[MetadataT]):
 
 
 class RebuildingBackend(Generic[MetadataT]):
-    """A backend whose graphs build their metadata anew in each replay."""
+    """A backend whose CUDA graphs build the metadata in new tensors in each replay (`RebuiltMetadata`)."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
-        """Build the metadata of a pass in new tensors, without a read of the host."""
+        """Build the metadata of a pass in new tensors, without reading the device on the host."""
         raise NotImplementedError
 
     def new_buffers(
@@ -135,7 +131,7 @@ class RebuildingBackend(Generic[MetadataT]):
 
 
 class Backend(Protocol[MetadataT]):
-    """An attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
+    """A protocol: an attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
         """Build the metadata of an eager pass (a pass outside CUDA graphs) in new tensors."""
@@ -165,10 +161,11 @@ class Backend(Protocol[MetadataT]):
 
         Args:
             batch, metadata: the forward pass.
-            layer: a layer in the backend's own class, such as `AttentionLayer` or `MLALayer`.
+            layer: the layer's scales and sizes in the backend's own class, such as `AttentionLayer` or `MLALayer`.
             query: ``[num_tokens, num_qo_heads, head_dim]``.
-            cache: the layer's cache in the backend's own class. It must hold the pass's own tokens when the call is made.
-            max_context_len: the engine's largest length of a request, for backends whose metadata has no bound of the lengths.
+            cache: the layer's cache in the backend's own class. It must have K and V of the query rows when the call is made.
+            max_context_len: largest number of tokens of a request, for backends whose metadata has no upper bound of the
+                lengths.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
@@ -177,11 +174,11 @@ class Backend(Protocol[MetadataT]):
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Prepare one launch that writes the metadata of one or several passes over a batch's requests.
 
-    The launch adds one number, ``seq_len_offset``, to all lengths. In a ragged verification the requests have different numbers
-    of query rows: the number is 0, and each request's rows are added to its length before the launch.
+    The launch adds ``seq_len_offset`` to all lengths. In a ragged verification the requests have different numbers of query
+    rows: ``seq_len_offset`` is 0, and a torch operation adds each request's rows to its length before the launch.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: what `lab.kernels.serving.forward_metadata.write_forward_metadata` raises.
+        TypeError, ValueError, NotImplementedError: as `lab.kernels.serving.forward_metadata.write_forward_metadata`.
     """
     seq_lens = batch.seq_lens
     if is_ragged := batch.forward_mode.query_rows.are_bounded:
@@ -207,8 +204,8 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the number of tokens that a launch adds to all of ``seq_lens``: the result of `uncounted_tokens`, but 0 in a
-    ragged verification (see `prepare_passes`).
+    """Return the number that a launch adds to every length in ``seq_lens``: `uncounted_tokens`, but 0 in a ragged verification
+    (see `prepare_passes`).
     """
     if batch.forward_mode.query_rows.are_bounded:
         return 0

@@ -1,7 +1,4 @@
-"""Capture calls in CUDA graphs.
-
-This module imports only torch.
-"""
+"""Capture calls in CUDA graphs. This module imports only torch."""
 
 import contextlib
 import gc
@@ -13,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """While the context is open, capture into a graph as `torch.cuda.graph` does, with garbage collection disabled.
+    """Capture the block under `with` into a graph as `torch.cuda.graph` does, with Python's garbage collection disabled.
 
     A collection may free another graph and its memory, and freeing memory invalidates a capture in progress.
     """
@@ -31,7 +28,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     """Run a call once to warm up, then capture it in a CUDA graph. Return a function that replays the graph, and the result of
     the captured call.
 
-    On a CPU the replay runs the call itself. The call must then return the same object each time, as a graph does.
+    On a CPU the replay runs the call again. It raises RuntimeError if the call returns another object than the first time.
     """
     if device.type != "cuda":
         output = call()

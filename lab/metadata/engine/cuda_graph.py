@@ -1,8 +1,8 @@
-"""CUDA graphs of one `GraphMode` for several batch sizes, and the input and metadata buffers that they read.
+"""CUDA graphs of one `GraphMode` for several batch sizes.
 
-A graph replays with the addresses that it was captured with. So the engine keeps one set of buffers, for its largest batch.
-Every captured batch size uses leading slices of these buffers. A batch is copied into the inputs and padded to the next
-captured size. Its metadata is rebuilt in place: before the replay, or by the graph itself.
+A graph replays with the addresses that it was captured with. So a runner keeps one set of input and metadata buffers for its
+largest batch, and every captured batch size uses leading slices of them. A batch is copied into the inputs and padded to the
+next captured size. Its metadata is rebuilt in place: before the replay, or by the graph itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 
-# From a captured size's batch and metadata, prepares the call that the graph runs, which returns the graph's output.
+# Prepares the call that a graph runs, from the captured size's batch and metadata. The call returns the graph's output.
 Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 
@@ -97,7 +97,7 @@ class GraphRunner(Generic[MetadataT]):
         self.inputs = StaticInputs(mode, max(batch_sizes), pool.device, padded_seq_len)
         self.metadata: Any = metadata or backend.new_buffers([mode], pool, max(batch_sizes))[mode]
         passes = sized_passes(self.inputs, self.metadata, batch_sizes)
-        # The largest first, as the engine does: the others' scratch then fits into its memory.
+        # The largest first, as the engine does: the scratch memory of smaller sizes then fits into that of the largest.
         self.captured = {size: self._capture(passes[size], body) for size in reversed(passes)}
 
     def size_for(self, batch_size: int) -> int:
@@ -107,8 +107,9 @@ class GraphRunner(Generic[MetadataT]):
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
-        """Copy a batch into the inputs, rebuild its metadata, and replay the graph of its size. Return the graph's output with
-        padding; the next replay overwrites it.
+        """Copy a batch into the inputs, rebuild its metadata, and replay the graph of its size.
+
+        Return the graph's output, padding included. The next replay overwrites it.
         """
         captured = self.captured[self.size_for(batch.batch_size)]
         self.inputs.load(batch, captured.view.batch_size)

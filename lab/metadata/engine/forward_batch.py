@@ -10,15 +10,15 @@ from torch import Tensor
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-# The number of every step of a frozen-KV draft, which reads the target model's K/V and writes none of its own (SGLang 0.5.23,
-# `frozen_kv_mtp_worker_v2.py`). Draft step s counts s + 1 tokens after ``seq_lens``, so this one counts none.
+# The `speculative_step_id` of every step of a frozen-KV draft, whose draft model reads the target model's K/V and writes none
+# (SGLang 0.5.23, `frozen_kv_mtp_worker_v2.py`). Step s of another draft on MHA has s + 1 keys after ``seq_lens``; these have 0.
 FROZEN_KV_STEP = -1
 
 
 @dataclass(frozen=True, eq=False)
 class SpecInfo:
-    """The fields that speculative decoding adds to a batch, as in SGLang. A ``DECODE`` batch that has them is a draft decode
-    step.
+    """The fields that speculative decoding adds to a batch, as in SGLang. A ``DECODE`` batch with a SpecInfo is a step of the
+    draft model.
 
     Attributes:
         num_draft_tokens: query rows per request in verification, their largest number in a ragged verification; None in other
@@ -27,9 +27,7 @@ class SpecInfo:
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
         num_accept_tokens: at least ``[batch_size]`` int32 or int64, rows per request of the first draft extend in a CUDA graph;
             else None.
-        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang has one backend object per step, which keeps
-            the number, and hides its SpecInfo from the backend in a frozen-KV draft. The lab has one stateless function for
-            all steps, so the batch carries the number.
+        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. In SGLang each step's backend object keeps it.
 
     Raises:
         TypeError, ValueError: a field has the wrong type, shape or range.
@@ -47,10 +45,8 @@ class SpecInfo:
         """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
 
         Args:
-            mode: the mode of the pass.
             num_rows: query rows of every request; in a ragged verification, their largest number.
-            draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
-            num_accept_tokens: rows per request of the first draft extend in a graph.
+            draft_step: `speculative_step_id` of a draft decode step; None for a decode without speculation.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
@@ -80,8 +76,7 @@ class SpecInfo:
 class ForwardBatch:
     """The fields of SGLang's ForwardBatch from which attention metadata is built.
 
-    Device tensors may lie anywhere (``meta`` included) and are never read here: every check uses shapes, dtypes
-    and the host lists.
+    The checks use shapes, dtypes and host lists. They never read a device tensor, so ``meta`` tensors are allowed.
 
     Attributes:
         forward_mode: the kind of pass.
@@ -90,8 +85,8 @@ class ForwardBatch:
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
         out_cache_loc: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written,
-            in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV
-            draft has none.
+            in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``. A frozen-KV
+            draft has no slots.
         num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
             position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
@@ -120,7 +115,7 @@ class ForwardBatch:
 
     @cached_property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft, in which the draft model reads the target's K/V and writes none."""
+        """Return True for a pass of a frozen-KV draft (`FROZEN_KV_STEP`)."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @cached_property
@@ -209,7 +204,7 @@ class ForwardBatch:
             )
 
     def _check_extend_rows(self) -> None:
-        """Raise ValueError unless an extend's numbers of rows and slots fit the host list of new tokens."""
+        """Raise ValueError unless `num_tokens` and `out_cache_loc` of an extend agree with `extend_seq_lens_cpu`."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
         most = None if self.spec_info is None else self.spec_info.num_draft_tokens
         if mode.query_rows.are_bounded and most is None:
@@ -240,7 +235,7 @@ class ForwardBatch:
 
 
 def check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise TypeError or ValueError unless a tensor has one dimension and one of the dtypes; `name` is for the message."""
+    """Raise TypeError or ValueError, with `name` in the message, unless a tensor has one dimension and one of the dtypes."""
     allowed = " or ".join(str(dtype) for dtype in dtypes)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a {allowed} tensor, not {type(tensor).__name__}")

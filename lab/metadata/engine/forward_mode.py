@@ -1,7 +1,7 @@
-"""The forward modes: the kinds of forward pass that a serving engine runs, and the properties that distinguish them.
+"""The forward modes: the kinds of forward pass that a serving engine runs.
 
-Code that builds a batch, its metadata or its call reads these properties: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
-`mla_call`, `in_graph`. It does not compare the mode with a list of names.
+Code that builds a batch, its metadata or its call reads the properties of a mode, such as `ForwardMode.query_rows`. It does not
+compare the mode with a list of names.
 """
 
 from enum import IntEnum
@@ -12,7 +12,7 @@ from lab.named_enum import NamedEnum
 
 
 class QueryRows(NamedEnum):
-    """How many query rows each request has, and which field of the batch has the number."""
+    """How many query rows each request of a pass has, and which field of the batch has the number."""
 
     NONE = "none"  # no attention runs
     ONE = "one"
@@ -28,14 +28,12 @@ class QueryRows(NamedEnum):
 
     @cached_property
     def in_extend_seq_lens(self) -> bool:
-        """Return True if the numbers of query rows are in ``extend_seq_lens``, and on the host in ``extend_seq_lens_cpu``."""
+        """Return True if ``extend_seq_lens`` has each request's number of query rows (on the host: ``extend_seq_lens_cpu``)."""
         return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.VERIFIED, QueryRows.NEW_TOKENS)
 
     @cached_property
     def are_bounded(self) -> bool:
-        """Return True if each request has its own number of query rows, which the host may not know: it is at most
-        ``SpecInfo.num_draft_tokens``.
-        """
+        """Return True if the host may know only an upper bound of a request's query rows: ``SpecInfo.num_draft_tokens``."""
         return self is QueryRows.VERIFIED
 
     @cached_property
@@ -48,26 +46,22 @@ class UncountedTokens(NamedEnum):
 
     NONE = "none"  # seq_lens counts the new tokens
     QUERY_ROWS = "query rows"  # the draft tokens that this pass verifies
-    DRAFT_STEP = "draft step"  # the tokens drafted so far and the step's own; none without a SpecInfo
+    DRAFT_STEP = "draft step"  # the tokens of earlier draft steps and of this step; none if the batch has no SpecInfo
 
 
 _Rows, _Uncounted, _Call = QueryRows, UncountedTokens, AttentionCall
 
 
 class ForwardMode(IntEnum):
-    """SGLang's forward modes, numbered as in 0.5.13. Each has the properties from which a pass's batch, metadata and call are
-    built.
+    """SGLang's forward modes, numbered as in 0.5.13, the last release with ``DRAFT_EXTEND`` (here: the first draft extend).
 
-    0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its modes cover every version. Later releases
-    dropped that member, and the values after it moved down by one: compare members, never integers. RAGGED_VERIFY is the lab's
-    own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
+    Later releases dropped that member, and the values after it moved down by one: compare members, never integers.
+    RAGGED_VERIFY is the lab's own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
 
     Attributes:
-        query_rows: number of query rows of each request.
-        uncounted: tokens that ``seq_lens`` leaves out.
         mha_call, mla_call: FlashInfer's call that the MHA and the MLA backend make (SGLang 0.5.23; the first draft extend as in
-            0.5.13 with MHA and in 0.5.12 with MLA); None where no attention runs.
-        in_graph: True if a `GraphMode` can capture the mode.
+            0.5.13 with MHA and in 0.5.12 with MLA); None if no attention runs.
+        in_graph: True if CUDA graphs can capture the mode.
     """
 
     query_rows: QueryRows
@@ -88,7 +82,7 @@ class ForwardMode(IntEnum):
     TARGET_VERIFY = 5, _Rows.DRAFT_TOKENS, _Uncounted.QUERY_ROWS, _Call.DECODE, _Call.MLA_DECODE, True
     # The draft model catches up on the accepted tokens, whose number differs from request to request.
     DRAFT_EXTEND = 6, _Rows.ACCEPTED, _Uncounted.NONE, _Call.CONTEXT, _Call.MLA_DECODE, True
-    # The same with a fixed number of query rows per request.
+    # The draft model catches up on the accepted tokens, with the same number of query rows for every request.
     DRAFT_EXTEND_V2 = 7, _Rows.FIXED, _Uncounted.NONE, _Call.DECODE, _Call.MLA_DECODE, True
     # The KV cache arrived from a prefill worker: no attention runs.
     PREBUILT = 8, _Rows.NONE, _Uncounted.NONE, None, None
@@ -96,7 +90,7 @@ class ForwardMode(IntEnum):
     SPLIT_PREFILL = 9, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
     # A block of a diffusion language model.
     DLLM_EXTEND = 10, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
-    # The target model scores as many draft tokens of each request as its planner chose (SGLang 0.5.23).
+    # The target model scores draft tokens, whose number a planner chooses for each request (SGLang 0.5.23).
     RAGGED_VERIFY = 11, _Rows.VERIFIED, _Uncounted.QUERY_ROWS, _Call.DECODE, _Call.MLA_DECODE, True
 
     def __new__(

@@ -1,6 +1,4 @@
-"""The mode of a runner's CUDA graphs, and the input buffers that the graphs read. Before a replay, a batch is copied into the
-buffers and padded.
-"""
+"""The mode of a runner's CUDA graphs, and the input buffers that the graphs read."""
 
 from dataclasses import dataclass
 
@@ -16,12 +14,12 @@ class MetadataPlace(NamedEnum):
     """Where a replay's metadata is rebuilt: before the graph is replayed, or inside the graph."""
 
     BEFORE_REPLAY = "before the replay"  # SGLang 0.5.11 to 0.5.14
-    IN_GRAPH = "in the graph"  # SGLang 0.5.23: each replay reads lengths, rows and slots as they are then
+    IN_GRAPH = "in the graph"  # SGLang 0.5.23: each replay reads the current lengths, rows and slots
 
 
 @dataclass(frozen=True)
 class GraphMode:
-    """The mode of all graphs of one runner. The class methods construct it."""
+    """The mode of all graphs of one runner."""
 
     forward_mode: ForwardMode  #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2
     num_tokens_per_req: int = 1  #: query rows per request that the graphs have room for
@@ -37,9 +35,7 @@ class GraphMode:
 
     @classmethod
     def frozen_kv_draft(cls) -> "GraphMode":
-        """Return the mode of all passes of a frozen-KV draft, which writes no K/V. A captured size counts rows: requests times
-        ``topk``.
-        """
+        """Return the mode of all passes of a frozen-KV draft (`FROZEN_KV_STEP`). A captured size is requests times ``topk``."""
         return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
 
     @classmethod
@@ -50,9 +46,8 @@ class GraphMode:
     def ragged_verify(cls, num_draft_tokens: int) -> "GraphMode":
         """Return the mode of a ragged verification: each request has its own number of rows, at most `num_draft_tokens`.
 
-        A captured size is a number of requests, with room for `num_draft_tokens` rows of each. SGLang 0.5.23 instead captures a
-        number of rows, with the same number of requests or as many as its backend has room for. In both cases some rows belong
-        to no request.
+        A captured size is a number of requests, with room for `num_draft_tokens` rows of each. In SGLang 0.5.23 it is a number
+        of rows. In both cases some rows belong to no request.
         """
         return cls(ForwardMode.RAGGED_VERIFY, num_draft_tokens)
 
@@ -63,14 +58,13 @@ class GraphMode:
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Return the mode of the second draft extend, whose rows per request are fixed at capture.
+        """Return the mode of the second draft extend, whose number of rows per request is fixed at capture.
 
-        The number is ``num_tokens_per_req``. If a synthetic capture input does not set it (0 or below), it is the largest of
-        ``num_accept_tokens``, as in SGLang 0.5.13, whose captures fill that tensor with the width. The host reads the tensor
-        once.
+        The number is ``num_tokens_per_req`` or, if that is 0 or below, the largest of ``num_accept_tokens``, which the host
+        reads. SGLang 0.5.13 leaves ``num_tokens_per_req`` unset at capture and fills ``num_accept_tokens`` with the number.
 
         Raises:
-            ValueError: neither field has a width.
+            ValueError: neither field has the number.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():
@@ -102,10 +96,10 @@ class GraphMode:
 
 
 class StaticInputs:
-    """The input buffers of a runner. The captured graphs read batches that consist of slices of these buffers.
+    """The input buffers of a runner. A captured graph reads a batch whose tensors are slices of these buffers.
 
     Args:
-        padded_seq_len: length of padding requests, by default the engine's.
+        padded_seq_len: length of padding requests.
     """
 
     def __init__(
@@ -138,15 +132,14 @@ class StaticInputs:
         )
 
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
-        """Copy a batch into the buffers, and pad it to the captured size `batch_size`.
+        """Copy a batch into the buffers, and pad it to the captured size `batch_size`, without reading the device on the host.
 
         Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0, in the sink page, for new tokens.
-        Padding is written whenever the batch is smaller than the size, so that no value of an earlier, larger batch remains.
-        The host reads nothing.
+        They overwrite the values of an earlier, larger batch.
 
         Raises:
-            ValueError: the batch has another mode, more requests than the size, more rows than the graph has room for, or it
-                lacks the numbers of rows although requests may differ in them.
+            ValueError: the batch has another mode, more requests than the size, or more rows than the graph has room for. Or it
+                lacks the number of rows of each request, in a mode in which requests may differ in it.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req
@@ -189,9 +182,9 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Raise ValueError for a batch without the requests' numbers of rows, which the graph reads and the host checks.
+        """Raise ValueError if a batch lacks the number of rows of each request, on the device or on the host.
 
-        A ragged verification may lack them on the host (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds them.
+        A ragged verification may lack it on the host (SGLang's `from_verify_lens_device`).
         """
         places = {"extend_seq_lens": "the device (extend_seq_lens)"}
         if not batch.forward_mode.query_rows.are_bounded:

@@ -1,6 +1,4 @@
-"""The copy of a batch's lengths from the GPU to the host, and the rule that decides whether an engine needs it (SGLang's PR
-26824).
-"""
+"""Copy a batch's lengths from the GPU to the host, and decide whether an engine needs the copy (SGLang's PR 26824)."""
 
 from collections.abc import Iterable
 
@@ -15,13 +13,13 @@ def decide_needs_cpu_seq_lens(
 ) -> bool:
     """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
 
-    The copy is needed if one of the attention backends reads the lengths on the host. A backend declares this in its attribute
-    ``needs_cpu_seq_lens``; a backend without the attribute is assumed to read them. None stands for a backend that does not
-    exist: with no backend at all the answer is False. Two-batch overlap and NGRAM speculation read the batch on the host, so
-    the answer is then True for any backends. NGRAM was added after 0.5.13. 0.5.13 also answered True unless piecewise CUDA
-    graphs were disabled, which is not modelled here.
+    The result is True if an attention backend reads the lengths on the host, or if two-batch overlap or NGRAM speculation is
+    on, which read the batch on the host. SGLang 0.5.13 has no rule for NGRAM, and also returns True unless piecewise CUDA
+    graphs are disabled, which is not modelled here.
 
-    `attn_backends` are those of target, draft and draft extend: any objects, or None.
+    Args:
+        attn_backends: the backends of target, draft and draft extend; None for one that does not exist. The attribute
+            ``needs_cpu_seq_lens`` of a backend says whether it reads the lengths. A backend without the attribute does.
     """
     if two_batch_overlap or ngram:
         return True
@@ -31,9 +29,8 @@ def decide_needs_cpu_seq_lens(
 class LengthMirror:
     """Copy a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True.
 
-    The copy runs on its own stream into pinned memory. It waits for the work that is on the current stream when `read` is
-    called, but not for later work. The host waits for the copy. Because an iteration writes the lengths last, all its GPU work
-    must end before the host can prepare the next iteration.
+    The copy runs on its own stream into pinned memory, after the work that is on the current stream when `read` is called. The
+    host waits for the copy.
 
     Args:
         max_batch_size: largest number of lengths in one copy.
@@ -57,10 +54,13 @@ class LengthMirror:
         self._buffer = torch.empty(max_batch_size, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
-        """Copy lengths that were written on the current stream, ``[at most max_batch_size]`` int32 or int64; wait for the copy.
+        """Copy lengths that were written on the current stream, wait for the copy, and return ``(seq_lens_cpu, seq_lens_sum)``.
 
-        Return them with their sum: ``(seq_lens_cpu, seq_lens_sum)``. Raises TypeError for another dtype, ValueError for another
-        shape or device.
+        Args:
+            seq_lens: ``[at most max_batch_size]`` int32 or int64.
+
+        Raises:
+            TypeError, ValueError: the lengths have another dtype, shape or device.
         """
         self._check(seq_lens)
         mirror = self._buffer[: seq_lens.shape[0]]

@@ -1,6 +1,4 @@
-"""The paged cache of one layer: K and V in one allocation, or MLA's entries, each of which is both key and value; and what is
-cast for it.
-"""
+"""The paged cache of one layer: K and V in one allocation, or MLA's entries, which are keys and values at once."""
 
 from dataclasses import dataclass
 
@@ -12,7 +10,7 @@ from lab.named_enum import NamedEnum
 
 
 def saturated_e4m3(values: Tensor) -> Tensor:
-    """Return float32 values in e4m3, saturated at ±448 as an engine's quantisation does."""
+    """Convert float32 values to e4m3. Values beyond ±448 become ±448, as in an engine."""
     return values.clamp(-448.0, 448.0).to(E4M3)
 
 
@@ -22,9 +20,7 @@ def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class KVLayout(str, NamedEnum):
-    """The order of the axes inside a page of a cache, as FlashInfer's `kv_layout`. N stands for tokens, H for heads, D for
-    head_dim.
-    """
+    """FlashInfer's `kv_layout`: the order of the axes inside a page. N: tokens, H: heads, D: head_dim."""
 
     NHD = "NHD"
     HND = "HND"
@@ -39,8 +35,8 @@ class PagedKVCache:
     """
 
     #: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[2, num_pages, num_kv_heads, page_size,
-    #: head_dim]`` (HND); K is ``storage[0]``. In one allocation V begins a whole number of pages after K, as kernels require
-    #: that address both from one base pointer. If a byte holds two values, ``head_dim`` counts bytes
+    #: head_dim]`` (HND); K is ``storage[0]``. Some kernels address K and V from one base pointer, so that V must begin a whole
+    #: number of pages after K. ``head_dim`` counts bytes if a byte holds two values
     storage: Tensor
     layout: KVLayout
 
@@ -53,8 +49,8 @@ class PagedKVCache:
 
     @property
     def k_cache(self) -> Tensor:
-        """Return K: ``[num_pages, page_size, num_kv_heads, head_dim]`` in an NHD cache, with the middle axes swapped in an HND
-        cache.
+        """Return K: ``[num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[num_pages, num_kv_heads, page_size,
+        head_dim]`` (HND).
         """
         return self.storage[0]
 
@@ -71,10 +67,8 @@ class PagedKVCache:
         return self.storage.shape[3 if self.layout is KVLayout.NHD else 2]
 
     def as_hnd(self) -> tuple[Tensor, Tensor]:
-        """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form that FlashInfer takes.
-
-        An NHD cache is permuted, not copied, so its views are not contiguous. As in SGLang, the stride of a single head is
-        corrected (``_with_canonical_strides``).
+        """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, as FlashInfer takes them. The views of an
+        NHD cache are not contiguous.
         """
         if self.layout is KVLayout.HND:
             return self.k_cache, self.v_cache
@@ -85,8 +79,8 @@ class PagedKVCache:
         """Store one token's K and V at each slot, bit for bit. The host reads nothing from the device.
 
         Args:
-            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page; plain indexing would wrap
-                around and overwrite the last page. If several slots are equal, any of their rows may remain.
+            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page. If several slots are equal,
+                any of their rows may remain.
             k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
 
         Raises:
@@ -114,8 +108,8 @@ def write_e4m3(
     """Write K and V to an e4m3 cache, quantised as in SGLang's fused write, and return the quantised query.
 
     An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
-    (`fused_fp8_qkv_kv_cache.cuh`). SGLang's other write divides in the model's dtype first and so rounds twice
-    (`MHATokenToKVPool.set_kv_buffer`); context parallelism uses it.
+    (`fused_fp8_qkv_kv_cache.cuh`). With context parallelism SGLang divides in the model's dtype instead, and so rounds twice
+    (`MHATokenToKVPool.set_kv_buffer`).
 
     Args:
         slots: ``[n]`` int64.
@@ -148,10 +142,7 @@ def _times_reciprocal(values: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NVFP4KVCache(PagedKVCache):
-    """K and V of one layer in NVFP4: pairs of e2m1 values in uint8, and one e4m3 scale factor per 16 elements of a head.
-
-    Attributes:
-        storage: as in `PagedKVCache`, uint8, ``head_dim // 2`` bytes per head.
+    """K and V of one layer in NVFP4: pairs of e2m1 values in the bytes of `storage`, and one e4m3 scale factor per 16 elements.
 
     Raises:
         ValueError: `PagedKVCache` refuses the storage, or the scale factors do not fit its shape.
@@ -160,8 +151,8 @@ class NVFP4KVCache(PagedKVCache):
     #: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: in HND order for both layouts
     scale_factors: Tensor
     #: True: V's scale factors are interleaved over 4 tokens of a page, as trtllm-gen reads them. With S factors per token,
-    #: factor s of token t is at ``(t // 4) * 4 * S + 4 * s + t % 4`` in its head's part of the page. False: they are in plain
-    #: order, as XQA reads them
+    #: factor s of token t is at ``(t // 4) * 4 * S + 4 * s + t % 4`` in its head's part of the page. False: factor s of token t
+    #: is at ``t * S + s``, as XQA reads them
     trtllm_gen: bool
 
     def __post_init__(self) -> None:
@@ -180,9 +171,7 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Return a cache of the uint8 values in `packed` (`KVPool.new_cache` with half the head's size), with new scale factors
-        of 0.
-        """
+        """Return a cache with the storage of `packed`, a uint8 cache with half the head's size, and scale factors of 0."""
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
         factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(E4M3)
@@ -214,8 +203,7 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """The MLA cache of one layer: one entry per token. The entry is the key of all heads, and its latent part is the value of
-    all heads.
+    """The MLA cache of one layer: one entry per token. The entry is the key of all heads, its latent part their value.
 
     Raises:
         ValueError: ``storage`` is not a contiguous tensor of three axes.
@@ -252,12 +240,12 @@ class PagedLatentCache:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
-    """The MLA cache of one layer, divided among the GPUs (ranks) of decode context parallelism. With n ranks, slot s is row s
-    // n of rank s % n.
+    """The MLA cache of one layer, divided among the GPUs (ranks) of decode context parallelism. With n ranks, slot s of the
+    pool is slot s // n of rank s % n.
     """
 
-    #: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have ``size *
-    #: page_size`` tokens
+    #: contiguous ``[n, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; a page of the pool has ``n * page_size``
+    #: tokens
     storage: Tensor
 
     def of_rank(self, rank: int) -> PagedLatentCache:
@@ -285,16 +273,16 @@ def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype
 
 
 def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Scatter rows into ``[num_pages, page_size, ...]``."""
+    """Write each row to its slot of ``[num_pages, page_size, ...]``, and rows of negative slots to slot 0."""
     slots, page_size = slots.clamp(min=0), pages.shape[1]
     pages[slots // page_size, slots % page_size] = rows
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Return the view with the usual stride in an axis of size 1: the stride that the axis would have if it were larger.
+    """Return the view with the stride that an axis of size 1 would have in a larger contiguous tensor.
 
-    A permuted single-head cache has stride(1) == stride(2), harmless in torch but refused by the checks of a TMA
-    descriptor (FlashInfer issue 2232). SGLang 0.5.23 repairs exactly these equal strides.
+    A permuted cache of one head has stride(1) == stride(2). torch permits it, but a TMA descriptor does not (FlashInfer issue
+    2232). SGLang 0.5.23 corrects the same strides.
     """
     strides = list(view.stride())
     for axis in reversed(range(view.dim() - 1)):

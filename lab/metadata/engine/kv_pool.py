@@ -1,4 +1,4 @@
-"""An engine's memory management: it gives each request a row of the request table, slots, pages, and sliding-window pages."""
+"""An engine's memory management: rows of the request table, slots, pages, and sliding-window pages for each request."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -11,30 +11,28 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """The length and pages of one request. None stands for an evicted sliding-window page; `physical_pages` are behind virtual
-    `pages`.
-    """
+    """The length of one request in tokens, and its page ids."""
 
     length: int
-    pages: list[int]
-    swa_pages: list[int | None]
-    physical_pages: list[int]
+    pages: list[int]  #: pages of the full pool; virtual pages if the pool has them
+    swa_pages: list[int | None]  #: None for an evicted page
+    physical_pages: list[int]  #: the caches' pages to which virtual `pages` are mapped; else empty
 
 
 class KVPool:
     """Allocates slots for the K and V of requests, as SGLang's request table, page allocator and sliding-window pool do
     together.
 
-    A slot is ``page * page_size + offset``. Page 0 is the sink: padded rows write to it, and no request gets it. Pages and rows
-    are given out in shuffled order, so that code which is right only for consecutive ids fails. A request fills its last page
-    before it takes another. Freed ids go to the end of the queue. The request table keeps the entries of freed requests, as an
-    engine's does.
+    A slot is ``page * page_size + offset``. Page 0 is the sink: padding rows write to it, and no request gets it. Pages and
+    rows of the request table are allocated in shuffled order, so that code which is right only for consecutive ids fails. A
+    request fills its last page before it gets another. A freed id is allocated again after all other free ids. The request
+    table keeps the entries of freed requests, as an engine's does.
 
     With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they refer to virtual pages, which `v2p` maps to
-    pages of the caches. An engine can then move a page without changing the slots of its tokens. Code that reads or writes a
-    cache of the full pool translates slots by `pages` or `physical_slots`. For the sliding-window pool `full_to_swa` is enough.
+    pages of the caches. Code that reads or writes a cache of the full pool translates slots by `pages` or `physical_slots`.
+    `full_to_swa` translates virtual slots to the sliding-window pool directly.
 
-    All bookkeeping is on the host; nothing here reads the device.
+    All bookkeeping is on the host; no method reads the device.
 
     Args:
         num_requests: largest number of requests at a time.
@@ -43,7 +41,7 @@ class KVPool:
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
         num_virtual_pages: number of virtual pages, sink included, at least ``num_pages``; None: slots refer to pages of the
             caches.
-        seed: seed of the order in which ids are given out.
+        seed: seed of the order in which pages and rows are allocated.
 
     Attributes:
         block_table_width: number of columns of a page table, the pages of a request of ``max_context_len`` tokens.
@@ -56,7 +54,7 @@ class KVPool:
             without virtual pages.
 
     Raises:
-        ValueError: a size is too small to hold anything; in the methods, the given request is not in the pool.
+        ValueError: a size is too small. Methods raise it if the given request is not in the pool.
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class KVPool:
 
         Raises:
             RuntimeError: too few pages are left; nothing is changed then.
-            ValueError: ``count`` is negative or the request would outgrow ``max_context_len``.
+            ValueError: ``count`` is negative, or the request would have more than ``max_context_len`` tokens.
         """
         request = self._request(req_pool_index)
         start, end = request.length, request.length + count
@@ -168,8 +166,8 @@ class KVPool:
         return slots
 
     def slots(self, req_pool_index: int, start: int, end: int) -> Tensor:
-        """Return the slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64; raises
-        ValueError if the request does not hold them.
+        """Return the slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64. Raises
+        ValueError if a position is outside the request.
         """
         length = self._request(req_pool_index).length
         if not 0 <= start <= end <= length:
@@ -195,18 +193,20 @@ class KVPool:
         return (pages * self.page_size + slots % self.page_size).masked_fill((slots < 0) | (pages < 0), 0)
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape. It is 0, in the sink,
-        for a token without one. Slot -1 stays -1. Raises ValueError if there is no such pool.
+        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape.
+
+        It is 0, in the sink, for a token whose sliding-window page was evicted. Slot -1 stays -1. Raises ValueError if there is
+        no sliding-window pool.
         """
         return self._swa_map()[full_slots.to(torch.int64)]
 
     def evict_swa(self, req_pool_index: int, before: int) -> None:
-        """Free the sliding-window pages of a request that lie wholly before token position ``before``.
+        """Free the sliding-window pages of a request all of whose tokens are before position ``before``.
 
-        Their entries in `full_to_swa` become 0, so that their tokens map to the sink. The full pool keeps the tokens.
+        The tokens' entries in `full_to_swa` become 0, in the sink. The full pool keeps the tokens.
 
         Raises:
-            ValueError: the pool has no window, or ``before`` is outside the request.
+            ValueError: there is no sliding-window pool, or ``before`` is outside the request.
         """
         request = self._request(req_pool_index)
         self._swa_map()
@@ -228,10 +228,10 @@ class KVPool:
     def new_cache(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, layout: KVLayout, sliding_window: bool = False
     ) -> PagedKVCache:
-        """Make a zero-filled cache of one layer over this pool's pages.
+        """Make a zero-filled cache of one layer, with the pages of the full or of the sliding-window pool.
 
-        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8. With `sliding_window` the
-        cache has the pages of that pool, which ``swa_slots`` addresses; ValueError if there is none.
+        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8. Raises ValueError for
+        `sliding_window` if there is no sliding-window pool.
         """
         num_pages = self.num_pages
         if sliding_window:
@@ -243,12 +243,12 @@ class KVPool:
         return PagedKVCache(storage, layout)
 
     def new_latent_cache(self, entry_dim: int, dtype: torch.dtype) -> PagedLatentCache:
-        """Make a zero-filled cache of one MLA layer; `entry_dim` counts the latent vector and the rotary part together."""
+        """Make a zero-filled cache of one MLA layer. An entry has `entry_dim` elements: latent vector, then rotary part."""
         storage = torch.zeros(self.num_pages, self.page_size, entry_dim, dtype=dtype, device=self.device)
         return PagedLatentCache(storage)
 
     def new_sharded_latent_cache(self, entry_dim: int, dtype: torch.dtype, size: int) -> ShardedLatentCache:
-        """Make a latent cache spread over `size` GPUs of decode context parallelism; `size` divides this pool's page size."""
+        """Make a zero-filled MLA cache of `size` ranks of decode context parallelism; `size` must divide `page_size`."""
         pages = (size, self.num_pages, self.page_size // size, entry_dim)
         return ShardedLatentCache(torch.zeros(pages, dtype=dtype, device=self.device))
 
@@ -290,5 +290,5 @@ def _ids(pages: list[int], device: torch.device) -> Tensor:
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
-    """Return the ids 1 to count - 1 in random order. Id 0 is left out, because row 0 and page 0 are reserved for padding."""
+    """Return the ids 1 to count - 1 in random order. Row 0 and page 0 are reserved for padding."""
     return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

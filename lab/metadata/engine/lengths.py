@@ -1,4 +1,4 @@
-"""Compute key lengths, numbers of query rows and first slots of a pass. Every backend builds its metadata from them.
+"""Compute a pass's number of keys and of query rows per request, and the first slot of each page.
 
 Numbers on the host come from the batch's shapes and host lists. The host never reads the batch's tensors.
 """
@@ -19,9 +19,9 @@ PADDED_SEQ_LEN = 1
 
 
 class DraftAttention(NamedEnum):
-    """The attention backend of a draft model. It decides how many keys a draft step has."""
+    """The attention backend of a draft model. It decides how many keys a request has in draft step ``step``."""
 
-    MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
+    MHA = "mha"  # seq_lens + step + 1: the tokens of the earlier steps and of this step count
     MHA_FROZEN_KV = "mha frozen kv"  # seq_lens in every step: the draft reads the target's K/V and writes none
     MLA = "mla"  # seq_lens in every step: SGLang 0.5.11 to 0.5.23 add no offset
     MLA_WITH_OFFSET = "mla with offset"  # seq_lens + step + 1, as MHA and FlashInfer's MLA backend count
@@ -75,7 +75,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
     if rows is QueryRows.ONE:
         return 1
     if rows is QueryRows.DRAFT_TOKENS:
-        # The kernel is launched with these, also where padding made them differ from num_draft_tokens.
+        # The kernel gets this number, also if padding made it differ from num_draft_tokens.
         return batch.num_tokens // batch.batch_size if batch.batch_size > 0 else num_draft_tokens(batch)
     if rows.are_bounded and not batch.extend_seq_lens_cpu:
         return num_draft_tokens(batch)
@@ -86,7 +86,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
     """Return the number of query rows per request: the tensor ``extend_seq_lens`` in a mode that has it, otherwise one int for
     all requests. Return None for a prefill without cached prefixes, in which query rows and keys are the same tokens.
 
-    It raises ValueError if the batch lacks a number on the host that the mode needs, as `query_lens` and `key_lens` do.
+    This function, `query_lens` and `key_lens` raise ValueError if the batch lacks a number that the mode needs.
     """
     mode = batch.forward_mode
     if not mode.query_rows.in_extend_seq_lens:
@@ -102,9 +102,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the number of query rows of each request, from numbers on the host. Rows of the batch after their sum are
-    padding.
-    """
+    """Return the number of query rows of each request, from numbers on the host. Padding rows after them are not counted."""
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     return host_lengths(batch, "extend_seq_lens_cpu")
@@ -126,9 +124,10 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each query row its request, how many tokens it sees, and whether it is padding: ``[num_rows]`` each.
+    """Return three tensors ``[num_rows]``: the index of each row's request, the number of tokens that the row sees (its own
+    token and those before it), and a bool, True for padding rows.
 
-    The batch has a request, or no rows. A row of padding has the last request.
+    Padding rows have the index of the last request. So a batch without requests must have no rows.
     """
     keys, mode = key_lens(batch, attention), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -146,8 +145,8 @@ def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
     """Return how many keys of a request ``seq_lens`` leaves out in this pass, such as drafted tokens.
 
-    In a ragged verification the number differs by request (``extend_seq_lens``). The result is then its bound,
-    ``num_draft_tokens``. Only a draft step depends on `attention`.
+    In a ragged verification the number differs by request (``extend_seq_lens``). The result is then its upper bound,
+    ``num_draft_tokens``. Only draft steps depend on `attention`.
 
     Raises:
         ValueError: the batch lacks a number on the host that the mode needs, or is a frozen-KV draft on MLA.
@@ -168,13 +167,12 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
-    """Append padding requests to a batch. A padding request has row 0 of the request table, `PADDED_SEQ_LEN` tokens, and slot 0
-    for its new tokens.
+    """Append padding requests of `PADDED_SEQ_LEN` tokens until the batch has `batch_size` requests.
 
     SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), at times after it has built metadata.
 
     Raises:
-        ValueError: requests may differ in rows in this mode, or `batch_size`, which counts padding, is below the batch's.
+        ValueError: requests may differ in rows in this mode, or the batch has more than `batch_size` requests.
     """
     mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
     if not mode.query_rows.are_uniform or num_padding < 0:
@@ -187,7 +185,7 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
 
 def with_padding_requests(batch: ForwardBatch, num_padding: int, seq_len: int, width: int) -> ForwardBatch:
     """Append padding requests to a batch. Each has row 0 of the request table, `seq_len` tokens, and `width` query rows, whose
-    tokens have slot 0.
+    K and V go to slot 0.
     """
 
     def padded(lengths: Tensor, value: int = 0, each: int = 1) -> Tensor:
@@ -223,8 +221,11 @@ def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Ten
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
     """Return, for each page of each request, the slot of the page's first token: ``[batch_size, block_table_width]`` int32.
 
-    Cells after the last page are slot 0, in the sink of both pools, because the request table has values of earlier requests
-    there.
+    Cells after a request's last page are slot 0, in the sink of the full and the sliding-window pool. The request table itself
+    has slots of earlier requests there.
+
+    Args:
+        rows: ``[batch_size]``, the requests' rows in the request table.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)

@@ -1,10 +1,11 @@
-"""Build the metadata of a verify pass on a second stream while the draft runs. Each backend declares whether a part of its
-metadata depends on the draft.
+"""Build the metadata of a verify pass on a second stream while the draft runs (SGLang's change 25925).
 
-A draft proposes a chain of tokens for each request, or a tree. A chain's verify metadata depends on lengths, request rows, the
-request table and the draft's width, which are all known before the draft runs. So it can be planned while the draft runs, and
-no part of it is written again after the draft (SGLang's change 25925). A tree's mask depends on the draft. Its backend declares
-this, and writes the mask after the draft.
+* plan: the launches that write the metadata of the next verify pass.
+* fix-up: the launches that write, after the draft, the part of the metadata that depends on the draft.
+
+A draft proposes a chain of tokens for each request, or a tree. The verify metadata of a chain depends only on lengths, request
+rows, the request table and the number of draft tokens, which are known before the draft runs: it needs no fix-up. The mask of a
+tree depends on the draft: its backend has a fix-up. Each backend declares whether it has one.
 """
 
 from abc import ABC, abstractmethod
@@ -22,28 +23,25 @@ VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """Whether a part of the planned metadata (the fix-up) must be written again after the draft."""
+    """Whether a part of the planned metadata must be written after the draft."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
 
 
 class PlanStart(NamedEnum):
-    """The event that a plan waits for.
+    """When a plan starts. In SGLang 0.5.13 it waits for nothing and may read unfinished inputs; this is not modelled."""
 
-    In SGLang 0.5.13 a plan waited for nothing. That is right only if the host happens to be late, so the lab does not offer it.
-    """
-
-    IN_LINE = "in line"  # no second stream: after the draft, on its stream, as SGLang does by default
-    AFTER_DRAFT = "after the draft"  # 0.5.11 and 0.5.12; 0.5.23, by waiting for all that the forward stream then holds
-    AFTER_INPUTS = "after the inputs"  # while the draft runs
+    IN_LINE = "in line"  # on the forward stream, after the draft: SGLang's default
+    AFTER_DRAFT = "after the draft"  # on a second stream, after the draft: SGLang 0.5.11, 0.5.12 and 0.5.23
+    AFTER_INPUTS = "after the inputs"  # on a second stream, after the batch's tensors are written: while the draft runs
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
     """The buffers that a verify pass reads, filled by a plan. The next plan overwrites them."""
 
-    batch: ForwardBatch  #: the captured size's view of the inputs, padded rows included
+    batch: ForwardBatch  #: the input buffers of a captured batch size, padding included
     metadata: Any
     #: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` for d draft tokens, the decode call's ``mask``; None: rows are causal
     mask: Tensor | None = None
@@ -63,9 +61,8 @@ class VerifyBackend(ABC):
     """The part of an attention backend that plans a verify pass. The two methods named `..._after_draft` have SGLang's names.
 
     Attributes:
-        fix_up: declared by every backend. NONE: no part of the plan depends on the draft's tokens, positions or tree.
-            AFTER_DRAFT: the backend defines `update_verify_buffers_to_fill_after_draft`. None, the default, declares nothing:
-            `PlanStream` refuses the backend.
+        fix_up: NONE: no part of the plan depends on the draft's tokens, positions or tree. AFTER_DRAFT: the backend defines
+            `update_verify_buffers_to_fill_after_draft`. A subclass must set it: `PlanStream` refuses None.
     """
 
     fix_up: FixUp | None = None
@@ -83,23 +80,24 @@ class VerifyBackend(ABC):
         """Launch, on the current stream, all work of the plan that does not depend on the draft. The host reads nothing."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the buffers that the draft stage fills; None for one that it owns itself."""
+        """Return ``[tree, positions]``, the backend's buffers that the draft fills; None where the draft has its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up on the current stream: the work that depends on the buffers that the draft has filled. The default
-        does nothing with FixUp.NONE, else it raises NotImplementedError.
+        """Launch the fix-up on the current stream, after the draft has filled its buffers.
+
+        The default does nothing if `fix_up` is NONE, and raises NotImplementedError otherwise.
         """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Check that a backend declares whether its plans need a fix-up, and that its methods agree.
+    """Check that a backend sets `fix_up`, and that its methods agree with it.
 
     Raises:
-        NotImplementedError: the backend declares nothing, or declares a fix-up and does not define it.
-        ValueError: the backend declares that no fix-up is needed, and defines one.
+        NotImplementedError: `fix_up` is None, or is AFTER_DRAFT and the fix-up's method is not defined.
+        ValueError: `fix_up` is NONE, and the fix-up's method is defined.
     """
     name = type(backend).__name__
     if backend.fix_up is None:
@@ -133,18 +131,18 @@ class _Moment(NamedEnum):
 class PlanStream:
     """Run speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
 
-    Four events order the work. The last column says what would go wrong without each:
+    Four events order the work. The last column says what would go wrong without the event:
 
     ============  ======================  ===============  =================================================================
     event         recorded                waited for by    without it
     ============  ======================  ===============  =================================================================
-    inputs final  before the draft, or    the plan         it reads lengths or slots that are still being written
+    inputs final  before the draft, or    the plan         the plan reads lengths or slots before they are written
                   by the caller
     draft ended   after the draft         the plan, where  (only delays the plan: no metadata depends on the draft)
                                           AFTER_DRAFT
     planned       after the plan          the forward      verify reads the metadata of an earlier batch
                                           stream
-    verified      after verify            the next plan    it overwrites what this verify still reads
+    verified      after verify            the next plan    the next plan overwrites metadata that verify still reads
     ============  ======================  ===============  =================================================================
 
     `verified` is needed if the next batch's inputs are final before this batch's verify has ended, for example if two batches
@@ -153,11 +151,9 @@ class PlanStream:
     The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event. On a CPU everything runs
     in order.
 
-    The batch's tensors must be allocated on the forward stream, the one that is current when `run` is called. Then
-    ``Tensor.record_stream`` is not needed: the memory is used again on the forward stream, and the batch is held until that
-    stream waits for the plan that reads it. The memory of a tensor from another stream is used again on that stream, which does
-    not wait for the plan: call ``record_stream(planner.stream)`` on such a tensor, or hold it until that stream has waited. The
-    buffers that a plan writes are never freed.
+    The batch's tensors should be allocated on the forward stream, the stream that is current when `run` is called: that stream
+    waits for the plan before torch's allocator can reuse their memory. On a tensor from another stream, call
+    ``record_stream(planner.stream)``. The buffers that a plan writes are never freed.
 
     Args:
         backend: makes the plan and the fix-up.
@@ -176,7 +172,7 @@ class PlanStream:
         if backend.device.type == "cuda" and start is not PlanStart.IN_LINE:
             self.stream = torch.cuda.Stream(backend.device)
             self.stream.wait_stream(torch.cuda.current_stream(backend.device))  # for the buffers' first contents
-            # One of each is enough: an event may be recorded anew as soon as its wait is enqueued.
+            # One event per moment is enough: it may be recorded again as soon as the wait for it is enqueued.
             self._events = {moment: torch.cuda.Event() for moment in _Moment}
 
     def run(
@@ -186,19 +182,18 @@ class PlanStream:
         verify: Callable[[PlannedVerify], VerifiedT],
         inputs_final: torch.cuda.Event | None = None,
     ) -> VerifiedT:
-        """Run one iteration on the current stream: draft, plan at the same time, fix-up, verify. The host never waits.
+        """Run one iteration: the draft on the current stream and the plan, then the fix-up and verify on the current stream.
 
-        The draft is launched first, so that the GPU has work while the host launches the plan. If the draft's launches take
-        longer on the host than on the GPU, the plan does not overlap with the draft.
+        The host never waits. It launches the draft before the plan. If it launches the draft more slowly than the GPU runs it,
+        the plan does not overlap with the draft.
 
         Args:
-            batch: a TARGET_VERIFY batch, allocated on the current stream (see the class). Its tensors, and its draft tokens'
-                entries in the request table, are final after the work now on the current stream, or after `inputs_final`.
+            batch: a TARGET_VERIFY batch, allocated on the current stream (see the class).
             draft: fills the buffers that it receives. It must not write a tensor of the batch.
             verify: launches the target model's pass.
-            inputs_final: the event after which the batch's tensors are final; None: they are final after the work now on the
-                current stream. The event may be earlier, or of another stream. Every plan waits for it, whatever its `start`.
-                It must be None on a CPU, where everything runs in order.
+            inputs_final: an event after which the batch's tensors, and the entries of its draft tokens in the request table,
+                are final. The plan waits for it with every `start`. None: they are final after the work that is on the current
+                stream now. It must be None on a CPU, where everything runs in order.
 
         Returns:
             The result of `verify`.
@@ -244,7 +239,7 @@ class PlanStream:
             stream.wait_event(self._events[_Moment.INPUTS_FINAL])
 
     def _wait_for_verified(self, stream: torch.cuda.Stream) -> None:
-        stream.wait_event(self._events[_Moment.VERIFIED])  # of the iteration before; the first one has none to wait for
+        stream.wait_event(self._events[_Moment.VERIFIED])  # of the previous iteration; no wait in the first
 
     def _wait_for_plan(self) -> None:
         if self.stream is not None:
@@ -259,9 +254,9 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch once with each draft, and return copies of all tensors that each verify pass received.
+    """Run the same batch once with each draft. Return, for each draft, copies of all tensors that the verify pass received.
 
-    The drafts may differ in tokens, positions, tree and K/V. Only tensors that a fix-up writes may then differ, in any bit.
+    In a correct backend only the tensors that the fix-up writes differ between two drafts.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:

@@ -30,27 +30,21 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHABackend:
-    """Build metadata and make calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls.
-
-    The metadata of CUDA graphs is in buffers that keep their addresses, and kernels read lengths, tables and offsets on the
-    device. So a graph may be replayed for any batch with the graph's number of rows per request, and the backend declares that
-    its draft extend may run in a graph.
-    """
+    """Build metadata and make calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls."""
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
     #: any object with FlashInfer's decode and context functions, such as `lab.kernels.trtllm`; None if only metadata is built
     implementation: Any = None
-    draft_extend: AttentionCall | None = None  #: the call of the draft extends; None: the engine's choice
+    draft_extend: AttentionCall | None = None  #: as in `attention_call`
     builder: MetadataBuilder = MetadataBuilder.FUSED
-    #: True if the engine's kernels are fmha_v2 and XQA, False for trtllm-gen. It decides the dtype to which a half-precision
-    #: query is cast over a quantised cache, and, with the dtypes, whether the one-token requests at the end of a mixed batch
-    #: get a decode call
+    #: True if the engine's kernels are fmha_v2 and XQA, False for trtllm-gen. It decides `dtypes` and `split_mixed_tail` where
+    #: these are None
     prefills_with_fmha_v2: bool = True
     settings: CallSettings = field(default_factory=CallSettings)
-    expand_encoder_only_verify: bool = False  #: the model has encoder-only layers; see `build_mha_metadata`
-    dtypes: CallDtypes | None = None
-    split_mixed_tail: bool | None = None  #: as in `plan_calls`; None: the engine's choice
+    expand_encoder_only_verify: bool = False  #: as in `build_mha_metadata`
+    dtypes: CallDtypes | None = None  #: None: the result of `call_dtypes`
+    split_mixed_tail: bool | None = None  #: as in `plan_calls`; None: the result of `splits_mixed_tail`
     with_padding_rows: bool = False  #: as in `plan_calls`
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:

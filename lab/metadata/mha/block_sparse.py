@@ -3,8 +3,9 @@
 * indexer: the part of the model that selects pages. Its output is an input here.
 * compact cache: a copy of the selected pages of all rows and K/V heads, which lie next to each other.
 
-Every query row is a request of one row. The call reads the compact cache as pages of all K/V heads, where a head's page begins
-16 pages after the previous head's. So the pages overlap in memory, all heads have the same table, and the table never changes.
+In the call every query row is a request of its own. The compact cache of a row has 16 pages of K/V head 0, then 16 pages of
+head 1, and so on. The call's ``kv_cache`` is a view of it with pages of all K/V heads, in which the stride between heads is 16
+pages. So these pages overlap in memory, and one constant block table serves all heads.
 
 The sources in SGLang 0.5.23 are `minimax_sparse_ops/msa_plan.py` in `sglang/srt/layers/attention/`, `flashinfer_decode.py` and
 `decode_plan.py` in `sglang/kernels/ops/attention/msa_v1/`, and `dequant.cuh`. SGLang makes e4m3 from NVFP4 as it copies; here
@@ -29,7 +30,7 @@ from lab.metadata.engine.lengths import check_attends, first_slots, key_lens, ma
 from lab.metadata.mha.calls import AttentionLayer
 
 PAGE_SIZE = 128  # tokens; MSA-v1 has no other
-NUM_PAGES = 16  # pages that a row selects, if its request has as many
+NUM_PAGES = 16  # largest number of pages that a row selects
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,21 +39,21 @@ class BlockSparseMetadata:
 
     page_table: Tensor  #: ``[num_rows, width]`` int32, the pages of each row's request
     query_seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens each row sees, 0 or more
-    #: ``[num_kv_heads, num_rows]`` int32, the call's ``seq_lens``: the tokens that a row sees in its selected pages. It is at
-    #: least 1, because FlashInfer does not write a row without keys. The compact cache then has a token of zeros
+    #: ``[num_kv_heads, num_rows]`` int32, the call's ``seq_lens``: how many tokens a row sees in its selected pages. It is 1
+    #: for a row that sees none, because FlashInfer does not write a row without keys; K and V of that token are zeros
     seq_lens: Tensor
     block_tables: Tensor  #: ``[num_kv_heads, num_rows, 16]`` int32, pages of the compact cache
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many tokens a row sees on its selected pages, where `num_tokens` tokens of the request are not after it."""
+    """Return how many tokens the row at position ``num_tokens - 1`` of its request sees in its selected pages."""
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
 def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads: int) -> BlockSparseMetadata:
     """Build the metadata of one eager pass in new tensors, without reading the device (SGLang 0.5.23).
 
-    Row j of a verified draft, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its
+    Row j of a verification, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its
     own page, and earlier pages, which are full.
 
     Args:
@@ -87,8 +88,8 @@ def copy_selected_pages(
     """Copy the selected pages of all rows into the compact cache, with zeros in place of tokens that a row does not see.
 
     Args:
-        topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: pages of a row's request, earlier pages in any
-            order, then the row's own page, then -1.
+        topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, those of
+            earlier pages in any order, then that of the row's own page, then -1.
         compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
     """
     selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table
@@ -117,7 +118,7 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
     """Build metadata and make block-sparse decode calls as SGLang's MSA-v1 does."""
 
     implementation: Any = None  #: any object with FlashInfer's decode function, such as `lab.references`
-    num_kv_heads: int = 1  #: K/V heads of a layer
+    num_kv_heads: int = 1
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> BlockSparseMetadata:
         return build_block_sparse_metadata(batch, pool, self.num_kv_heads)
@@ -134,13 +135,12 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
         out: Tensor,
         topk_indices: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention. The returned call copies the selected pages, attends, and returns `out`.
+        """Prepare one layer's attention (see `Backend.prepare_attention`). The call copies the selected pages first.
 
         Args:
-            batch, metadata, cache: the pass, and the layer's cache.
             layer: only its `softmax_scale` is used.
-            query, out: ``[num_tokens, num_qo_heads, head_dim]``. Rows of `out` after the metadata's rows become 0.
-            topk_indices: `topk_pages` of `copy_selected_pages`. Each call reads it anew.
+            out: rows after the metadata's rows become 0.
+            topk_indices: `topk_pages` of `copy_selected_pages`. Each call reads it again.
         """
         rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
         if rows == 0:

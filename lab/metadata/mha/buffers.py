@@ -1,7 +1,6 @@
-"""Write MHA's metadata in place with one launch, as SGLang does since PR 29843, and keep it in buffers for CUDA graphs.
+"""Write MHA's metadata in place with one Triton launch, as SGLang does since PR 29843, and keep it in buffers for CUDA graphs.
 
-`lab.metadata.mha.metadata.build_mha_metadata` computes the same values by torch operations, which run anywhere. The launch
-needs Triton.
+`lab.metadata.mha.metadata.build_mha_metadata` computes the same values by torch operations.
 """
 
 from collections.abc import Callable
@@ -22,14 +21,14 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):
-    """How the metadata of a captured batch size is written. Both ways write the same values to the cells that kernels read."""
+    """How the metadata of a captured batch size is written. The values that kernels read are the same."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23
 
 
 def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Allocate a pass's metadata as uninitialised tensors. Raises ValueError if `build_mha_metadata` would refuse the batch."""
+    """Allocate a pass's metadata as uninitialised tensors. Raises ValueError where `build_mha_metadata` does."""
     check_attends(batch, pool)
     metadata = TRTLLMMHAMetadata.allocate(
         pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
@@ -38,9 +37,9 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Return a launch that writes `build_mha_metadata`'s values in place, from the current contents of the batch's tensors.
+    """Return a function that writes the values of `build_mha_metadata` to `metadata` in one launch.
 
-    Cells of a page table after a request's last page are not written.
+    Each call reads the batch's tensors again. Cells of a page table after a request's last page are not written.
 
     Raises:
         ValueError: `build_mha_metadata` refuses the batch, or a tensor of `metadata` has the wrong shape.
@@ -54,10 +53,9 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
 class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
     """The metadata buffers of one mode for all captured sizes, as SGLang's `init_cuda_graph_state` makes them.
 
-    Tables and running sums start as 0. The offsets of decode and verify rows are written once, when the buffers are made.
+    Tables and running sums start as 0. ``cu_seqlens_q`` of decode and verification is written only when the buffers are made.
 
     Args:
-        mode, pool: as in `GraphMetadata`; the pool may have sliding-window pages.
         expand_encoder_only_verify: as in `build_mha_metadata`.
     """
 
@@ -100,7 +98,7 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata, then each request's length and pages once per query row, for encoder-only layers."""
+    """Write the metadata by `write`, then copy each request's length and pages to its query rows in the encoder's tensors."""
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
     assert lens is not None
@@ -110,7 +108,7 @@ def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> N
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
-    """Build new metadata, and copy its tensors into the buffers. Preset row offsets are not copied."""
+    """Build new metadata, and copy its tensors to the buffers, without `cu_seqlens_q` of decode and verification."""
     built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
     presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
     for each in fields(TRTLLMMHAMetadata):

@@ -24,8 +24,7 @@ class AttentionLayer:
     """The arguments of attention calls that differ from layer to layer.
 
     Attributes:
-        k_scale, v_scale: the numbers by which the stored K and V were divided, if the cache is quantised. Over other caches no
-            call applies them.
+        k_scale, v_scale: the numbers by which stored K and V were divided. Calls apply them only over a quantised cache.
     """
 
     softmax_scale: float  #: factor of Q·K^T, without the cache's scale
@@ -40,7 +39,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One attention call of a pass: the FlashInfer function, and the consecutive requests and rows that it computes."""
+    """One attention call of a pass: the FlashInfer function, and the consecutive requests and query rows that it computes."""
 
     call: AttentionCall
     first_request: int
@@ -58,11 +57,11 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the FlashInfer call that a mode uses on MHA: `ForwardMode.mha_call`, or `draft_extend` for both draft extends if
-    it is given. Raises ValueError for PREBUILT.
+    """Return the FlashInfer call that a mode uses on MHA. Raises ValueError for PREBUILT.
 
-    SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to the decode call; a study of the lab measures this. Other
-    modes ignore `draft_extend`, because an engine sets it once for all passes.
+    Args:
+        draft_extend: the call of DRAFT_EXTEND and DRAFT_EXTEND_V2; None: `ForwardMode.mha_call`. SGLang's change 24566 moved
+            DRAFT_EXTEND_V2 from the context to the decode call.
     """
     if mode.mha_call is None:
         raise ValueError(f"{mode!r} runs no attention")
@@ -80,12 +79,10 @@ def plan_calls(
 
     Args:
         draft_extend: as in `attention_call`.
-        split_mixed_tail: in extends without speculation, compute the last requests with one new token each by a decode call.
-            `lab.metadata.mha.calls.splits_mixed_tail` says for which GPUs, dtypes and layers SGLang does so. Other batches
-            ignore this setting.
-        with_padding_rows: pass the padding rows, which follow the requests' rows, to the context call too. SGLang 0.5.15 does
-            so; 0.5.23 passes only the requests' rows (`padded_extend_real_tokens`). A ragged verification always passes its
-            padding rows; other decode calls have none.
+        split_mixed_tail: in extends without speculation, compute the last requests with one new token each by a decode call
+            (see `splits_mixed_tail`). Other batches ignore it.
+        with_padding_rows: the query of a context call includes the padding rows after the requests' rows. SGLang 0.5.15 does
+            so; 0.5.23 does not (`padded_extend_real_tokens`). The query of a ragged verification always includes them.
 
     Raises:
         ValueError: the mode is PREBUILT, or an extend lacks `extend_seq_lens_cpu`.
@@ -121,7 +118,7 @@ def call_arguments(
 
     Raises:
         ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
-            differ in rows, or no call can let the rows of an encoder-only layer see each other.
+            differ in rows, or the layer is encoder-only and the decode call would be causal.
     """
     requests = planned.requests
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -138,7 +135,7 @@ def call_arguments(
         "sinks": layer.sinks,
     }
     if isinstance(cache, NVFP4KVCache):
-        # A GPU's own choice of the kernels says the same; off the GPU nothing else does.
+        # On a GPU, the default backend is the same. An implementation that runs without one does not know which it is.
         k_factors, v_factors = cache.scale_factors
         arguments |= {"kv_cache_sf": (k_factors, v_factors), "backend": "trtllm-gen" if cache.trtllm_gen else "xqa"}
     if planned.call is AttentionCall.DECODE:
@@ -159,11 +156,8 @@ def call_arguments(
 
 
 def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the scale of K or V that a call over this cache applies, from the layer's scale (SGLang 0.5.23,
-    `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
-
-    A checkpoint may have scales although the cache is not quantised. The cache's entries are not divided then, and the result
-    is 1. Over e4m3, a scale of 0 or below is replaced by 1.
+    """Return the scale that a call applies to K or V: the layer's over e4m3 (1 if it is 0 or below) and NVFP4, otherwise 1
+    (SGLang 0.5.23, `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
     """
     if kv_dtype == E4M3:
         return scale if scale > 0 else 1.0
@@ -173,10 +167,10 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments of a verification on an encoder-only layer. Each row becomes a request of its own.
+    """Return the arguments of a verification on an encoder-only layer, in which each query row is a request of its own.
 
-    The decode call is causal among the rows of one request. With a window, every row sees the window of its request's last
-    token (SGLang 0.5.23).
+    The decode call is causal among the rows of one request, and an encoder-only layer is not causal. With a window, every row
+    sees the window of its request's last token (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
@@ -196,11 +190,11 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return `q_len_per_req`, or offsets if requests differ in rows: 2 and 4 rows must not become 3 and 3."""
+    """Return the decode call's `q_len_per_req` if all requests have the same number of query rows, else their row offsets."""
     requests = planned.requests
     offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": offsets}
-    if batch.forward_mode.query_rows.are_bounded:  # the host may not know them, and each replay has others
+    if batch.forward_mode.query_rows.are_bounded:  # the numbers of rows differ from replay to replay
         return ragged | {"max_q_len": metadata.max_seq_len_q}
     widths = query_lens(batch)[requests]
     if len(set(widths)) == 1:
@@ -215,14 +209,14 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
 
 @dataclass(frozen=True)
 class CallDtypes:
-    """The dtypes of a call: the engine casts the query to dtype `query` before the call, and the output has dtype `out`."""
+    """The dtypes of a call's query, to which the engine casts the query before the call, and of its output."""
 
     query: torch.dtype
     out: torch.dtype
 
 
 def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, *, trtllm_gen: bool) -> CallDtypes:
-    """Return the dtypes of a call's query and output (`forward_decode`, `forward_extend`).
+    """Return the dtypes of a call's query and output, for a model of dtype `dtype` (`forward_decode`, `forward_extend`).
 
     ========  ==================  =============  =========
     cache     kernel              query          output
@@ -258,28 +252,27 @@ class CallSettings:
     """The arguments that have the same values in all calls of an engine.
 
     Attributes:
-        skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of each call, from
-            ``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR`` and ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``;
-            None skips nothing. Skipping is an approximation: `AttentionProblem.skip_softmax` says what it may leave out.
+        skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of decode and context calls
+            (``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR``, ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``);
+            None skips nothing. `AttentionProblem.skip_softmax` describes this approximation.
 
     Raises:
         TypeError, ValueError: `decode_splits` is not an int, or below 1.
     """
 
-    #: passed to decode calls only. `lab.metadata.allocate_multi_ctas_kv_counters` makes it; SGLang passes that function
-    #: ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests and the model's number of query heads
+    #: of decode calls, made by `lab.metadata.allocate_multi_ctas_kv_counters`. SGLang allocates it for
+    #: ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests
     multi_ctas_kv_counter_buffer: Tensor | None = None
     skip_softmax_decode: float | None = None
     skip_softmax_prefill: float | None = None
-    #: into how many calls a decode call is divided at most, with requests sorted by length
-    #: (``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS``); see `lab.metadata.mha.decode_split`
+    #: largest number of calls into which a decode call is divided (`lab.metadata.mha.decode_split`)
     decode_splits: int = 1
 
     def __post_init__(self) -> None:
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
 
     def implementation(self, implementation: Any) -> Any:
-        """Return the implementation; if decode calls are to be divided, wrapped in `DecodeSplit`."""
+        """Return the implementation, wrapped in `DecodeSplit` if `decode_splits` is above 1."""
         return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:
@@ -300,7 +293,6 @@ def splits_mixed_tail(
         query_dtype: dtype of the call's query; e4m3 if the engine casts it for an e4m3 cache.
         kv_dtype: dtype of the cache. A call over NVFP4 (uint8) is never split.
         prefills_with_fmha_v2: the GPU is SM90 or SM120, whose prefill kernel is fmha_v2.
-        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``), not an encoder layer and not
-            cross-attention.
+        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``).
     """
     return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in (*HALF_DTYPES, E4M3)

@@ -35,10 +35,9 @@ SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 class ZigzagShard:
     """The part of one rank in an extend pass that is divided among ranks: its query rows, and the metadata of its call."""
 
-    rows: Tensor  #: ``[num_rows]`` int64, the rank's query rows as rows of the whole batch, in the order of its call
-    #: rows of the rank's tensors. All ranks have the same number, because collectives require it: the largest number of rows
-    #: of a rank, rounded up to a multiple of twice the number of ranks. Rows after the rank's own are in no call, and their
-    #: output is 0
+    rows: Tensor  #: ``[num_rows]`` int64, indices of the rank's query rows in the whole batch, in the order of its call
+    #: number of rows of the rank's tensors, the same on all ranks, because collectives require it: the largest number of query
+    #: rows of a rank, rounded up to a multiple of twice the number of ranks. Padding rows are in no call; their output is 0
     num_padded_rows: int
     #: metadata of the rank's call, over ``2 * batch_size`` requests. ``swa_out_cache_loc`` is the whole batch's, because
     #: every rank writes all K and V
@@ -46,7 +45,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return the reason why a batch is not divided among ranks, so that each runs all of it; "" if it is divided."""
+    """Return the reason why every rank computes the whole batch; "" if the batch is divided among the ranks."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:
@@ -65,7 +64,7 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     """Return the query rows of one rank in an extend pass, and the metadata of the rank's call.
 
     Blocks of a request differ by at most one token; the longer blocks come first. In the call a block is a request of its own,
-    whose length ends with the block's last token, because the context call takes the newest rows of a request.
+    whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a request.
 
     Args:
         batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes are 0; SGLang decides this by
@@ -124,11 +123,10 @@ def prepare_zigzag(
     max_context_len: int,
     out: Tensor,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention with one call per rank. One device makes the calls of all ranks in turn.
+    """Prepare one layer's attention for the whole batch, with one call per rank (see `Backend.prepare_attention`).
 
     Args:
-        batch, layer, query, cache, max_context_len, out: as in `TRTLLMMHABackend.prepare_attention`, for the whole batch.
-        shards: the part of each rank (`zigzag_shard`). Rows of `out` that belong to no rank are not written.
+        shards: the results of `zigzag_shard`. Rows of `out` that are in no shard are not written.
     """
     ranks = []
     for shard in shards:
@@ -150,7 +148,7 @@ def prepare_zigzag(
 
 
 def _block_ends(length: int, num_blocks: int) -> list[int]:
-    """Divide `length` new tokens into blocks. Return the first token of each block, and the end of the last block."""
+    """Divide `length` tokens into `num_blocks` blocks. Return the first token of each block, then `length`."""
     least, longer = divmod(length, num_blocks)
     return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))
 

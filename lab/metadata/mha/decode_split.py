@@ -1,11 +1,10 @@
 """Divide a decode call into several: sort requests by length, divide them into groups of equal size, and make one call per
 group.
 
-SGLang 0.5.23 does so where ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above 1 (`_run_fixed_q_len_decode` in
-`trtllm_mha_backend.py`): in decode, draft decode, verification, draft extend V2, and a mixed batch's tail. Ragged verification
-is not divided. A kernel may choose its schedule for the batch's longest request, which costs the short requests time. Dividing
-costs a sort, copies of queries, lengths and tables, smaller calls, and copies of outputs. All calls get the same bound of
-lengths. `studies.decode_split` measures what is gained.
+SGLang 0.5.23 does so if ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above 1 (`_run_fixed_q_len_decode` in
+`trtllm_mha_backend.py`), except in a ragged verification. A kernel may choose its schedule for the batch's longest request,
+which costs the short requests time. Dividing costs a sort, copies of queries, lengths, tables and outputs, and smaller calls.
+All calls get the same ``max_seq_len``. `studies.decode_split` measures the gain.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +22,11 @@ DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """Replace each decode call of an implementation by several calls of the same implementation, over requests sorted by
-    length, the shortest first.
+    """An implementation of FlashInfer's functions whose decode call makes several decode calls of another implementation.
 
-    All other functions are the implementation's. A divided call must have an `out`, and returns no LSE. A call with
-    `cum_seq_lens_q` or with one request is not divided. A ready call reads the lengths on the device each time it is made, so
-    that a CUDA graph may capture it.
+    The first call has the shortest requests. All other functions are those of the other implementation. A divided call must
+    have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A prepared call sorts
+    the lengths on the device each time, so that a CUDA graph may capture it.
 
     Args:
         implementation: any object with FlashInfer's decode function, such as `lab.kernels.portable`.
@@ -47,7 +45,7 @@ class DecodeSplit:
         return getattr(self._implementation, name)
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Tensor:
-        """Compute attention in several calls of the implementation; return `out`."""
+        """Run FlashInfer's decode call in several calls of the implementation, and return `out`."""
         result: Tensor = self.prepare_trtllm_batch_decode_with_kv_cache(**arguments)()
         return result
 
@@ -55,8 +53,7 @@ class DecodeSplit:
         """Prepare the calls of all groups, under the contract of `lab.kernels.prepare`.
 
         Raises:
-            NotImplementedError: the call has an LSE, or no `out`.
-            Exception: the implementation refuses the arguments.
+            NotImplementedError: a divided call has an LSE, or no `out`.
         """
         num_requests = arguments["seq_lens"].shape[0]
         splits = min(self._num_splits, num_requests)
@@ -71,10 +68,10 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The requests of one call: their indices, copies of their parts of the tensors, and the call's output."""
+    """The n requests of one call: their indices, copies of their inputs, and the call's output."""
 
-    requests: Tensor  #: ``[n]`` int64, indices in the batch; each sort rewrites them
-    #: pairs of a tensor with an entry per request of the batch, and the group's copy with an entry per own request
+    requests: Tensor  #: ``[n]`` int64, indices in the batch, a view that each sort rewrites
+    #: pairs of a tensor over all requests of the batch, and its copy over the group's requests
     gathered: Sequence[tuple[Tensor, Tensor]]
     out: Tensor  #: ``[n, rows per request, ...]``
 
@@ -84,8 +81,8 @@ class _Group:
 
 
 def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return a function that sorts the requests by length and then, for each group of requests, gathers tensors, makes a call
-    and scatters the output.
+    """Return a function that sorts the requests by length and then, for each group of requests, gathers the inputs, makes a
+    call and scatters the output.
     """
     lens, out = _movable(arguments["seq_lens"]), arguments["out"]
     of_requests = {

@@ -30,8 +30,8 @@ class TRTLLMMHAMetadata:
 
     Attributes:
         encoder_cache_seqlens, encoder_page_table: ``[num_tokens]`` and ``[num_tokens, ceil(max_context_len / page_size)]``
-            int32, for a verification on encoder-only layers. Each query row is a request of its own, with all keys of the
-            request that it belongs to. None without `expand_encoder_only_verify`.
+            int32, the length and page table of each query row's request, for a verification on encoder-only layers. None
+            without `expand_encoder_only_verify`.
     """
 
     #: ``[batch_size]`` int32, keys of each request, new tokens included (``seq_lens`` of FlashInfer's decode call)
@@ -40,7 +40,7 @@ class TRTLLMMHAMetadata:
     max_seq_len_q: int
     cu_seqlens_q: Tensor  #: ``[batch_size + 1]`` int32, first query row of each request
     cu_seqlens_k: Tensor  #: ``[batch_size + 1]`` int32, 0 followed by the running sum of ``cache_seqlens_int32``
-    page_table: Tensor  #: ``[batch_size, ceil(max_context_len / page_size)]`` int32 with packed rows (``block_tables``)
+    page_table: Tensor  #: contiguous ``[batch_size, ceil(max_context_len / page_size)]`` int32 (``block_tables``)
     #: like ``page_table``, with pages of the sliding-window pool; None without such a pool
     swa_page_table: Tensor | None = None
     #: ``[num_tokens]`` int64, the sliding-window slot that K and V of each query row are written to; None without such a pool
@@ -61,9 +61,11 @@ class TRTLLMMHAMetadata:
         cu_seqlens_q: Tensor | None = None,
         expand_encoder_only_verify: bool = False,
     ) -> "TRTLLMMHAMetadata":
-        """Allocate the metadata of a pass by `new`, with sliding-window tensors if the pool has sliding-window pages.
+        """Allocate the metadata of a pass, with sliding-window tensors if the pool has sliding-window pages.
 
-        `page_table` and `cu_seqlens_q` are tensors that other passes share, or that are preset; None allocates them.
+        Args:
+            new: allocates a tensor, like `torch.zeros` and `torch.empty`.
+            page_table, cu_seqlens_q: existing tensors for these fields; None allocates them.
         """
 
         def int32(*shape: int) -> Tensor:
@@ -91,9 +93,7 @@ class TRTLLMMHAMetadata:
         return self.page_table
 
     def leading(self, batch_size: int) -> "TRTLLMMHAMetadata":
-        """Return the metadata of the first `batch_size` requests, as slices of the same storage. Each request has
-        ``max_seq_len_q`` rows.
-        """
+        """Return the metadata of the first `batch_size` requests, of ``max_seq_len_q`` rows each, as slices of the tensors."""
         of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
         counts = dict.fromkeys(of_rows, batch_size * self.max_seq_len_q)
         counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
@@ -126,30 +126,31 @@ def build_mha_metadata(
     mode                                    cache_seqlens            query rows per request   max_seq_len_q
     ======================================  =======================  =======================  ====================
     DECODE, IDLE                            seq_lens                 1                        1
-    the same with a SpecInfo, draft step s  seq_lens + s + 1         1                        1
+    draft step s: the same with a SpecInfo  seq_lens + s + 1         1                        1
     TARGET_VERIFY, q = num_tokens // bs     seq_lens + q             q                        q
-    RAGGED_VERIFY                           seq_lens + its rows      extend_seq_lens          max(extend_seq_lens)
+    RAGGED_VERIFY                           seq_lens                 extend_seq_lens          max(extend_seq_lens)
+                                            + extend_seq_lens
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens                 extend_seq_lens          max(extend_seq_lens)
     EXTEND, MIXED, SPLIT_PREFILL,           seq_lens                 extend_seq_lens          max(extend_seq_lens)
     DLLM_EXTEND
     ======================================  =======================  =======================  ====================
 
-    Draft tokens are keys before ``seq_lens`` counts them, hence the offsets: step s of a draft reads the s tokens drafted
-    before it and its own token. When no request of an EXTEND-like batch has a cached prefix, queries and keys are the same
-    tokens, and ``cu_seqlens_q`` and ``cu_seqlens_k`` are the same tensor. Only the eager pass takes its query rows from
-    ``extend_seq_lens``; ``SpecInfo.num_accept_tokens`` and ``num_tokens_per_req`` belong to graph replay.
+    ``seq_lens`` does not count draft tokens, hence the offsets: step s of a draft reads the s tokens of the earlier steps and
+    its own. If no request of a prefill has a cached prefix, ``cu_seqlens_q`` and ``cu_seqlens_k`` are the same tensor. An eager
+    pass takes its query rows from ``extend_seq_lens``, not from ``SpecInfo.num_accept_tokens`` and ``num_tokens_per_req``,
+    which belong to graph replay.
 
-    Page tables hold ``req_to_token[request, c * page_size] // page_size`` in column c, through ``full_to_swa`` for the sliding
-    window, in the first ``ceil(cache_seqlens / page_size)`` columns. That number is clamped to the width of the table, as
-    SGLang's fused kernel does: a longer length cannot be refused without reading the device. Later cells are undefined in
-    SGLang; here they hold page 0, the sink, which can always be read. A length of 0 or below (a padded row) has no pages, but
-    counts in ``cu_seqlens_k``. A slot that maps to -1 gives page -1, as in the fused kernel (PR 29843); a correct map has none.
-    For virtual slots, ``pool.v2p`` gives the page, or the sink if it has none (`build_kv_read_table`); it is not used for
-    sliding-window pages.
+    Column c of a page table has ``req_to_token[request, c * page_size] // page_size``, for the first ``ceil(cache_seqlens /
+    page_size)`` columns, clamped to the table's width as in SGLang's fused kernel. Later cells are undefined in SGLang; here
+    they hold page 0, the sink. A length of 0 or below (a padded row) has no pages, but counts in ``cu_seqlens_k``.
+
+    ``full_to_swa`` maps the slots for the sliding-window table. A slot that it maps to -1 gives page -1, as in the fused kernel
+    (PR 29843); a correct map has none. ``pool.v2p`` maps virtual pages for the full table, to the sink where it has no page
+    (`build_kv_read_table`).
 
     Args:
-        expand_encoder_only_verify: the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY then gets
-            tensors in which each row is a request of its own. Other modes get none; SGLang refuses such a layer in a ragged
+        expand_encoder_only_verify: the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY then has
+            `encoder_cache_seqlens` and `encoder_page_table`. Other modes have none; SGLang refuses such a layer in a ragged
             verification.
 
     Returns:
@@ -211,6 +212,6 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Return each query row's slot in the sliding-window pool, ``[num_tokens]`` int64. Padding rows write to the sink."""
+    """Return the sliding-window slot that each query row writes, ``[num_tokens]`` int64. It is 0 for padding rows."""
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))

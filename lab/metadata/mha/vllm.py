@@ -1,9 +1,9 @@
 """The passes of vLLM 0.33.0's FlashInfer backend: a decode call and a context call for each layer.
 
-Lines are of ``vllm/v1/attention/backends/flashinfer.py`` unless another file is named. A batch begins with the requests that
-the decode call computes. Its tensors are those of SGLang's metadata; what differs is which requests each call gets, the bounds,
-and padding. A CUDA graph's unused requests have no keys (``seq_lens`` 0) and page 0, the null block
-(``v1/worker/gpu_model_runner.py`` 2146, 2309). The metadata of such a graph is SGLang's with padding of length 0.
+Line numbers are those of ``vllm/v1/attention/backends/flashinfer.py`` unless another file is named. A batch begins with the
+requests that the decode call computes. The metadata is SGLang's (`build_mha_metadata`). vLLM's calls differ in their requests,
+their bounds of lengths, and padding: padding requests of a CUDA graph have no keys (``seq_lens`` 0) and page 0, the null block
+(``v1/worker/gpu_model_runner.py`` 2146, 2309).
 """
 
 import operator
@@ -26,7 +26,7 @@ from lab.named_enum import NamedEnum
 
 
 class Engine(NamedEnum):
-    """The engine that makes a pass's calls. vLLM calls XQA on SM90 and SM120, trtllm-gen on SM100 and SM103 (line 1302)."""
+    """The engine that makes a pass's calls. VLLM: on SM100 and SM103, with trtllm-gen; VLLM_XQA: on SM90 and SM120 (1302)."""
 
     SGLANG = "SGLang"
     VLLM = "vLLM"
@@ -37,14 +37,13 @@ class Engine(NamedEnum):
 class VLLMBackend:
     """Make the calls of vLLM's FlashInfer backend, with any implementation of FlashInfer's calls.
 
-    vLLM calls XQA as ``flashinfer_xqa_batch_decode_with_kv_cache``. This backend makes the equal decode call. On XQA's GPUs
-    vLLM prefills with FlashInfer's own wrapper (``vllm/utils/flashinfer.py`` 690). This backend makes a context call in its
-    place.
+    On XQA's GPUs vLLM calls ``flashinfer_xqa_batch_decode_with_kv_cache`` and FlashInfer's prefill wrapper
+    (``vllm/utils/flashinfer.py`` 690). This backend makes the equivalent decode and context calls instead.
     """
 
     #: any object with FlashInfer's decode and context functions; None if only metadata is built
     implementation: Any = None
-    #: most query rows of a request that the decode call computes: 1 and the number of speculative tokens
+    #: largest number of query rows of a request in the decode call: 1 plus the number of speculative tokens
     decode_threshold: int = 1
     uses_xqa: bool = False  #: the decode kernel is XQA, not trtllm-gen
 
@@ -59,10 +58,14 @@ class VLLMBackend:
         query: Tensor,
         cache: PagedKVCache,
         *,
-        max_context_len: int,  # the largest of any request, which vLLM passes at a capture alone
+        max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). The length of the longest request is the bound."""
+        """Prepare one layer's attention (see `Backend.prepare_attention`).
+
+        The calls get the length of the batch's longest request as bound, not `max_context_len`, which vLLM passes only at a
+        capture.
+        """
         prefixes = host_lengths(batch, "extend_prefix_lens_cpu")
         longest = max(map(operator.add, prefixes, query_lens(batch)))
         calls = []
@@ -84,10 +87,10 @@ class VLLMBackend:
         return run
 
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:
-        """Return the calls of one layer: first the decode call, which gets the padding rows if it has all requests, then the
-        context call (``split_decodes_and_prefills`` of ``utils.py``).
+        """Return the calls of one layer: decode call, then context call (``split_decodes_and_prefills`` of ``utils.py``).
 
-        trtllm-gen's decode call has requests of equally many rows, and padding requests without rows; XQA's may differ.
+        A decode call over all requests gets the padding rows too. The requests of trtllm-gen's decode call have the same number
+        of rows, or 0 in padding requests. Those of XQA's may differ.
         """
         lens = query_lens(batch)
         permitted: Sequence[int] = range(self.decode_threshold + 1)
@@ -102,10 +105,11 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the arguments that say how many rows each request has (``_compute_decode_query_lens``, line 1310).
+        """Return the decode call's `q_len_per_req`, or row offsets if requests differ in rows (`_compute_decode_query_lens`,
+        1310).
 
-        With padding requests, trtllm-gen gets offsets in which they have no rows; XQA, and a decode of one row each, as many
-        rows as the others, although they have no keys.
+        In the offsets for trtllm-gen a padding request has no rows. For XQA, and if all requests have one row, `q_len_per_req`
+        counts rows of padding requests too.
         """
         lens = query_lens(batch)[: planned.num_requests]
         widest, offsets = max(lens), metadata.cu_seqlens_q[: planned.num_requests + 1]
@@ -118,8 +122,8 @@ class VLLMBackend:
 def _context_offsets(
     planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], unit: int
 ) -> dict[str, Any]:
-    """Return the offsets and the bound of the context call's requests. ``cum_seq_lens_kv`` counts units of so many keys: for
-    trtllm-gen pages (line 1763), else keys, from which fmha_v2 takes the lengths.
+    """Return the context call's offsets and `max_q_len`. ``cum_seq_lens_kv`` counts units of `unit` keys: pages for trtllm-gen
+    (1763), and keys otherwise.
     """
     offsets = arguments["cum_seq_lens_q"]
     return {

@@ -26,7 +26,7 @@ from lab.metadata.mla.rows import dense_block, unpad_draft_extend_output
 class TRTLLMMLABackend:
     """Build metadata and make decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's call.
 
-    For a prefill see `lab.metadata.mla.metadata.build_mla_prefill_metadata` and `lab.metadata.mla.calls.prepare_mla_prefill`.
+    `lab.metadata.mla.calls.prepare_mla_prefill` makes the calls of a prefill.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -34,11 +34,10 @@ class TRTLLMMLABackend:
     #: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is built
     implementation: Any = None
     attention: DraftAttention = DraftAttention.MLA
-    #: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`
-    draft_extend: QueryLayout = QueryLayout.PADDED
+    draft_extend: QueryLayout = QueryLayout.PADDED  #: as in `MLAGraphMetadata`
     #: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP
     dcp: DecodeContextParallel | None = None
-    query_dtype: torch.dtype | None = None  #: the dtype to which each query is cast; None: the engine's choice
+    query_dtype: torch.dtype | None = None  #: dtype to which each query is cast; None: the result of `mla_query_dtype`
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         if self.dcp is not None:
@@ -48,7 +47,7 @@ class TRTLLMMLABackend:
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[TRTLLMMLADecodeMetadata]]:
-        """Make the buffers of each mode. All modes share one block table, without DCP."""
+        """Make the buffers of each mode. Without DCP all modes share one block table."""
         if self.dcp is not None:
             return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
         table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend)
@@ -70,14 +69,14 @@ class TRTLLMMLABackend:
 
         Args:
             query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-            max_context_len: not used, because the metadata bounds the lengths.
-            out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
-            padded_query: a buffer for padded rows, in the dtype of the calls' query. Passes may share it. None: a new tensor.
+            max_context_len: not used, because the metadata has an upper bound of the lengths.
+            out: ``[num_tokens, heads, kv_lora_rank]``; rows after ``metadata.num_rows`` are not written.
+            padded_query: a buffer for the query of `QueryLayout.PADDED`, in the dtype of the calls' query. Passes may share it.
+                None: a new tensor.
 
         Raises:
-            ValueError: the batch has more requests than the metadata, or a tensor or buffer does not fit the metadata. Or the
-                backend has a `dcp`. A rank's output is only a part: `prepare_mla_dcp_attention` of
-                `lab.metadata.mla.context_parallel` makes the calls of all ranks and merges them.
+            ValueError: the batch has more requests than the metadata, a tensor or buffer does not fit the metadata, or the
+                backend has a `dcp` (see `lab.metadata.mla.context_parallel.prepare_mla_dcp_attention`).
         """
         if self.dcp is not None:
             raise ValueError(

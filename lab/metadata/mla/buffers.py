@@ -1,7 +1,7 @@
 """The MLA backend's metadata in CUDA graphs: one block table for all modes, and lengths per mode.
 
-SGLang 0.5.23 keeps metadata by the captured size only: if a backend captures two modes at the same size, the second replaces
-the first or its tensors.
+In SGLang 0.5.23 the lengths are per captured size: if a backend captures two modes at the same size, the second mode replaces
+the metadata of the first or its tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +35,11 @@ def new_block_table(
 ) -> Tensor:
     """Allocate the block table that a backend's captured modes and sizes share, as SGLang's `init_cuda_graph_state` does.
 
-    The table is filled with -1 once. A replay writes only its live pages. The cells after them keep the values of earlier
-    replays.
+    The table is filled with -1 only here. A replay writes the cells of its requests' pages. The cells after them keep the
+    values of earlier replays.
 
     Returns:
-        ``[max_batch_size, width]`` int32, wide enough for the longest context and, in a mode that pads query rows, for its
-        padding.
+        ``[max_batch_size, width]`` int32, wide enough for ``max_context_len`` tokens and the padding rows of a request.
 
     Raises:
         ValueError: the backend does not support the pool, the attention or the size.
@@ -48,12 +47,12 @@ def new_block_table(
     check_mla(pool, attention)
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
-    padded_rows = max((mode.num_tokens_per_req for mode in modes if _pads(mode, draft_extend)), default=0)
+    padded_rows = max((mode.num_tokens_per_req for mode in modes if _pads_query_rows(mode, draft_extend)), default=0)
     width = mla_block_table_width(pool.max_context_len + padded_rows, pool.page_size)
     return torch.full((max_batch_size, width), DEAD_PAGE, dtype=torch.int32, device=pool.device)
 
 
-def _pads(mode: GraphMode, draft_extend: QueryLayout) -> bool:
+def _pads_query_rows(mode: GraphMode, draft_extend: QueryLayout) -> bool:
     rows = mode.forward_mode.query_rows
     return rows.are_bounded or (rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED)
 
@@ -62,11 +61,9 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
     """The metadata buffers of one mode for all captured sizes: leading rows of the backend's block table, and lengths.
 
     Args:
-        mode, pool: as in `GraphMetadata`.
         block_kv_indices: the result of `new_block_table`.
-        draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW is
-            SGLang 0.5.12's layout: all rows without gaps, viewed as ``num_tokens_per_req`` rows per request. It is right only
-            if every request accepts ``num_tokens_per_req`` tokens.
+        draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW, SGLang
+            0.5.12's layout, is right only if every request accepts ``num_tokens_per_req`` tokens.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
             seq_lens_k=block_kv_indices.new_zeros(size),
             max_seq_len_k=pool.max_context_len,
             max_seq_len_q=width,
-            query_layout=QueryLayout.PADDED if _pads(mode, draft_extend) else QueryLayout.VIEW,
+            query_layout=QueryLayout.PADDED if _pads_query_rows(mode, draft_extend) else QueryLayout.VIEW,
             sum_seq_lens_q=size * width if extends else None,
             cu_seqlens_q=uniform_boundaries(size, width, pool.device) if extends else None,
             seq_lens_q=block_kv_indices.new_full((size,), width) if extends else None,
@@ -94,7 +91,7 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`.
 
-        The offsets and numbers of query rows are preset. The call writes them only if they vary from replay to replay.
+        The function writes `cu_seqlens_q` and `seq_lens_q` only with `QueryLayout.PADDED`. Otherwise they are constant.
         """
         rows = view.extend_seq_lens if self.buffers.query_layout is QueryLayout.PADDED else None
         write = self.prepare_launch(view, rows, seq_len_offset(view, self.attention))
@@ -103,7 +100,9 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Write the metadata, then add padding rows to the lengths, and the sink's page 0 for these rows."""
+    """Write the metadata by `write`, count padding rows in `seq_lens_k`, and write page 0, the sink, to the columns of pages
+    that only padding rows need.
+    """
     write()
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices

@@ -28,14 +28,14 @@ class MLALayer:
     runs after absorption, a prefill before it.
 
     Attributes:
-        kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
+        kv_lora_rank, qk_rope_head_dim: elements of a cache entry's latent vector and of its rotary part.
         qk_nope_head_dim, v_head_dim: elements of a key without its rotary part, and of a value, before absorption.
     """
 
     softmax_scale: float  #: factor of Q·K^T, without the cache's scale
-    #: the number by which the entries of an e4m3 cache (keys and values at once) and a prefill's e4m3 keys are divided. Over
-    #: other caches it is not used, even if a checkpoint has one. SGLang 0.5.23 applies it to keys only and does not divide
-    #: when it writes the cache, which is right only for a scale of 1
+    #: the number by which the entries of an e4m3 cache (keys and values at once) and a prefill's e4m3 keys are divided. Calls
+    #: over other caches do not use it. SGLang 0.5.23 applies it to keys only and does not divide when it writes the cache,
+    #: which is right only for a scale of 1
     k_scale: float = 1.0
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
@@ -60,7 +60,7 @@ def mla_call_arguments(
 
     Args:
         query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, as `mla_query` returns it.
-        multi_ctas_kv_counter_buffer: a buffer of `allocate_multi_ctas_kv_counters`; None: the kernel's adapter chooses.
+        multi_ctas_kv_counter_buffer: the result of `allocate_multi_ctas_kv_counters`; None: the implementation's own buffer.
     """
     return layer_arguments(layer, query, cache) | {
         "block_tables": metadata.block_kv_indices,
@@ -85,24 +85,23 @@ def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> 
 
 
 def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the call's ``max_seq_len``: the metadata's bound, plus the query rows in verification and draft extend.
+    """Return the call's ``max_seq_len``: ``max_seq_len_k``, plus the query rows in verification and draft extend.
 
-    An eager verification counts the draft tokens twice, as SGLang does.
+    ``max_seq_len_k`` of an eager verification counts the draft tokens too, so that they count twice, as in SGLang.
     """
     return metadata.max_seq_len_k + (0 if mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q)
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
     """Return the query rows of a pass in the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a copy
-    with padding rows.
+    with padding rows, as `metadata.query_layout` says.
 
     Args:
-        metadata: its `query_layout` decides between view and copy.
-        query: ``[num_tokens, heads, head_dim]``. Rows after the requests' rows are padding and are left out.
-        padded: the tensor for a copy; None: a new tensor.
+        query: ``[num_tokens, heads, head_dim]``. Rows after ``metadata.num_rows`` are padding and are left out.
+        padded: the tensor to which the copy is written; None: a new tensor.
 
     Raises:
-        ValueError: the query has fewer rows than the metadata says, or the buffer has another shape.
+        ValueError: the query has fewer rows than ``metadata.num_rows``, or `padded` has another shape.
     """
     shape = (metadata.batch_size, metadata.max_seq_len_q, *query.shape[1:])
     num_rows = metadata.num_rows
@@ -127,18 +126,17 @@ def ragged_context_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`).
 
-    ``return_lse`` is True if a request has a cached prefix: the chunks of prefixes (`lab.metadata.mla.prefix_chunks`) are
-    merged by the LSE, the log-sum-exp of the logits.
+    ``return_lse`` is True if a request has a cached prefix, because results over prefixes (`lab.metadata.mla.prefix_chunks`)
+    are merged by the LSE, the log-sum-exp of the logits.
 
     Args:
-        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption. Rows after the requests'
-            rows are left out.
-        value: ``[num_tokens, heads, v_head_dim]``. Query, key and value are e4m3 if the cache is
-            (`quantised_prefill`).
+        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption. Padding rows after the
+            requests' rows are left out.
+        value: ``[num_tokens, heads, v_head_dim]``. Query, key and value are e4m3 over an e4m3 cache (`quantised_prefill`).
         num_keys: number of keys of a call over a chunk of prefixes; None: the keys are the new tokens.
 
     Raises:
-        ValueError: the metadata falls back to other kernels, or a tensor has another shape.
+        ValueError: ``metadata.fallback_to_flashinfer_impl`` is True, or a tensor has another shape.
     """
     if metadata.fallback_to_flashinfer_impl:
         raise ValueError("the metadata falls back to FlashInfer's own ragged kernels: this call is not made")
@@ -192,10 +190,10 @@ def prepare_mla_prefill(
     Args:
         implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query, key, value: as in `ragged_context_arguments`.
-        out: ``[num_tokens, heads, v_head_dim]``; each call fills the requests' own rows. None: a new tensor.
+        out: ``[num_tokens, heads, v_head_dim]``; padding rows are not written. None: a new tensor.
 
     Returns:
-        A call that returns the output of the requests' own rows, or (output, LSE) if a request has a cached prefix. The LSE is
+        A function that returns the output without padding rows, or (output, LSE) if a request has a cached prefix. The LSE is
         float32 ``[num_rows, heads]``, base 2. Contents of the tensors may change between calls.
 
     Raises:
@@ -217,8 +215,8 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to which the decode call's query is cast: e4m3 over an e4m3 cache, without a scale (`forward_decode`).
 
     Raises:
-        ValueError: the cache has 4 bits, which FlashInfer's MLA kernels do not read. SGLang converts the whole cache to the
-            model's dtype before each layer's call (`MLATokenToKVPoolFP4.get_key_buffer`).
+        ValueError: the cache has 4-bit values (uint8). SGLang converts such a cache to the model's dtype before each layer's
+            call (`MLATokenToKVPoolFP4.get_key_buffer`).
     """
     if kv_dtype == torch.uint8:
         raise ValueError("no MLA kernel reads a cache of 4 bits: convert it to the model's dtype first, as SGLang does")
@@ -226,9 +224,9 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 
 
 def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a prefill's query, key and value in e4m3, in the same shapes, for calls over an e4m3 cache (`_quantize_fp8_qkv`).
+    """Convert a prefill's query, key and value to e4m3, as over an e4m3 cache (`_quantize_fp8_qkv`).
 
-    Keys and values are divided by the layer's scales, and the calls multiply by the same scales. The query has no scale.
+    Keys and values are divided by the layer's `k_scale` and `v_scale`. The query has no scale.
     """
     scales = (1.0, layer.k_scale, layer.v_scale)
     query, key, value = (

@@ -1,9 +1,9 @@
-"""Decode context parallelism (DCP): each GPU of a group holds a part of every request's tokens, and all outputs are merged.
+"""Decode context parallelism (DCP): each GPU holds a part of every request's tokens, and the GPUs' outputs are merged.
 
-* group, rank: the GPUs that share requests, and the number of one GPU. Each GPU attends with all query heads.
-* owner: position p of a request belongs to rank p % size.
-* widened pool: the pool from which the engine allocates. Its pages have ``size`` times as many tokens as a GPU's page. Slot s
-  is row s // size of rank s % size, and a page has the same number on all GPUs.
+* group, size, rank: the GPUs that share requests, how many they are, and the number of one GPU. Each has all query heads.
+* owner: the token at position p of a request belongs to rank p % size.
+* widened pool: the pool from which the engine allocates. A page of it has ``size`` times as many tokens as a page of one GPU's
+  cache. Slot s of the pool is slot s // size of rank s % size, so that a page has the same index on all GPUs.
 
 The sources in SGLang 0.5.23 are `_get_dcp_local_seq_lens`, `_fill_dcp_block_kv_indices` and `_forward_decode_dcp` of
 `trtllm_mla_backend.py`. SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel
@@ -48,11 +48,11 @@ class DecodeContextParallel:
             raise ValueError(f"rank={self.rank} of size={self.size}: a group has 2 GPUs or more, ranks 0 to size - 1")
 
     def local_lens(self, lens: Tensor) -> Tensor:
-        """Return how many of each request's first ``lens`` tokens this rank owns, in a new int32 tensor."""
+        """Return how many of the first ``lens[i]`` tokens of each request i this rank owns, in a new int32 tensor."""
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def local_bound(self, most: int) -> int:
-        """Return how many of `most` tokens this rank owns, at least 1: a kernel's schedule needs a positive bound."""
+        """Return how many of a request's first `most` tokens this rank owns, but at least 1, as the kernel requires."""
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
@@ -69,10 +69,9 @@ def build_mla_dcp_metadata(
 ) -> TRTLLMMLADecodeMetadata:
     """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23).
 
-    ``seq_lens_k`` has the number of each request's keys that the rank owns, 0 or more. ``global_seq_lens_k`` has the number of
-    all keys, as `build_mla_decode_metadata` counts them. Column c of the table has ``req_to_token[request, rank + c * size *
-    page_size] // size // page_size`` for each page with a token of the rank, then -1. The table is wide enough for whole
-    requests.
+    ``seq_lens_k`` counts the keys of each request that the rank owns, 0 or more; ``global_seq_lens_k`` counts the keys on all
+    ranks, like `build_mla_decode_metadata`. Column c of the block table has ``req_to_token[request, rank + c * size *
+    page_size] // size // page_size`` for each page with a token of the rank, then -1.
 
     Args:
         batch: the forward pass, with the slots and lengths of the whole group.
@@ -90,7 +89,7 @@ def build_mla_dcp_metadata(
     keys = key_lens(batch, attention)
     most = longest_request(batch, pool) + uncounted_tokens(batch, attention)
     own = dcp.local_lens(keys)
-    # So many tokens of a whole request take as many widened pages as the rank's own tokens take of its own pages.
+    # `live` tokens need as many pages of the widened pool as the rank's `own` tokens need of its cache.
     live = own * dcp.size
     width = mla_block_table_width(most, page_size)
     return TRTLLMMLADecodeMetadata(
@@ -116,21 +115,22 @@ def prepare_mla_dcp_attention(
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention for a whole group of ranks: one call per rank, and a merge of their outputs by the LSEs.
 
-    If a rank has no keys of a request, its results for the request are set by `without_keys`.
+    `without_keys` sets a rank's results of the requests of which the rank has no keys.
 
-    CuTe DSL's kernel also gets the keys of each request on all ranks, from which it computes the last key of each query row. So
-    it verifies several rows of a request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
+    CuTe DSL's kernel also gets the number of keys of each request on all ranks, from which it computes the last key of each
+    query row. So it supports several query rows per request. Its LSE is to the base e (SGLang 0.5.23,
+    `cutedsl_mla_backend.py`).
 
     Args:
         implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
         metadata: the metadata of each rank, in order.
-        query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``, all heads of the group.
-        out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
+        query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
+        out: ``[num_tokens, heads, kv_lora_rank]``.
         query_dtype: the dtype to which each call casts the query; None: no cast.
         cute_dsl: True for calls of CuTe DSL's kernel.
 
     Returns:
-        A call, as `lab.metadata.engine.backend.Backend.prepare_attention` returns it.
+        A function that fills and returns `out`, as `lab.metadata.engine.backend.Backend.prepare_attention` returns it.
 
     Raises:
         ValueError: a request has several query rows and `cute_dsl` is not set, or there is not one metadata per rank.

@@ -1,12 +1,11 @@
 """SGLang's DSA backend (DeepSeek sparse attention) on TRT-LLM: MLA decode calls whose query rows see only selected entries.
 
-* indexer: the part of the model that selects positions of a row's request. Its output is an input here.
-* place: the index of an entry in the pool, page * page_size + offset in the page.
+* indexer: the part of the model that selects, for each query row, positions of its request. Its output is an input here.
+* place: the index of a cache entry, page * page_size + offset in the page.
 
-In the call each query row is a request of one row. Its row of ``block_tables`` has places, not pages.
+In the call each query row is a request of its own. Its row of ``block_tables`` has places, not pages.
 
-The sources in SGLang 0.5.23 are `dsa_backend.py` and the kernels in `sglang/kernels/ops/attention/dsa/`. The two variants of a
-graph in `graph_variants.py`, dense and sparse, exist only on AMD's GPUs, whose DSA does not make this call.
+The sources in SGLang 0.5.23 are `dsa_backend.py` and the kernels in `sglang/kernels/ops/attention/dsa/`.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from lab.metadata.engine.lengths import DraftAttention, check_attends, seen_by_r
 from lab.metadata.mla.calls import MLALayer, layer_arguments, mla_query_dtype
 from lab.metadata.mla.metadata import check_mla, longest_request
 
-NO_ENTRY = -1  # fills the columns of a row that select nothing
+NO_ENTRY = -1  # the value of columns that select no entry
 TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of columns up to it
 
 
@@ -36,13 +35,14 @@ TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of colum
 class Indexer:
     """The sizes of a model's indexer."""
 
-    topk: int = 2048  #: largest number of positions of a row, in whole groups (``index_topk``)
-    #: number of neighbouring positions that are selected together (``index_kpool``). The positions after a request's last
-    #: whole group are selected in addition
+    #: largest number of positions in whole groups that are selected for a row (``index_topk``)
+    topk: int = 2048
+    #: number of neighbouring positions that are selected together (``index_kpool``). The positions after the last whole group
+    #: are selected in addition
     group: int = 1
 
     def selected_lens(self, seen: Tensor) -> Tensor:
-        """Return the number of positions that are selected for rows that see `seen` tokens."""
+        """Return how many positions are selected for each row, from the number of tokens that the row sees."""
         grouped = seen // self.group * self.group
         return grouped.clamp(max=self.topk) + seen - grouped
 
@@ -51,21 +51,19 @@ class Indexer:
 class DSAMetadata:
     """The metadata of a pass on the sparse MLA decode call."""
 
-    #: ``[num_rows, max_context_len]`` int32, the place of each position of a row's request, like a table with pages of one
-    #: token; -1 in padding rows
+    #: ``[num_rows, max_context_len]`` int32, the place of each position of the row's request; -1 in padding rows
     page_table_1: Tensor
-    #: ``[num_rows]`` int32, the call's ``seq_lens``: how many tokens a row sees in a decode, how many of them are selected in
-    #: other modes, 0 in padding rows
+    #: ``[num_rows]`` int32, the call's ``seq_lens``: the tokens that a row sees in a decode, its selected tokens in other
+    #: modes, 0 in padding rows
     seq_lens: Tensor
     max_seq_len: int  #: an upper bound of the tokens of one request, computed on the host
 
     def places(self, topk_indices: Tensor) -> Tensor:
-        """Return the place of each selected entry, and -1 where nothing is selected: int32 ``[num_rows, columns]``, a multiple
-        of 4 columns.
+        """Return the place of each selected entry, and -1 in other columns: int32 ``[num_rows, top_k rounded up to 4]``.
 
         Args:
-            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, -1 in any
-                column that selects nothing. Missing rows select nothing.
+            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, or -1.
+                Missing rows select nothing.
         """
         num_missing = len(self.seq_lens) - len(topk_indices)
         padding = (0, -topk_indices.shape[1] % TOP_K_MULTIPLE, 0, num_missing)
@@ -85,11 +83,8 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
     DRAFT_EXTEND_V2, the prefills     selected_lens(max(seq_lens - q + j + 1, 0))
     ================================  ======================================================================
 
-    ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without that list it is the pool's
-    ``max_context_len``, as in SGLang's graphs; SGLang's eager pass reads the device. The host reads nothing here.
-
-    A padding request of a graph has length 1. So ``seq_lens`` of its row j of d is 1 in a decode, at most j + 2 in a
-    verification, and in a draft extend 0, but 1 in the last row. Its places are in the sink.
+    ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without ``seq_lens_cpu`` it is the
+    pool's ``max_context_len``, as in SGLang's graphs; SGLang's eager pass reads the device.
 
     Raises:
         ValueError: the mode is DRAFT_EXTEND, RAGGED_VERIFY or PREBUILT, batch and pool are on different devices, the pool has
@@ -117,8 +112,9 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 
 @dataclass(frozen=True, eq=False)
 class DSABackend(RebuildingBackend[DSAMetadata]):
-    """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does. A prefill makes this call if the server's
-    prefill backend is ``trtllm`` too. `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
+    """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does with ``trtllm`` for decode and prefill.
+
+    `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
     """
 
     implementation: Any = None
@@ -141,14 +137,14 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
         """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` after the metadata's
-        rows, which padding adds later, become 0.
+        rows become 0.
 
         Args:
-            topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it anew. In a decode it may have
-                rows for all of the query's. Those after the metadata's are not read (`_trim_trtllm_decode_dp_padding`).
+            topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it again. In a decode it may have as
+                many rows as the query; rows after the metadata's are not read (`_trim_trtllm_decode_dp_padding`).
 
         Raises:
-            ValueError: there is no `topk_indices`, it has too many rows, or the query has fewer rows than the metadata.
+            ValueError: `topk_indices` is None or has too many rows, or the query has fewer rows than the metadata.
         """
         rows = len(metadata.seq_lens)
         most_rows = len(query) if batch.forward_mode.query_rows is QueryRows.ONE else rows
@@ -191,8 +187,8 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
 def count_entries(places: Tensor, top_k_lens: Tensor) -> None:
     """Write the number of entries of each row of `places` to `top_k_lens`, the call's ``sparse_mla_top_k_lens``.
 
-    SGLang passes it for models without a rotary part. Their entries must be in front of each row. A row without entry, which
-    only padding has, gets place 0, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
+    SGLang passes this argument for models without a rotary part. The places of a row must precede its -1. A row without entries
+    gets place 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
     """
     top_k_lens.copy_((places >= 0).sum(dim=1))
     places[:, 0].masked_fill_(top_k_lens == 0, 0)

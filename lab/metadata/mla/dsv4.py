@@ -1,14 +1,16 @@
-"""SGLang's TRT-LLM backend of DeepSeek-V4: calls whose rows select recent tokens and compressed entries, in two pools.
+"""SGLang's TRT-LLM backend of DeepSeek-V4: calls whose query rows attend to recent tokens and selected compressed entries.
 
-* compress ratio: how many tokens a compressed entry of a layer stands for: 1, 2, 4 or 128. A layer with 0 has only tokens.
-* group: the tokens of one compressed entry. Its last token's pass writes the entry.
-* place: the index of an entry in its pool, page * entries per page + offset in the page.
+* compress ratio: how many tokens a compressed entry of a layer stands for: 1, 2, 4 or 128. A layer with 0 has no compressed
+  entries.
+* group: the tokens of one compressed entry. The pass that computes the last token of the group writes the entry.
+* place: the index of an entry, page * entries per page + offset in the page.
 
-The tokens lie in the pool's sliding-window pages. The compressed entries lie in its other pages, of page_size // ratio entries.
+Each layer has two caches: tokens lie in the sliding-window pages of the pool, compressed entries in its full pages, which have
+page_size // ratio entries.
 
 The sources in SGLang 0.5.23 are `deepseek_v4_trtllm_backend.py` and `deepseek_v4_backend.py` in
 `sglang/srt/layers/attention/`; line numbers below are the second file's. The pass of DSpark's draft, whose rows also see later
-rows of their block, is not built here.
+rows of their block, is not modelled.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,8 @@ from lab.metadata.engine.lengths import (
 from lab.metadata.mla.calls import MLALayer, mla_query_dtype
 from lab.metadata.mla.metadata import longest_request
 
-TOKENS_ALONE, WITHOUT_INDEXER = 0, 128  # compress ratios: of no entries, and of entries that every row sees
+# Compress ratios: of layers without compressed entries, and of layers in which a row sees all compressed entries before it.
+TOKENS_ALONE, WITHOUT_INDEXER = 0, 128
 RATIOS = (TOKENS_ALONE, 1, 2, 4, WITHOUT_INDEXER)
 NO_ENTRY = -1
 COLUMNS_STEP = 64  # `_pad_last_dim` rounds the number of columns of a table up to it
@@ -45,8 +48,8 @@ TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of
 
 @dataclass(frozen=True)
 class DSV4Layer(MLALayer):
-    """The arguments of a layer's calls; those of `MLALayer` that absorption concerns have no meaning. An entry is key and value
-    as a whole. SGLang divides no entry by a scale, so that `k_scale` is 1.
+    """The arguments of a layer's calls. Of `MLALayer`'s, only `softmax_scale` is used: a whole entry is both key and value, and
+    SGLang divides no entry by a scale.
     """
 
     compress_ratio: int = TOKENS_ALONE  #: one of `RATIOS`
@@ -58,7 +61,7 @@ class DSV4Layer(MLALayer):
 class DSV4Cache:
     """The entries of one layer in both pools."""
 
-    #: contiguous ``[num_entries, head_dim]``: the sliding-window pages, then the pages of compressed entries
+    #: contiguous ``[num_entries, head_dim]``: the entries of tokens, page by page, then the compressed entries, page by page
     storage: Tensor
     pool: KVPool
     compress_ratio: int
@@ -77,7 +80,7 @@ class DSV4Cache:
 
     @property
     def compressed(self) -> PagedLatentCache:
-        """Return the compressed entries. A layer without any passes the tokens' pages in their place, as SGLang does."""
+        """Return the compressed entries; in a layer without any the tokens' entries, as SGLang passes to the call."""
         if self.compress_ratio == TOKENS_ALONE:
             return self.window
         per_page = self.pool.page_size // self.compress_ratio
@@ -89,12 +92,13 @@ class DSV4Cache:
         return self.pool.swa_num_pages * self.pool.page_size
 
     def write(self, slots: Tensor, entries: Tensor, compressed: Tensor) -> None:
-        """Store the entry of one token at each slot, and the compressed entry of each group whose last token is among them.
+        """Store the entry of one token at each slot, and the compressed entry of each group whose last token is stored.
 
         Args:
             slots: ``[n]`` int64, slots of the full pool.
             entries: ``[n, head_dim]`` in the cache's dtype.
-            compressed: ``[n, head_dim]``, the compressed entry of the group that ends at the token; other rows are not read.
+            compressed: ``[n, head_dim]``; row i is the compressed entry of the group that ends with token i. Rows of other
+                tokens are not read.
         """
         self.window.write(self.pool.swa_slots(slots), entries)
         if self.compress_ratio != TOKENS_ALONE:
@@ -107,24 +111,25 @@ class DSV4Metadata:
     """The metadata of a pass on DeepSeek-V4's call."""
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
-    #: ``[num_rows, 128]`` int32, the places of the row's token and of the tokens before it, in this order; then -1
+    #: ``[num_rows, 128]`` int32, the places of the row's token and of the 127 tokens before it, newest first; then -1
     window: Tensor
-    #: ``[num_rows, columns]`` int32, the pages of the row's request. Cells after its tokens may hold anything
+    #: ``[num_rows, columns]`` int32, the pages of the row's request. Cells after the request's last page are undefined
     page_table: Tensor
     page_size: int
-    #: ``[batch_size + 1]`` int32, the first row of each request in a prefill; None in other modes, whose rows are requests of
-    #: one row in the call
+    #: ``[batch_size + 1]`` int32, the first row of each request in a prefill; None in other modes, in whose call each row is a
+    #: request of its own
     cum_seq_lens_q: Tensor | None = None
     request_lens: Tensor | None = None  #: ``[batch_size]`` int32, tokens of each request in a prefill
-    max_q_len: int | None = None  #: the most rows of a request in a prefill
+    max_q_len: int | None = None  #: largest number of rows of a request in a prefill
 
     def sparse_indices(self, compress_ratio: int, topk_indices: Tensor | None = None) -> Tensor:
-        """Return the call's ``sparse_indices``: the window's columns, then those of compressed entries, a multiple of 64.
+        """Return the call's ``sparse_indices``: the columns of `window`, then places of compressed entries, padded with -1 to a
+        multiple of 64 columns.
 
         Args:
             compress_ratio: one of `RATIOS`.
-            topk_indices: ``[num_rows, top_k]`` int32, the indexer's output: numbers of groups of the row's request, then -1.
-                None for a ratio of 0, and of 128, at which a row sees all its entries.
+            topk_indices: ``[num_rows, top_k]`` int32, the indexer's output: indices of groups of the row's request, then -1.
+                None for the ratios 0 and 128, which have no indexer.
         """
         if compress_ratio == TOKENS_ALONE:
             return self.window
@@ -140,9 +145,9 @@ class DSV4Metadata:
         return torch.cat([self.window, torch.nn.functional.pad(places, padding, value=NO_ENTRY)], dim=1)
 
     def sparse_topk_lens(self, compress_ratio: int, index_topk: int) -> Tensor:
-        """Return the call's ``sparse_topk_lens``: ``[num_rows]`` int32, 128 plus the number of the row's compressed entries.
+        """Return the call's ``sparse_topk_lens``: ``[num_rows]`` int32, 128 plus the number of compressed entries of the row.
 
-        At the ratios 4 and 128 a row without a compressed entry has one column more, which holds -1 (887 and 510).
+        At the ratios 4 and 128 that number is at least 1 (887 and 510): a row without compressed entries has -1 there.
         """
         entries = torch.zeros_like(self.seq_lens)
         if compress_ratio != TOKENS_ALONE:
@@ -155,14 +160,14 @@ class DSV4Metadata:
 
 
 def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
-    """Build the metadata of one pass in new tensors (SGLang 0.5.23). The host reads nothing.
+    """Build the metadata of one pass in new tensors (SGLang 0.5.23), without reading the device on the host.
 
     Each query row sees the tokens up to its own. A draft step sees only the tokens before the draft. In a draft extend a row
-    sees one token at least, which matters for padding requests (2424). Rows of padding after a ragged verification's see the
-    first token of the last request. Those of other modes have no metadata.
+    sees at least one token, also in a padding request (2424). Padding rows of a ragged verification see the first token of the
+    last request. Padding rows of other modes have no metadata.
 
-    The page table has a column for each page of the longest request that the host knows of, and in a draft extend one column:
-    a draft model has no compressed entries.
+    The page table has one column in a draft extend, because a draft model has no compressed entries. In a prefill it has the
+    pages of `longest_request`, and in other modes those of ``max_context_len`` tokens.
 
     Raises:
         ValueError: the mode is DRAFT_EXTEND or PREBUILT, batch and pool are on different devices, the pool has no
@@ -202,7 +207,7 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
 
 
 def check_dsv4(pool: KVPool) -> None:
-    """Raise ValueError unless the backend supports the pool. SGLang's own has pages of 256 tokens."""
+    """Raise ValueError unless the backend supports the pool. SGLang's pool has pages of 256 tokens."""
     if pool.v2p is not None:
         raise ValueError("a pool of DSV4 has no virtual slots: leave num_virtual_pages out")
     if pool.full_to_swa is None or pool.page_size % WITHOUT_INDEXER:
@@ -213,7 +218,7 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return the rows as int32 in new storage that goes on to the end of a tile of rows, filled with `value`."""
+    """Return an int32 copy of the rows. Its storage is padded with `value` to a multiple of `TILE_ROWS` rows."""
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
     tiles[: len(rows)] = rows
@@ -224,12 +229,11 @@ def _whole_tiles(rows: Tensor, value: int) -> Tensor:
 class DSV4Backend(RebuildingBackend[DSV4Metadata]):
     """Build metadata and make DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
 
-    `implementation` and `query_dtype` are as in `TRTLLMMLABackend`. The indexer selects at most `index_topk` compressed entries
-    for a row.
+    `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
     """
 
     implementation: Any = None
-    index_topk: int = 512
+    index_topk: int = 512  #: largest number of compressed entries that the indexer selects for a row
     query_dtype: torch.dtype | None = None
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
@@ -247,15 +251,14 @@ class DSV4Backend(RebuildingBackend[DSV4Metadata]):
         out: Tensor,
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` after the metadata's rows,
-        which are padding, become 0.
+        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` after the metadata's rows
+        become 0.
 
         Args:
-            topk_indices: the indexer's output for each of the metadata's rows, as in `DSV4Metadata.sparse_indices`. Each call
-                reads it anew.
+            topk_indices: as in `DSV4Metadata.sparse_indices`. Each call reads it again.
 
         Raises:
-            ValueError: the layer has an indexer and there is no `topk_indices`, or the query has fewer rows than the metadata.
+            ValueError: the layer has an indexer and `topk_indices` is None, or the query has fewer rows than the metadata.
         """
         rows, ratio = len(metadata.seq_lens), layer.compress_ratio
         if rows > len(query):

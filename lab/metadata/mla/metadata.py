@@ -1,7 +1,4 @@
-"""Arguments of the TRT-LLM MLA kernels for every forward mode, as SGLang's TRTLLMMLABackend keeps them.
-
-They are built without reading the device. `lab.metadata.mla.context_parallel` adds decode context parallelism.
-"""
+"""Arguments of the TRT-LLM MLA kernels for every forward mode, built without reading the device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,20 +26,20 @@ from lab.metadata.engine.lengths import (
 from lab.named_enum import NamedEnum
 
 MLA_PAGE_SIZES = (32, 64)  # tokens; what SGLang's server allows with this backend (0.5.23)
-# Tokens that a row of the block table is rounded up to: the flashmla index kernel writes 4,096 tokens' pages at a time
-# (SGLang 0.5.11 to 0.5.23). FlashInfer 0.7.2 itself asks for multiples of 128.
+# A row of the block table has room for a multiple of this number of tokens, because the flashmla index kernel writes the pages
+# of 4,096 tokens at a time (SGLang 0.5.11 to 0.5.23). FlashInfer 0.7.2 requires multiples of 128.
 BLOCK_TABLE_TOKENS = 4096
-DEAD_PAGE = -1  # fills the block table of an eager pass before its live pages are written
-SINK_PAGE = 0  # the pool's page for padding, safe to read at any time
-# Fewest requests that SGLang 0.5.23 makes the counter buffer for (`TRTLLM_MLA_MAX_BATCH_SIZE`).
+DEAD_PAGE = -1  # the value of cells after a request's last page
+SINK_PAGE = 0  # the pool's page for padding, which a kernel may always read
+# Smallest number of requests for which SGLang 0.5.23 allocates the counter buffer (`TRTLLM_MLA_MAX_BATCH_SIZE`).
 COUNTER_BATCH_SIZE = 8192
 
 
 class QueryLayout(NamedEnum):
     """How a pass's query rows are brought into the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``."""
 
-    VIEW = "view"  # a view of the rows: every request has the same number
-    PADDED = "padded"  # each request's rows first, then rows of zeros, whose output is dropped
+    VIEW = "view"  # as a view: every request has ``max_seq_len_q`` rows
+    PADDED = "padded"  # as a copy: rows of zeros follow the rows of each request, and their output is dropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +49,14 @@ class TRTLLMMLADecodeMetadata:
     #: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request (the call's ``block_tables``). In an
     #: eager pass -1 follows the live pages
     block_kv_indices: Tensor
-    #: ``[batch_size]`` int32, the keys of each request (the call's ``seq_lens``). If query rows are padded, the padding
-    #: counts
+    #: ``[batch_size]`` int32, the keys of each request (the call's ``seq_lens``), padding rows of `QueryLayout.PADDED` included
     seq_lens_k: Tensor
-    #: an upper bound of the keys of one request, computed on the host: the largest host length, or else the pool's
-    #: ``max_context_len``. The call adds the query rows of a verification or draft extend
+    #: an upper bound of the keys of one request, known to the host; see `build_mla_decode_metadata` and `mla_max_seq_len`
     max_seq_len_k: int
     max_seq_len_q: int = 1  #: query rows of each request, padding included
-    query_layout: QueryLayout = QueryLayout.VIEW  #: how the query rows become ``[batch_size, max_seq_len_q, ...]``
-    #: how many query rows a draft extend or ragged verification reads and writes; None in other passes. An eager draft extend
-    #: counts the requests' rows. A ragged verification and a graph count padding too, and the padding's output becomes zero
+    query_layout: QueryLayout = QueryLayout.VIEW
+    #: number of query rows that a draft extend or ragged verification reads and writes; None in other passes. An eager draft
+    #: extend counts the requests' rows. A ragged verification and a graph also count padding rows, whose output becomes 0
     sum_seq_lens_q: int | None = None
     #: ``[batch_size + 1]`` int32, first query row of each request in a draft extend or ragged verification; else None
     cu_seqlens_q: Tensor | None = None
@@ -90,9 +85,7 @@ class TRTLLMMLADecodeMetadata:
         return self.block_kv_indices
 
     def leading(self, batch_size: int) -> "TRTLLMMLADecodeMetadata":
-        """Return the metadata of the first `batch_size` requests, as slices of the same storage. Each request has
-        ``max_seq_len_q`` rows.
-        """
+        """Return the metadata of the first `batch_size` requests, of ``max_seq_len_q`` rows each, as slices of the tensors."""
         sliced: dict[str, Any] = {
             name: value[: batch_size + (name == "cu_seqlens_q")]
             for name, value in vars(self).items()
@@ -119,10 +112,10 @@ class TRTLLMMLAPrefillMetadata:
 
     max_seq_len: int  #: largest number of new tokens of a request
     cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys
-    #: ``[batch_size]`` int32, new tokens of each request, without its cached prefix. SGLang keeps the dtype of its lengths,
-    #: int64 in production, but FlashInfer 0.7.2 reads them as int32
+    #: ``[batch_size]`` int32, new tokens of each request, without its cached prefix. FlashInfer 0.7.2 reads int32; SGLang
+    #: passes the dtype of its lengths, int64 in production
     seq_lens: Tensor
-    fallback_to_flashinfer_impl: bool = False  #: True if FlashInfer's own ragged kernels run instead of TRT-LLM's
+    fallback_to_flashinfer_impl: bool = False  #: True if the pass uses FlashInfer's own ragged kernels, not TRT-LLM's
 
 
 def build_mla_metadata(
@@ -150,31 +143,30 @@ def build_mla_decode_metadata(
     mode                                    seq_lens_k                                          max_seq_len_k
     ======================================  ==================================================  =====================
     DECODE, IDLE                            seq_lens                                            max(seq_lens)
-    the same with a SpecInfo, draft step s  seq_lens (MLA), seq_lens + s + 1 (MLA_WITH_OFFSET)  its maximum
-    TARGET_VERIFY, q = num_tokens // bs     seq_lens + q                                        its maximum
-    RAGGED_VERIFY, d = num_draft_tokens     seq_lens + d                                        its maximum
+    draft step s: the same with a SpecInfo  seq_lens (MLA), seq_lens + s + 1 (MLA_WITH_OFFSET)  max(seq_lens_k)
+    TARGET_VERIFY, q = num_tokens // bs     seq_lens + q                                        max(seq_lens_k)
+    RAGGED_VERIFY, d = num_draft_tokens     seq_lens + d                                        max(seq_lens_k)
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens - extend_seq_lens + max(extend_seq_lens)   max(seq_lens)
     ======================================  ==================================================  =====================
 
     Maxima are computed from ``seq_lens_cpu`` (`longest_request`). Without it, the pool's ``max_context_len`` replaces
     ``max(seq_lens)``. In a ragged verification the maximum counts the requests' rows twice, as SGLang's does.
 
-    If the requests of a draft extend differ in rows, the rows are padded to the longest request. The kernel assumes that the
-    last row, which may be padding, is at the last key. So ``seq_lens_k`` counts padding rows too, as the last line of the table
-    says. This holds for both draft extends, and no number of rows is refused. SGLang pads a draft extend only if the number of
-    requests does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. The rows of a ragged verification
-    are always padded to d, as SGLang pads them (`forward_extend`).
+    The query rows of a ragged verification are padded to d rows per request, as in SGLang (`forward_extend`). Those of a draft
+    extend are padded to the largest number of rows if the requests differ in it. SGLang pads them only if the number of
+    requests does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. ``seq_lens_k`` counts padding
+    rows, because the kernel assumes that a request's last row is at its last key.
 
     SGLang adds d, not q, to the lengths of a TARGET_VERIFY, even if they differ (docs/evidence/forward_modes.md).
 
     Column c of the block table has ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the
-    request, then the sink for pages that only padding rows would read, and -1 after them. In place of the sink, SGLang has
-    whatever the request table holds. The width is `mla_block_table_width` of the largest number of keys, padding rows included;
-    SGLang computes it from ``max_seq_len_k``. Pages beyond the context are the sink.
+    request, then page 0, the sink, for pages that only padding rows need, then -1. SGLang has stale values of the request table
+    instead of the sink. The width is `mla_block_table_width` of the largest number of keys, padding rows included; SGLang
+    computes it from ``max_seq_len_k``.
 
     Args:
         pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
-        attention: decides which keys a draft step counts: MLA as in SGLang, or MLA_WITH_OFFSET.
+        attention: how a draft step counts keys: MLA as in SGLang, or MLA_WITH_OFFSET.
 
     Returns:
         New tensors: later changes of the batch or the pool do not reach them.
@@ -223,7 +215,7 @@ def replan_outgrown(
     batch: ForwardBatch,
     build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
 ) -> TRTLLMMLADecodeMetadata:
-    """Return a pass's metadata, built again by ``build(batch)`` if padding has added requests to the batch since it was built.
+    """Return `metadata`, or the result of ``build(batch)`` if the batch has more requests than `metadata`.
 
     SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism. Its
     `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it only added rows.
@@ -245,8 +237,8 @@ def build_mla_prefill_metadata(
 
     Args:
         pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
-        disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix falls back to FlashInfer's kernels.
-        in_prefill_graph: the pass is captured in a prefill graph, which always falls back.
+        disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix uses FlashInfer's own kernels.
+        in_prefill_graph: the pass is captured in a CUDA graph of prefills, which always uses FlashInfer's own kernels.
 
     Raises:
         ValueError: the mode is another, batch and pool are on different devices, the backend does not support the pool, or the
@@ -268,7 +260,7 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the columns of the block table for requests of at most ``max_len`` tokens, in blocks of 4,096 tokens."""
+    """Return the number of columns of the block table: the pages of ``max_len`` tokens, rounded up to 4,096 tokens."""
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 
@@ -279,8 +271,8 @@ def check_mla_page_size(page_size: int) -> None:
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError unless the MLA backend supports the pool, the draft's attention and the page size. `page_size` None
-    stands for the pool's page size.
+    """Raise ValueError unless the MLA backend supports the pool, the draft model's attention and the page size (None: the
+    pool's).
     """
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
@@ -292,15 +284,12 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page
 def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
-    """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``. In it, the CTAs that share a request count how many of them have
-    finished.
+    """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``: uint8 zeros. In it, the CTAs that share a request count how many
+    of them have finished.
 
-    It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8: FlashInfer 0.7.2's
-    `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 allocates it for 8,192 requests, or for more if its CUDA graphs
-    have more. Kernels leave it zero, so that one buffer serves all calls of a stream.
-
-    Returns:
-        uint8 zeros.
+    It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8 counters (FlashInfer
+    0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`), for at least 8,192 requests, as in SGLang 0.5.23. Kernels reset it to
+    zero, so that one buffer serves all calls of a stream.
 
     Raises:
         ValueError: an argument is below 1.
@@ -316,8 +305,8 @@ def allocate_multi_ctas_kv_counters(
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
     """Return the largest of ``seq_lens_cpu``, or the pool's ``max_context_len`` if the host does not know the lengths.
 
-    In a ragged verification each length also counts the request's rows, or ``num_draft_tokens`` if the host does not know them:
-    DSpark, the only draft that has one, adds the rows to the host's list (`dspark_verify.py`, SGLang 0.5.23).
+    In a ragged verification each length also counts the request's rows, or ``num_draft_tokens`` if the host does not know them,
+    because DSpark adds the rows to the host's list (`dspark_verify.py`, SGLang 0.5.23).
     """
     lens = batch.seq_lens_cpu
     if lens is None:
@@ -330,7 +319,7 @@ def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
     """Return a block table ``[batch_size, width]`` int32. A row has the pages of the request's first `keys` tokens, then page 0
-    (the sink) up to `padded_keys` tokens, then -1.
+    (the sink) up to `padded_keys` tokens, then -1. `rows` are the requests' rows in the request table.
     """
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)

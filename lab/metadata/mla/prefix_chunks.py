@@ -1,8 +1,8 @@
 """Attend to the cached prefixes of an MLA prefill in chunks: one call per chunk over dense keys and values, merged by the LSE.
 
 A prefill's new tokens attend to each other in one causal call. For cached prefixes, every layer projects keys and values from
-the cache's entries, chunk by chunk to save memory. Each chunk has the same number of tokens of every request, in order, and no
-tokens of a request whose prefix has ended.
+the cache's entries, chunk by chunk to save memory. Chunk i has the i-th run of ``chunk_len`` tokens of every prefix, or what is
+left of it.
 
 The sources in SGLang 0.5.23 are `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in
 `sglang/srt/model_executor/`, the call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of
@@ -23,7 +23,7 @@ from lab.metadata.mla.calls import MLALayer, prepare_ragged, ragged_context_argu
 from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata
 from lab.metadata.mla.rows import without_keys
 
-CHUNK_CAPACITY = 128 * 1024  # tokens of all requests in a chunk: SGLANG_MAX_KV_CHUNK_CAPACITY, 0.5.23's default
+CHUNK_CAPACITY = 128 * 1024  # largest number of tokens in a chunk: default of SGLANG_MAX_KV_CHUNK_CAPACITY in 0.5.23
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +34,16 @@ class PrefixChunk:
     cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``
     max_seq_len: int  #: largest number of tokens of a request
     kv_indices: Tensor  #: ``[num_tokens]`` int32, slots of the tokens, request after request
-    has_empty: bool  #: True if a request has no token in the chunk: its rows are corrected after the call
+    has_empty: bool  #: True if a request has no token in the chunk
 
 
 def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:
-    """Plan the chunks of a prefill's cached prefixes without reading the device. There is no chunk if no request has a prefix.
+    """Return the chunks of a prefill's cached prefixes, without reading the device; [] if no request has a prefix.
 
     A chunk has at most `capacity` tokens, ``capacity // batch_size`` of each request.
 
     Raises:
-        ValueError: the mode is another, a length is missing, or the capacity is below the number of requests, for which SGLang
-            divides by 0.
+        ValueError: the mode is no prefill, a length is missing, or `capacity` is below the number of requests.
     """
     check_attends(batch, pool)
     if not batch.forward_mode.is_prefill:
@@ -88,9 +87,8 @@ def prepare_prefix_chunk(
     *,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Prepare one layer's attention of all new tokens over a chunk. A row sees all tokens of its request in the chunk.
-
-    If a request has no token in the chunk, `without_keys` sets its results.
+    """Prepare one layer's attention of all new tokens to the tokens of a chunk. A row sees all tokens of its request in the
+    chunk; `without_keys` sets the results of a request without tokens in the chunk.
 
     Args:
         implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
@@ -98,7 +96,7 @@ def prepare_prefix_chunk(
         key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.
 
     Returns:
-        A call that returns the output of the requests' own rows, and the LSE: float32 ``[num_rows, heads]``, base 2.
+        A function that returns the output without padding rows, and the LSE: float32 ``[num_rows, heads]``, base 2.
 
     Raises:
         ValueError: `ragged_context_arguments` refuses the pass.

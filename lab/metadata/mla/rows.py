@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
-    """Copy each request's query rows to the front of its block (row of `padded`), and write zeros to the rest of the block.
+    """Copy the query rows of request i to the front of ``padded[i]``, and write zeros to the rest of it.
 
     Args:
         query: ``[num_rows, heads, head_dim]``; rows after the last request's are padding.
@@ -38,7 +38,7 @@ def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tens
 
 
 def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
-    """Copy each request's rows from its padded block to `out`, without gaps. Rows after the last request's become zero.
+    """Copy the rows of each request i from the front of ``padded[i]`` to `out`, without gaps. Further rows become zero.
 
     Args:
         padded: ``[batch_size, max_seq_len_q, heads, kv_lora_rank]``.
@@ -66,17 +66,18 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Set the output to 0 and the LSE to -inf in rows that see no key, whatever the kernel wrote (SGLang's
-    `fixup_zero_kv_rows`).
+    """Return output and LSE with 0 and -inf in the rows that see no key (SGLang's `fixup_zero_kv_rows`).
 
-    The shapes are ``[num_rows, heads, head_dim]``, ``[num_rows, heads]`` and ``[num_rows]`` bool.
+    Args:
+        out, lse: ``[num_rows, heads, head_dim]`` and ``[num_rows, heads]``.
+        is_empty: ``[num_rows]`` bool, True for a row that sees no key.
     """
     return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
 
 
 def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
-    """Merge the outputs of attention over several parts of the keys, weighted by their LSEs. The output of a row that sees no
-    key is 0.
+    """Merge the outputs of attention over several parts of the keys by their LSEs. Return float32 ``[num_rows, heads,
+    head_dim]``, 0 in rows that see no key in any part.
 
     Args:
         outs: ``[num_parts, num_rows, heads, head_dim]``.
@@ -89,8 +90,8 @@ def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
     """Return the first elements of a buffer as a contiguous tensor of the given shape.
 
-    SGLang 0.5.12 takes ``buffer[:batch_size, :max_seq_len_q]``, which has gaps if ``max_seq_len_q`` is below the buffer's
-    width, but its kernel writes as if there were no gaps.
+    SGLang 0.5.12 instead slices ``buffer[:batch_size, :max_seq_len_q]``, which is not contiguous if the buffer is wider, and
+    its kernel writes it as if it were contiguous.
 
     Raises:
         ValueError: the buffer is too small.

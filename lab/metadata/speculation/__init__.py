@@ -1,1 +1,1 @@
-"""Speculative decoding: draft steps, verify masks, draft extend in a graph, one launch for an iteration."""
+"""Speculative decoding: draft steps, verify masks, draft extends in CUDA graphs, and plans of a verify pass."""

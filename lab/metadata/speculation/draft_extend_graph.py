@@ -1,9 +1,8 @@
-"""The draft extend of speculative decoding in CUDA graphs: its inputs, the rows that it returns, and the test whether a backend
-supports it.
+"""The draft extend of speculative decoding in CUDA graphs (SGLang's change 25002).
 
-SGLang's change 25002 runs the draft model's catch-up on accepted tokens (``DRAFT_EXTEND_V2``) in a graph. Every request has the
-same number of rows, however many tokens were accepted. The worker needs only the row of the last accepted token. Which rows the
-graph returns has changed from release to release; `DraftExtendOutput` names the choices.
+In a draft extend (``DRAFT_EXTEND_V2``) the draft model catches up on accepted tokens. Every request has d rows, however many
+tokens were accepted. The worker needs only the row of the last accepted token; which rows a graph returns differs between
+SGLang's releases (`DraftExtendOutput`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +22,11 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The rows of a draft extend whose logits are computed. Each request has d rows, of which accept_lens are accepted."""
+    """The rows of a draft extend whose logits a graph computes. Request i has d rows; the first accept_lens[i] are accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
-    # The same, and the most probable token of each row, which nobody reads: what the body captured by 0.5.13 computes.
-    ALL_ROWS_WITH_TOPK = "all rows with top-k"
-    # SGLang 0.5.23: row i * d + accept_lens[i] - 1 of request i, chosen inside the graph before the LM head.
+    ALL_ROWS_WITH_TOPK = "all rows with top-k"  # in addition the most probable token of each row: SGLang 0.5.13's graph
+    # SGLang 0.5.23: row i * d + accept_lens[i] - 1 of request i, selected inside the graph before the LM head.
     SELECTED_ROW = "selected row"
 
     def num_rows(self, batch_size: int, num_tokens: int) -> int:
@@ -58,12 +56,10 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's inputs into the buffers. Further rows of the buffers keep their contents, as in SGLang.
-
-        The arguments have the dtypes and shapes of the attributes, with at most as many rows.
+        """Copy a batch's inputs into the first rows of these buffers. Later rows keep their contents, as in SGLang.
 
         Raises:
-            ValueError, TypeError: a tensor has a shape or dtype that a copy would broadcast or convert silently.
+            ValueError, TypeError: an argument has another dtype or row shape than its buffer, or more rows.
         """
         given = {"input_ids": input_ids, "hidden_states": hidden_states}
         if select_index is not None:
@@ -84,13 +80,13 @@ class DraftInputs:
 
 @dataclass(frozen=True, eq=False)
 class DraftOutputs:
-    """The outputs of a draft model: a row per query row, or a row per request with `DraftExtendOutput.SELECTED_ROW`."""
+    """The outputs of a draft model, in `DraftExtendOutput.num_rows` rows."""
 
     logits: Tensor  #: float32 [num_rows, vocab_size]
     hidden_states: Tensor  #: [num_rows, hidden_size]
-    #: float32 [num_rows, 1], all ones: the probability of this token in a chain of drafts (topk = 1); or None
+    #: float32 [num_rows, 1], ones: in a chain (topk = 1) the probability of the one chosen token; None without top-k
     topk_p: Tensor | None = None
-    topk_index: Tensor | None = None  #: int64 [num_rows, 1], the most probable token of each row; or None
+    topk_index: Tensor | None = None  #: int64 [num_rows, 1], the most probable token of each row; None without top-k
 
     def first(self, num_rows: int) -> "DraftOutputs":
         """Return the first `num_rows` rows of all outputs, as slices of the same storage."""
@@ -99,11 +95,10 @@ class DraftOutputs:
 
 
 def supports_draft_extend_graph(backend: object) -> bool:
-    """Return True if a backend declares that its draft extend may run in a CUDA graph.
+    """Return True if a backend's attribute `supports_draft_extend_graph` is True: its draft extend may run in a CUDA graph.
 
-    SGLang has a list of classes instead, and every new backend has to be added to it. In 0.5.12 the list is Triton and TRT-LLM
-    MLA; 0.5.13 adds TRT-LLM MHA and Tokenspeed MLA. In 0.5.23 it is Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4,
-    FlashAttention and FlashMLA. Here the backend, any object or None, declares it in an attribute with this function's name.
+    SGLang has a list of classes instead: Triton and TRT-LLM MLA in 0.5.12; 0.5.13 adds TRT-LLM MHA and Tokenspeed MLA. In
+    0.5.23 it is Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4, FlashAttention and FlashMLA.
     """
     return getattr(backend, "supports_draft_extend_graph", False) is True
 
@@ -116,7 +111,7 @@ class DraftModel(Protocol):
         ...
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Return output buffers with a row per request or per query row, as `form` says."""
+        """Return output buffers of `DraftExtendOutput.num_rows` rows."""
         ...
 
     def prepare(
@@ -128,7 +123,7 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a call, which a CUDA graph can capture: it reads `inputs`, writes K and V to the cache, fills `outputs`."""
+        """Return a function, fit for a CUDA graph, that reads `inputs`, writes K and V to the cache and fills `outputs`."""
         ...
 
 
@@ -190,10 +185,7 @@ class DraftExtendGraph:
         self.runner = GraphRunner(backend, mode, pool, batch_sizes, body, place)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return True if a graph can run this batch: it has the captured number of rows per request and fits a captured size.
-
-        If `num_tokens_per_req` is not set (-1 here, 0 in SGLang), the batch's number of rows decides.
-        """
+        """Return True if the batch is a DRAFT_EXTEND_V2 of the captured number of rows per request and fits a captured size."""
         bs, sizes = batch.batch_size, self.runner.captured
         stated = -1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req
         has_width = (
@@ -209,22 +201,20 @@ class DraftExtendGraph:
     ) -> DraftOutputs:
         """Run the draft extend of a batch in the graph of the smallest captured size that holds it.
 
-        Padded rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang. A selected row of request i
-        lies in the request's own rows, so an index left from an earlier replay is valid in every size that holds request i.
+        Padding rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang.
 
         Args:
             batch: a batch for which `can_run` is True.
             input_ids, hidden_states: as in `DraftInputs`.
-            accept_lens: int32 or int64 [batch_size], 1 to d each; the host does not read it. Required for SELECTED_ROW, refused
-                for other forms.
+            accept_lens: int32 or int64 [batch_size], 1 to d each, with SELECTED_ROW; None with other forms. The host does not
+                read it.
 
         Returns:
-            The outputs of the batch's own rows. With SELECTED_ROW `logits` are the graph's own buffer, and `hidden_states` a
-            copy, because the worker keeps them until the next draft (SGLang clones them). With the other forms all outputs
-            are the graph's own buffers. The next replay of any size overwrites the graph's buffers.
+            The outputs without padding, as slices of the graph's buffers, which the next replay overwrites. With SELECTED_ROW
+            `hidden_states` is a copy, because the worker keeps it until the next draft (SGLang clones it).
 
         Raises:
-            ValueError: the batch cannot run in a graph, or `accept_lens` is missing or not allowed. Nothing has been copied
+            ValueError: the batch cannot run in a graph, or `accept_lens` is missing or not allowed. The buffers are unchanged
                 then.
         """
         if not self.can_run(batch):

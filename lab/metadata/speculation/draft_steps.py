@@ -1,12 +1,13 @@
 """The metadata of every step of a multi-step draft on TRT-LLM MHA or MLA, and of a whole speculative iteration in one launch.
 
-A draft of ``speculative_num_steps`` steps begins with the draft extend and then runs the draft model ``speculative_num_steps -
-1`` times. Each of these runs has an inner backend, which needs the metadata of one decode pass. SGLang's common template first
-makes the ragged K/V lists that other backends read; these two backends ignore the lists, and change 26241 skips them for MLA.
+A draft of ``speculative_num_steps`` steps begins with the draft extend and then runs ``speculative_num_steps - 1`` decode
+passes of the draft model, each with metadata of its own. SGLang's common template first makes lists of K/V slots
+(``kv_indptr``, ``kv_indices``) for all passes. TRT-LLM's backends ignore these ragged lists, and change 26241 skips them for
+MLA.
 
 A frozen-KV draft (SGLang 0.5.23, `FROZEN_KV_MTP`, for Gemma 4's assistant models) reads the target's K/V and writes none. It
-has no draft extend and one backend. All its ``speculative_num_steps`` passes read the tokens that the target has committed,
-``[0, seq_lens)``, also in sliding-window pages, and take the last position as their own: they share one metadata.
+has no draft extend. All its ``speculative_num_steps`` passes attend to the ``seq_lens`` tokens that the target has committed,
+also in sliding-window pages, and so share one metadata.
 """
 
 from collections.abc import Callable
@@ -27,27 +28,24 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
 from lab.named_enum import NamedEnum
 
-MOST_STEPS = 8  # of ``speculative_num_steps``
+MOST_STEPS = 8  # largest ``speculative_num_steps``
 
 
 class DraftPlan(NamedEnum):
     """Which launches write the metadata of all steps of a draft."""
 
-    COMMON_TEMPLATE = "common template"  # the ragged lists of all steps, then one launch per step (before 26241)
-    PER_STEP = "per step"  # one launch per step (after 26241)
-    ONE_LAUNCH = "one launch"  # one for all steps, which share one page table
+    COMMON_TEMPLATE = "common template"  # a launch for the ragged lists, then one per step (before change 26241)
+    PER_STEP = "per step"  # one launch per step (after change 26241)
+    ONE_LAUNCH = "one launch"  # one launch for all steps, which share one page table
 
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata that one draft step's backend receives."""
+    """The metadata of one draft step, and the ragged lists of the common template (None with other plans)."""
 
     metadata: PassMetadata
-    #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``; or None
-    kv_indptr: Tensor | None = None
-    #: ``[tokens]`` int32, the slots of all requests' keys. SGLang's common template makes both lists, and neither backend
-    #: reads them. None without the template
-    kv_indices: Tensor | None = None
+    kv_indptr: Tensor | None = None  #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``
+    kv_indices: Tensor | None = None  #: ``[tokens]`` int32, the slots of all requests' keys
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,8 @@ class MultiStepDraft:
     attention: DraftAttention
     #: 2 to 8, one more than the draft's decode passes; in a frozen-KV draft 1 to 8, the number of passes
     speculative_num_steps: int
-    #: which launches make the metadata. The values of the metadata are the same for every plan. A frozen-KV draft always has
-    #: one launch and no common template
-    plan: DraftPlan = DraftPlan.PER_STEP
-    #: branches per request. It is 1 (a chain) for the TRT-LLM backends, except in a frozen-KV draft, where each branch is a
-    #: row of the batch
+    plan: DraftPlan = DraftPlan.PER_STEP  #: in a frozen-KV draft PER_STEP or ONE_LAUNCH, which are the same
+    #: branches per request: 1 (a chain), except in a frozen-KV draft, in which each branch is a row of the batch
     topk: int = 1
     schedule: Schedule = Schedule.SERIAL  #: schedule of the kernel that makes the ragged lists of the common template
 
@@ -95,29 +90,33 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """The buffers of a draft's metadata. They are allocated once and serve every batch up to their size."""
+    """The buffers of a draft's metadata for every batch of at most ``max_batch_size`` requests.
 
-    #: metadata of ``max_batch_size`` requests for each step. With ONE_LAUNCH all steps have the same table. In a frozen-KV
-    #: draft all steps have the same metadata, of ``max_batch_size * topk`` rows
+    Attributes:
+        kv_indptr, kv_indices: ``[speculative_num_steps, max_batch_size + 1]`` and ``[speculative_num_steps, max_batch_size *
+            max_context_len]`` int32, the ragged lists of the common template; None with other plans.
+    """
+
+    #: metadata of ``max_batch_size * topk`` rows for each step. With ONE_LAUNCH all steps have the same table. In a frozen-KV
+    #: draft all steps have the same metadata
     steps: tuple[PassMetadata, ...]
-    kv_indptr: Tensor | None  #: ``[speculative_num_steps, max_batch_size + 1]`` int32, common template only
-    #: ``[speculative_num_steps, max_batch_size * max_context_len]`` int32, common template only
+    kv_indptr: Tensor | None
     kv_indices: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedDraft:
-    """The metadata of every draft step. `write` fills it from the batch's current contents."""
+    """The metadata of every draft step, and the function `write` that fills it from the batch's tensors."""
 
     steps: tuple[DraftStep, ...]
     write: Callable[[], None]
 
 
 def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> DraftBuffers:
-    """Allocate the buffers of a draft once for all batches, as an engine does for its CUDA graphs.
+    """Allocate the buffers of a draft for all batches, as an engine does for its CUDA graphs.
 
-    Tables start as 0 (MHA) or -1 (MLA), and ``kv_indptr`` as 0. Later, cells of a table that are not live hold values of
-    earlier batches.
+    Tables start as 0 (MHA) or -1 (MLA), and ``kv_indptr`` as 0. Cells after a request's pages keep the values of earlier
+    batches.
 
     Raises:
         ValueError: ``max_batch_size`` is below 0, or the backend does not support the pool.
@@ -149,8 +148,8 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     capture `write`.
 
     Args:
-        batch: a decode batch, whose ``seq_lens`` do not count the drafted tokens. Without host lengths, a step's ``kv_indices``
-            is the whole row. A frozen-KV draft takes a batch of `frozen_kv_batch`.
+        batch: a decode batch, whose ``seq_lens`` do not count draft tokens; for a frozen-KV draft the result of
+            `frozen_kv_batch`. Without ``seq_lens_cpu``, a step's ``kv_indices`` is the step's whole row of the buffer.
         buffers: the result of `allocate_draft` for the same draft and pool.
 
     Raises:
@@ -179,11 +178,7 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """Build every step's metadata in new buffers, as an eager pass of the engine does. The errors are `prepare_draft`'s.
-
-    If the engine writes the ragged K/V lists of all steps into one buffer, the buffer is cleared first, and each step gets a
-    copy of its lists.
-    """
+    """Build every step's metadata in new tensors, as an eager pass of the engine does. Errors are those of `prepare_draft`."""
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
     return tuple(DraftStep(step.metadata, _clone(step.kv_indptr), _clone(step.kv_indices)) for step in prepared.steps)
@@ -214,9 +209,9 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
 
 
 def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    """Return a function that allocates the metadata of one step over a page table; None allocates a new one.
+    """Return a function that allocates the metadata of one step. Its argument is the step's page table; None: a new table.
 
-    All steps of MHA share one tensor of row offsets.
+    All steps of MHA share one `cu_seqlens_q`.
     """
     if not draft.attention.is_mla:
         boundaries = uniform_boundaries(max_rows, 1, pool.device)
@@ -245,7 +240,7 @@ def _lists_launch(
         batch.seq_lens,
         buffers.kv_indices,
         buffers.kv_indptr,
-        batch.seq_lens,  # the positions of a chain: each request's next one is its length
+        batch.seq_lens,  # the position of a chain's next token is the request's length
         topk=draft.topk,
         page_size=pool.page_size,
         schedule=draft.schedule,
@@ -257,7 +252,7 @@ def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
     metadata = buffers.steps[step].leading(batch.batch_size)
     if buffers.kv_indptr is None or buffers.kv_indices is None:
         return DraftStep(metadata)
-    # Ragged lists are those of chains: a draft with several branches is a frozen-KV one, which has a page table alone.
+    # A draft with ragged lists is a chain: only a frozen-KV draft has several branches, and it has no ragged lists.
     indptr, indices = buffers.kv_indptr[step, : batch.batch_size + 1], buffers.kv_indices[step]
     if batch.seq_lens_cpu is not None:
         indices = indices[: sum(batch.seq_lens_cpu) + batch.batch_size * (step + 1)]
@@ -269,17 +264,16 @@ def _clone(tensor: Tensor | None) -> Tensor | None:
 
 
 def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
-    """Return the batch that every pass of a frozen-KV draft uses. The host reads nothing from the device.
+    """Return the batch that every pass of a frozen-KV draft uses, without reading the device (SGLang's `expand_for_topk_draft`
+    in `frozen_kv_mtp_utils.py`).
 
-    Branch j of request i is row ``i * topk + j``; all branches read the same pages. SGLang expands the batch on its own stream,
-    before the metadata is built (`expand_for_topk_draft` in `frozen_kv_mtp_utils.py`), and captures graphs for ``requests *
-    topk`` rows.
+    Branch j of request i is row ``i * topk + j``; all branches of a request have the same pages.
 
     Args:
-        batch: a plain DECODE batch of the target's requests. ``seq_lens`` counts the committed tokens.
+        batch: a DECODE batch of the target's requests, without SpecInfo. ``seq_lens`` counts the committed tokens.
 
     Returns:
-        A batch of ``batch_size * topk`` rows in new tensors, without write locations. Its lengths are the committed tokens.
+        A batch of ``batch_size * topk`` rows in new tensors, with the same lengths and an empty ``out_cache_loc``.
 
     Raises:
         TypeError: `topk` is not an int.
@@ -305,14 +299,14 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every pass of one speculative iteration. `write` fills it in one launch, from the batch's contents."""
+    """The metadata of every pass of one speculative iteration, and the launch `write` that fills it from the batch's tensors.
 
-    #: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``
-    draft_steps: tuple[TRTLLMMHAMetadata, ...]
-    target_verify: TRTLLMMHAMetadata  #: metadata of the verify pass, with lengths ``seq_lens + d``
-    #: metadata of DRAFT_EXTEND_V2, with the same lengths: the ``seq_lens`` of a DRAFT_EXTEND_V2 batch already count the draft
-    #: tokens
-    draft_extend: TRTLLMMHAMetadata
+    The lengths are those of the TARGET_VERIFY batch, with d draft tokens per request.
+    """
+
+    draft_steps: tuple[TRTLLMMHAMetadata, ...]  #: metadata of each decode pass, with lengths ``seq_lens + step + 1``
+    target_verify: TRTLLMMHAMetadata  #: with lengths ``seq_lens + d``
+    draft_extend: TRTLLMMHAMetadata  #: metadata of DRAFT_EXTEND_V2, with lengths ``seq_lens + d``
     write: Callable[[], None]
 
 
@@ -321,15 +315,14 @@ def prepare_iteration(
 ) -> PreparedIteration:
     """Allocate the metadata of all passes of a speculative iteration, and prepare the launch that fills it.
 
-    All inputs of the metadata are known before the draft runs: no pass depends on which tokens are drafted or accepted.
+    The metadata does not depend on which tokens are drafted or accepted.
 
     Args:
-        verify: a TARGET_VERIFY batch, which defines requests, lengths and draft width of all passes. ``seq_lens`` stops at the
-            last accepted token.
-        pool: the request table and slots, without sliding-window pages. In SGLang, draft and target share table and slots, but
-            not caches.
+        verify: a TARGET_VERIFY batch: the requests, lengths and number of draft tokens of all passes. ``seq_lens`` counts the
+            tokens up to the last accepted token.
+        pool: the request table and slots, which draft and target share, without sliding-window pages.
         speculative_num_steps: number of draft steps, one more than the draft's decode passes.
-        share_table: use one page table for all passes, because their pages are the same. It has the pages of the longest pass.
+        share_table: use one page table for all passes. It has the pages of the pass with the largest lengths.
 
     Raises:
         ValueError: the batch has another mode or device or is empty, or the pool has sliding-window pages.
@@ -344,12 +337,12 @@ def prepare_iteration(
         raise ValueError("the batch is empty: an iteration needs a request")
     bs, rows = verify.batch_size, verify.num_tokens // verify.batch_size
     shared = torch.empty(bs, pool.block_table_width, dtype=torch.int32, device=pool.device) if share_table else None
-    # Uncounted tokens and query rows of each pass.
-    facts = [*((step + 1, 1) for step in range(speculative_num_steps - 1)), (rows, rows), (rows, rows)]
+    # The number that each pass adds to seq_lens, and its query rows per request.
+    offsets_and_rows = [*((step + 1, 1) for step in range(speculative_num_steps - 1)), (rows, rows), (rows, rows)]
     passes = [
         TRTLLMMHAMetadata.allocate(pool, bs, width, bs * width, new=torch.empty, page_table=shared)
-        for _, width in facts
+        for _, width in offsets_and_rows
     ]
-    written = [each.pass_buffers(offset, width) for each, (offset, width) in zip(passes, facts, strict=True)]
+    written = [each.pass_buffers(offset, width) for each, (offset, width) in zip(passes, offsets_and_rows, strict=True)]
     *draft_steps, target_verify, draft_extend = passes
     return PreparedIteration(tuple(draft_steps), target_verify, draft_extend, prepare_passes(written, verify, pool))

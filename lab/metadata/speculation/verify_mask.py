@@ -12,10 +12,10 @@ from lab.named_enum import NamedEnum
 
 
 class VerifyMaskForm(NamedEnum):
-    """Which keys have a cell in the mask of a verification. Each request has d draft tokens.
+    """The shape of the bool mask of a verification with d draft tokens per request. The requests' blocks are concatenated.
 
-    FULL: a request of L tokens has a block ``[d, L + d]``, and the blocks lie end to end, as in SGLang 0.5.13 and 0.5.14.
-    QLEN_ONLY: a block is ``[d, d]``, only draft tokens, as in SGLang 0.5.23 if no kernel reads the mask.
+    FULL: a request of L tokens has a block ``[d, L + d]``, as in SGLang 0.5.13 and 0.5.14.
+    QLEN_ONLY: a request has a block ``[d, d]`` of its draft tokens, as in SGLang 0.5.23 if no kernel reads the mask.
     """
 
     FULL = "full"
@@ -54,7 +54,7 @@ class VerifyMask:
         return self.buffer.nbytes
 
     def fits(self, batch_size: int) -> bool:
-        """Return True if a step of this many requests can use the buffer; a larger step allocates its own."""
+        """Return True if the buffer has room for a step of `batch_size` requests."""
         return batch_size <= self.max_batch_size
 
 
@@ -66,17 +66,17 @@ def verify_mask_cells(
     max_context_len: int,
     seq_lens_sum: int | None = None,
 ) -> int:
-    """Return the number of mask cells of one step, of one byte each. A step without a preallocated buffer allocates them.
+    """Return the number of cells, of one byte each, in the bool mask of one step.
+
+    It is ``d * seq_lens_sum + batch_size * d * d`` for FULL, and ``batch_size * d * d`` for QLEN_ONLY.
 
     Args:
-        form: FULL has ``d * seq_lens_sum + batch_size * d * d`` cells, QLEN_ONLY ``batch_size * d * d``.
-        batch_size, num_draft_tokens: requests, and d.
+        num_draft_tokens: d.
         max_context_len: largest number of tokens in a request, without its draft tokens.
-        seq_lens_sum: tokens of all requests, if the host knows the number. None: every request has ``max_context_len`` tokens,
-            the size of a buffer for all steps.
+        seq_lens_sum: tokens of all requests; None: every request has ``max_context_len`` tokens.
 
     Raises:
-        ValueError: a size is negative, or ``seq_lens_sum`` is above its upper bound.
+        ValueError: a size is negative, or ``seq_lens_sum`` is above ``batch_size * max_context_len``.
     """
     sizes = {
         "batch_size": batch_size,
@@ -108,19 +108,15 @@ def preallocate_verify_mask(
     skip_prefill: bool = False,
     is_draft_runner: bool = False,
 ) -> VerifyMask | None:
-    """Allocate a zero-filled buffer for all later steps, so that no step needs ``seq_lens_sum`` to allocate a buffer.
+    """Allocate the zero-filled mask of a backend for all its steps. Return None if the backend does not verify.
 
-    `verify_mask_cells` says how large: 134,221,824 bytes (FULL) and 4,096 (QLEN_ONLY) for 256 requests, 4 draft tokens and
-    131,072 tokens of context.
+    For 256 requests, 4 draft tokens and 131,072 tokens of context it has 134,221,824 bytes (FULL) or 4,096 (QLEN_ONLY).
 
     Args:
-        num_draft_tokens: d; None or 0 without speculation.
+        num_draft_tokens: None or 0 without speculation: the backend does not verify.
         skip_prefill: the backend belongs to draft steps, which do not verify.
-        is_draft_runner: the backend belongs to a draft model, for its steps or its draft extend. SGLang 0.5.23 uses only the
-            target's mask (`maybe_create_verify_mask`); 0.5.14 allocated one for target and draft.
-
-    Returns:
-        The mask; None if the backend does not verify: no draft tokens, ``skip_prefill`` or ``is_draft_runner``.
+        is_draft_runner: the backend belongs to a draft model, which does not verify. SGLang 0.5.23 allocates no mask for it
+            (`maybe_create_verify_mask`); 0.5.14 does.
 
     Raises:
         ValueError: a size is negative.
@@ -133,15 +129,13 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set the whole buffer to True. This is the first step of building a tree, which then clears the keys that a draft token
-    must not see.
+    """Set the whole buffer to True, also for a small batch, as SGLang does before it builds a tree.
 
-    The whole buffer is set for a small batch too, as in SGLang: without the lengths the host does not know where a FULL batch
-    ends. SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for
-    kernels that read it.
+    SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for kernels that
+    read it.
 
     Raises:
-        ValueError: the batch does not fit.
+        ValueError: `batch_size` is above the mask's `max_batch_size`.
     """
     if not mask.fits(batch_size):
         raise ValueError(
@@ -154,16 +148,14 @@ def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
 def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
     """Write the mask of a chain of drafts (top-k 1): each draft token sees the prefix, the draft tokens before it, and itself.
 
-    FULL writes one block ``[d, L + d]`` per request, L columns of True and then a lower triangle; QLEN_ONLY only the triangle.
-    The cells' indices are computed on the device. The host reads nothing, so a length above ``max_context_len`` cannot be
+    The other cells of the buffer become True. The host does not read the device, so a length above ``max_context_len`` is not
     refused.
 
     Args:
-        mask: written in place; `fill_verify_mask` first sets its whole buffer.
-        seq_lens: ``[batch_size]`` int32 or int64 on the mask's device, tokens of each request without its drafts.
+        seq_lens: ``[batch_size]`` int32 or int64 on the mask's device, tokens of each request without its draft tokens.
 
     Raises:
-        ValueError: the lengths are on another device, or the batch does not fit.
+        ValueError: the lengths are on another device, or the mask is too small for the batch.
     """
     if seq_lens.device != mask.buffer.device:
         raise ValueError(f"seq_lens is on {seq_lens.device} but the mask on {mask.buffer.device}: use one device")
@@ -180,15 +172,13 @@ def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
 
 
 def pack_tree_mask(parents: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the decode call's packed draft mask of trees, in which a draft token sees itself and its ancestors.
+    """Return the decode call's packed mask of draft trees, in which a draft token sees itself and its ancestors.
 
     Args:
-        parents: ``[batch_size, d]`` int32 or int64: the draft token that each draft token follows; -1, or any number outside 0
-            … d - 1, if it follows the last accepted token. A parent may come after its child.
-        out: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` to write to.
-
-    Returns:
-        ``out``, or a new tensor. If bit b of word w of row j is set, row j sees draft token 16 w + b. The host reads nothing.
+        parents: ``[batch_size, d]`` int32 or int64: the index of each draft token's parent; -1, or any number outside 0 … d -
+            1, if the parent is the last accepted token. A parent may have a larger index than its child.
+        out: uint16 ``[batch_size, d, 2 * ceil(d / 32)]``, which is written and returned; None: a new tensor. If bit b of word w
+            of row j is set, row j sees draft token 16 w + b.
     """
     batch_size, d = parents.shape
     words = mask_words(d)

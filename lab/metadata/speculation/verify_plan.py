@@ -21,15 +21,13 @@ FUSED_MHA = TRTLLMMHABackend()
 
 
 class CapturedVerify(VerifyBackend):
-    """The inputs and the metadata of a verify pass in CUDA graphs, for each captured batch size. A plan writes both before a
-    graph is replayed.
+    """Plan a verify pass in CUDA graphs: a plan writes the inputs and the metadata of a captured batch size.
 
     Args:
-        num_draft_tokens: d, query rows of each request.
+        num_draft_tokens: query rows of each request.
         batch_sizes: the captured sizes, in any order. A batch is padded to the smallest size that holds it.
-        attention: the backend that makes the metadata's buffers: TRT-LLM MHA, with or without sliding-window pages, or MLA,
-            whose kernel takes no mask.
-        mask: the mask of the calls, for ``max(batch_sizes)`` requests, as in `PlannedVerify`; None: rows are causal.
+        attention: the backend that makes the metadata's buffers: TRT-LLM MHA or MLA, whose kernel takes no mask.
+        mask: as in `PlannedVerify`, for ``max(batch_sizes)`` requests; None: rows are causal.
 
     Raises:
         ValueError: there is no size, a number is below 1, or the backend does not support the pool.
@@ -50,7 +48,7 @@ class CapturedVerify(VerifyBackend):
         self.num_draft_tokens = num_draft_tokens
         self.inputs = StaticInputs(mode, max(batch_sizes), pool.device)
         self.buffers = attention.new_buffers([mode], pool, max(batch_sizes))[mode]
-        # Made now, so that a plan neither checks nor slices.
+        # Prepared now, to save the host's time in a plan.
         self._passes = sized_passes(self.inputs, self.buffers, batch_sizes)
         self._planned = {
             size: PlannedVerify(each.view, each.metadata, None if mask is None else mask[:size])
@@ -88,9 +86,8 @@ class ChainVerify(CapturedVerify):
     """Plan the verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft.
 
     Args:
-        pool, num_draft_tokens, batch_sizes, attention: as in `CapturedVerify`.
-        verify_mask: a buffer for the mask that is filled while a tree is built, so that no draft allocates one. No kernel reads
-            it.
+        verify_mask: the mask that SGLang's draft fills while it builds a tree. No kernel reads it. None: the draft allocates
+            one.
     """
 
     fix_up = FixUp.NONE
@@ -114,10 +111,8 @@ class TreeMaskVerify(CapturedVerify):
     """Plan the verification of trees. The metadata is that of a chain, and a mask lets each draft token see only itself and its
     ancestors.
 
-    Until a draft fills `parents`, each request's tree is a chain, also in padded rows.
-
     Attributes:
-        parents: ``[max_batch_size, d]`` int64, which the draft fills; see `pack_tree_mask`.
+        parents: ``[max_batch_size, d]`` int64 as in `pack_tree_mask`: chains, until the draft writes its trees.
         mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, which the fix-up writes after the draft.
     """
 
