@@ -45,7 +45,7 @@ SEEN, SURVIVED, SLOW = "seen", "survived", "over the time limit"
 # Not cosmic-ray's exchange of `==` for `is`, nor its changes of names, decorators and caught exceptions.
 OPERATORS = ("AddNot", "NumberReplacer", "ReplaceBinary", "ReplaceBreak", "ReplaceContinue", "ZeroIteration")
 OPERATORS += ("ReplaceAnd", "ReplaceOr", "ReplaceTrue", "ReplaceFalse", "ReplaceUnary", "ReplaceComparison")
-COPIED = ("lab", "tests", "corpus", "studies", "pyproject.toml")
+COPIED = ("lab", "tests", "corpus", "studies", "docs", "pyproject.toml")
 
 
 @dataclass(frozen=True)
