@@ -15,6 +15,7 @@ EXTRA_OF = {
     "triton": "triton",
     "flashinfer": "flashinfer",
     "flash_attn": "fa4",
+    "flash_mla": "flashmla",
     "pynvml": "bench",
     "pytest_benchmark": "bench",
     "scipy": "bench",

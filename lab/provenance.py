@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PEERS = ("flash-attn-4", "sglang", "vllm")
+PEERS = ("flash-attn-4", "sgl-flash-mla", "sglang", "vllm")
 PACKAGES = ("torch", "triton", "flashinfer-python", "pytest-benchmark", "numpy", "scipy", "cupti-python", *PEERS)
 GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 DISTRIBUTIONS = {
     "flashinfer": "flashinfer-python",
     "flash_attn": "flash-attn-4",
+    "flash_mla": "sgl-flash-mla",
     "pynvml": "nvidia-ml-py",
     "cupti": "cupti-python",
     "markdown_it": "markdown-it-py",

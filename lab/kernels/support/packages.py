@@ -7,6 +7,8 @@ from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import FAMILIES, SM90, SM100, Capability, family_of
 from lab.kernels.support.common import (
     ANY_ROWS,
+    BF16,
+    CONTIGUOUS_LSE,
     HALF_DTYPES_ALONE,
     HALVES,
     HALVES_OVER_E4M3,
@@ -14,10 +16,11 @@ from lab.kernels.support.common import (
     ONE_TABLE,
     QUERYS_OUT,
     TAKEN_PAGES,
+    first_misaligned,
     misaligned_paged,
     positive_bmm1_scale,
 )
-from lab.kernels.support.kernel import Dtypes, Implementation, Kernel, head_dims
+from lab.kernels.support.kernel import Dtypes, Implementation, Kernel, dims, head_dims, mla_dims, sizes
 from lab.kernels.support.stored_cache import no_token_list
 
 HONOURED_BY_ALL = ANY_ROWS | {Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW}
@@ -139,9 +142,44 @@ VLLM_TRITON = paged_kernel(
     limits=_vllm_triton,
 )
 
+
+def _flash_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Refuse by the limits of `sparse_prefill.cpp` and of `sm90/prefill/sparse/phase1.cuh`."""
+    top_k = 0 if problem.selected is None else problem.selected.shape[1]
+    if not top_k or top_k % 128:
+        return f"reads entries chosen for each row, in whole 128 columns: not a sparse_mla_top_k of {top_k}"
+    sides = (("query", problem.query), ("K", problem.k_cache))
+    return positive_bmm1_scale(problem) or no_token_list(problem) or first_misaligned(sides)
+
+
+# Of `sgl-flash-mla` 1.0.0, the fork of FlashMLA that SGLang 0.5.23 uses; sources are of github.com/sgl-project/FlashMLA.
+FLASH_MLA = Kernel(
+    "FlashMLA's sparse prefill kernel",
+    calls=(AttentionCall.MLA_DECODE,),
+    gpus=(SM90,),
+    dtypes=Dtypes(
+        frozenset({(BF16, BF16, BF16)}),
+        queries="takes bf16 queries, not {q}",
+        kv="reads a bf16 cache, not {kv}",
+        out="writes bf16, not {out}",
+    ),
+    sizes=(
+        sizes("is built for query heads of", lambda problem: problem.num_qo_heads, 64, 128),
+        dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, (512, 64), (512, 0)),
+    ),
+    honours=frozenset({Feature.SEVERAL_ROWS, Feature.STRIDED_QUERY, Feature.OUT, Feature.SINKS, Feature.LSE})
+    | {Feature.TOP_K, Feature.TOP_K_LENS, Feature.STRIDED_TOP_K},
+    says=NUMBERS
+    | NO_V_SCALE
+    | CONTIGUOUS_LSE
+    | {Feature.RAGGED_ROWS: "is taken for equally many rows of each request, as SGLang calls it: no cum_seq_lens_q"},
+    limits=_flash_mla,
+)
+
 # A new kernel is a module of `lab.kernels.peers`, and here its row and its line.
 IMPLEMENTATIONS = (
     Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", (FLASH_ATTENTION_4,)),
+    Implementation("lab.kernels.peers.flash_mla", "flash_mla", "sgl-flash-mla", (FLASH_MLA,)),
     Implementation("lab.kernels.peers.flex_attention", "torch", "torch", (FLEX_ATTENTION,)),
     Implementation("lab.kernels.peers.sglang_triton", "sglang", "sglang", (SGLANG_TRITON,)),
     Implementation("lab.kernels.peers.vllm_triton", "vllm", "vllm", (VLLM_TRITON,)),

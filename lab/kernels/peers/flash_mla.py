@@ -1,0 +1,94 @@
+"""FlashMLA's sparse kernel for SM90 under the name of the MLA decode call, for calls that select entries for each row.
+
+The kernel is the bf16 one of `flash_mla_sparse_fwd`, which DeepSeek wrote for prefill: each query row has a list of tokens in a
+flat pool. It does not split a row's entries among programs, so that few rows leave most of a GPU idle. FlashMLA's own sparse
+decode kernel reads packed entries of 656 bytes, which the lab does not model. The package is imported at the first call; it is
+the fork that SGLang 0.5.23 uses, which keeps the kernels for SM90 under the name "legacy".
+
+The kernel stops at a number of columns for each row. One small launch writes these numbers before each call, so that the host
+reads no length. The kernel has no `out`: its result is copied, and a call's time includes the copy. Its LSE is a natural
+logarithm without the sink, and +inf for a row without entries: more launches convert it to the lab's.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import PagedAttention
+from lab.kernels.entries import Ready, entries
+from lab.kernels.peers.installed import installed_function
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support.packages import FLASH_MLA
+from lab.kernels.support.stored_cache import share_memory, token_list
+
+FUNCTION, WRITTEN_FOR = "flash_mla.flash_mla_sparse_fwd", "sgl-flash-mla 1.0.0"
+
+
+def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
+    """Prepare an MLA decode call that selects entries. `lab.calls.MLADecodeCall` documents parameters and errors.
+
+    If FlashMLA does not support the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
+    `workspace_buffer` is not used.
+
+    Raises:
+        ModuleNotFoundError, TypeError: `lab.kernels.peers.installed.installed_function` cannot use the installed FlashMLA.
+    """
+    out, lse = problem.results()
+    refuse_unsupported(FLASH_MLA, problem)
+    arguments = _arguments(problem)
+    attend = installed_function(__name__, FUNCTION, WRITTEN_FOR, frozenset(arguments))
+
+    def run() -> Any:
+        if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
+            problem.query.view(call.query.shape).copy_(call.query)
+        write_columns_in_use(problem, arguments["topk_length"])
+        rows, _, natural = attend(**arguments)
+        out.view(rows.shape).copy_(rows)
+        if lse is not None:
+            natural = natural.masked_fill(natural == math.inf, -math.inf)
+            if problem.sinks is not None:
+                natural = torch.logaddexp(natural, problem.sinks)
+            torch.mul(natural, 1.0 if call.lse_is_base_e else math.log2(math.e), out=lse)
+        return call.returned(out, lse)
+
+    return run
+
+
+def _arguments(problem: PagedAttention) -> dict[str, Any]:
+    assert problem.selected is not None
+    return {
+        "q": problem.query,
+        "kv": token_list(problem.k_cache),
+        "indices": problem.selected.unsqueeze(1),
+        "sm_scale": float(problem.bmm1_scale),
+        "d_v": problem.v_head_dim,
+        "attn_sink": problem.sinks,
+        "topk_length": torch.empty(problem.num_rows, dtype=torch.int32, device=problem.query.device),
+        "use_legacy": True,
+        "return_log2_lse": None if problem.return_lse else False,  # False: writes none
+    }
+
+
+def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:
+    """Write the number of columns that each row uses, without reading a length on the host.
+
+    Args:
+        problem: a call that selects entries, with equally many rows for each request.
+        columns: int32 [num_rows]. A row at position p gets p + 1, or its own number of `sparse_mla_top_k_lens`, between 0 and
+            the number of columns.
+    """
+    assert problem.selected is not None
+    most, lens = problem.selected.shape[1], problem.selected_lens
+    if lens is None:
+        lens = problem.seq_lens.view(torch.int32)
+        if problem.max_q_len > 1:
+            to_row = torch.arange(1 - problem.max_q_len, 1, dtype=torch.int32, device=columns.device)
+            lens = (lens.unsqueeze(1) + to_row).flatten()
+    torch.clamp(lens, 0, most, out=columns)
+
+
+prepare_trtllm_batch_decode_with_kv_cache_mla, trtllm_batch_decode_with_kv_cache_mla = entries(
+    "prepare", MLADecodeCall, _prepare
+)
