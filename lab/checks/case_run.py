@@ -1,4 +1,8 @@
-"""The run of one case: it makes the calls of a check, and records every error of their results."""
+"""Run one case: make the calls of a check to an implementation, and record each error in their results.
+
+A check is one test of the judge, such as K4. A case is a frozen dataclass that describes the inputs of a call: lengths, dtypes,
+heads and storage. A check judges many cases. The features of a call are its named properties, such as `kv_len`.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -27,24 +31,26 @@ from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
-# Calls that an engine's pass over a paged cache makes.
+# The attention functions that an engine calls for a paged cache.
 ENGINE_CALLS = tuple(dict.fromkeys((*PAGED_CALLS, *LATENT_CALLS)))
 MOST_SAVED_ELEMENTS = 2**20  # A larger output is neither saved nor audited.
 SHOWN_CHARACTERS = 1000
 
 
 class CallForm(NamedEnum):
-    """How a call is made: as a whole, or after it was prepared or planned. The value is the prefix of the function's name."""
+    """How an attention function is called: directly, or through a callable that a `prepare_...` or `plan_...` function of the
+    implementation returned earlier. The value is the prefix of that function's name.
+    """
 
     WHOLE = ""
-    PREPARED = "prepare_"  # `lab.kernels.prepare`: what does not depend on contents is done once
-    PLANNED = "plan_"  # `lab.kernels.PlannedOnce`: for lengths and page ids that stay
+    PREPARED = "prepare_"  # as `lab.kernels.prepare`: the callable is valid for any contents of the tensors
+    PLANNED = "plan_"  # as `lab.kernels.PlannedOnce`: the callable is valid while lengths and page ids are unchanged
 
 
 class Result(NamedTuple):
     """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features of the call that returned them; None stands for the last call of the run.
+    `call` has the features of this call. If it is None, errors are recorded with the features of the run's last call.
     """
 
     out: Tensor
@@ -52,12 +58,12 @@ class Result(NamedTuple):
     call: CallFeatures | None = None
 
     def leading(self, rows: int) -> "Result":
-        """Return the result of the first rows, without the padding rows after them."""
+        """Return the result of the first `rows` rows."""
         return self._replace(out=self.out[:rows], lse=None if self.lse is None else self.lse[:rows])
 
 
 class Inputs(Protocol):
-    """A protocol: a function and the arguments of one call of it, as `AttentionInputs` has them."""
+    """A protocol: an attention function (`interface`) and the keyword arguments of one call of the function."""
 
     @property
     def interface(self) -> AttentionCall: ...
@@ -67,7 +73,7 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class GivenCall:
-    """A call with its arguments. The first `rows` rows of its output belong to requests; padding rows may follow."""
+    """A call with its keyword arguments. Only the first `rows` rows of the output are judged; None for all rows."""
 
     interface: AttentionCall
     given: dict[str, Any]
@@ -78,9 +84,7 @@ class GivenCall:
 
 
 class CaseRun:
-    """A case that is being judged. A check makes calls and states what it expects. A failed expectation is recorded, and the
-    check continues.
-    """
+    """One case while a check judges it. The `expect...` methods record an error instead of raising it."""
 
     def __init__(
         self,
@@ -98,11 +102,11 @@ class CaseRun:
         self.kernel = KernelCalls(self.decline, refusals)  #: makes the calls of the implementation
         self.wrongs: list[str] = []  #: sentences about wrong results
         self.failures: list[str] = []  #: sentences about failed calls
-        #: sentences about variations of the check that were refused, or judged in an equivalent form
+        #: sentences about calls that the implementation refused, or that were made with equivalent arguments instead
         self.declines: list[str] = []
-        self.remarks: list[str] = []  #: sentences that a reader of the verdict should know, right or wrong
-        self.suspicions: list[str] = []  #: such sentences, which say that the case's inputs may be wrong
-        #: calls of a case of `lab.checks.invariance` with other bits than its base call
+        self.remarks: list[str] = []  #: notes for the reader of the verdict; they do not make a result wrong
+        self.suspicions: list[str] = []  #: notes that say why the inputs of the case may be wrong
+        #: the calls of `lab.checks.invariance` whose output differs from that of the case's first call
         self.differences: list[BitDifference] = []
         self.worst_ratio = 0.0  #: the largest ratio of an error to its bound
         self.is_misshapen = False  #: a result has another shape or dtype than expected
@@ -114,7 +118,7 @@ class CaseRun:
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the inputs of a case, by default the run's own. `storage` replaces fields of the case's `Storage`."""
+        """Build the tensors of `case`, by default of `self.case`. `storage` replaces fields of the case's `Storage`."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
@@ -123,10 +127,10 @@ class CaseRun:
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Make the call of `inputs` with the arguments in `changes` replaced. Return its results without padding rows.
 
-        A refused call is made again in each equivalent form (`KernelCalls`).
+        If the implementation refuses the call, it is made again with equivalent arguments (`KernelCalls`).
 
         Raises:
-            Unsupported: the implementation refused every form.
+            Unsupported: the implementation refused all equivalent calls too.
             KernelError: the call failed.
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
@@ -140,7 +144,9 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def _make(self, prefix: str, interface: AttentionCall, arguments: Any, workspace: Tensor | None = None) -> Any:
-        """Make a call, or with a form's prefix prepare it; a refused one in equivalent forms. An engine has a `workspace`."""
+        """Make a call and return its results; with the prefix of a `CallForm`, return the callable that makes the call. With
+        `workspace`, call as an engine does: leave out arguments at their default, and pass this workspace.
+        """
         function = self._offered(prefix + interface.value, KernelError if workspace is None else Unsupported)
         once = functools.partial(self.kernel.prepared if prefix else self.kernel.once, function)
         if workspace is not None:
@@ -148,7 +154,7 @@ class CaseRun:
         return self.kernel.invoke(interface, once, arguments, by_engine=workspace is not None and not prefix)
 
     def _offered(self, name: str, missing: type[Exception] = KernelError) -> Callable[..., Any]:
-        """Return a function of the implementation; raise the error `missing` if the implementation does not have it."""
+        """Return the implementation's function with this name. Raise `missing` if there is none."""
         function: Callable[..., Any] | None = getattr(self.implementation, name, None)
         if function is None:
             raise missing(f"it has no {name}")
@@ -164,12 +170,15 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
-        """Make a call that the check does not require. If it is refused or fails, record this and return None.
+        """Make the call of `inputs` with the arguments in `changes` replaced, and compare its result with `expected`: within
+        the error bound of a `Truth`, or bit for bit with a `Result`. Return None if the call fails or is refused.
 
-        `what` names the call. If `expected` is given, compare the result with it: with the expected output (`Truth`), or with
-        another result whose bits must be equal. If the call is `needed`, its refusal is raised. Otherwise a call that
-        FlashInfer excludes is not made if the case has selected pages or entries, or one rank's keys, which exclude many
-        arguments.
+        Args:
+            what: name of the call in recorded sentences.
+            inputs, expected: the call, and the required result; None if the result is not to be compared.
+            needed: raise Unsupported if the call is refused. Otherwise a refusal is recorded. A call that FlashInfer itself
+                excludes is then not made for cases with selected pages, selected entries or one rank's keys.
+            changes: the arguments that replace those of `inputs`.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
@@ -184,14 +193,14 @@ class CaseRun:
         return result
 
     def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
-        """Make a call like `vary`, but raise Unsupported if it is refused: the case is then declined."""
+        """Make a call like `vary`, but raise Unsupported if the implementation refuses it."""
         return self.vary(what, inputs, expected, True)
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """While the context is open, record a failed call instead of raising its error; a refused call too, unless `needed`.
+        """Catch and record the errors of calls in the `with` block: KernelError, and Unsupported unless `needed`.
 
-        If the GPU's context is lost, the failure is raised, because no later call can be right.
+        KernelError is raised again if the CUDA context is lost, because no later call can succeed.
         """
         try:
             yield
@@ -207,7 +216,7 @@ class CaseRun:
             self.fail(str(failure), what)
 
     def _expect_shape_of(self, interface: AttentionCall, returned: Any, arguments: dict[str, Any]) -> None:
-        """Expect that an output has the query's leading axes, because `as_result` accepts rows in another shape."""
+        """Expect an output with the query's axes except the last one. (`as_result` accepts flattened rows too.)"""
         out, _ = output_and_lse(interface.value, returned)
         query = arguments["query"]
         shape = (*query.shape[:-1], arguments.get("kv_lora_rank", query.shape[-1]))
@@ -215,33 +224,33 @@ class CaseRun:
             self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
 
     def _wait(self) -> None:
-        """Wait for the GPU, so that errors of earlier launches are raised."""
+        """Synchronize the GPU unless a graph is being captured, so that errors of earlier launches are raised."""
         if self.device.type == "cuda" and not is_capturing():
             torch.cuda.synchronize()
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """Return WHOLE, and the other forms (prepared, planned) that the implementation has for at least one function."""
+        """Return WHOLE, and each other form that the implementation has for at least one attention function."""
         offered = {
             form for form in CallForm for each in ENGINE_CALLS if hasattr(self.implementation, form.value + each.value)
         }
         return tuple(form for form in CallForm if form is CallForm.WHOLE or form in offered)
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Prepare or plan a call, and return the function that makes it. The errors are those of `call`."""
+        """Prepare or plan a call, and return the callable that makes it. Raise the errors of `call`."""
         self.note_call(interface, arguments)
         return cast("Callable[[], Any]", self._make(form.value, interface, arguments))
 
     def function(self, interface: Interface) -> Callable[..., Any]:
-        """Return the implementation's function, wrapped so that it raises Unsupported for a refused call."""
+        """Return the implementation's function, wrapped so that a refused call raises Unsupported."""
         function = self._offered(interface.value)
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object whose methods are the attention functions as an engine calls them.
+        """Return an object with the implementation's attention functions as methods, for an engine to call.
 
-        If `form` is PREPARED or PLANNED, the object has a method `prepare_...` for each function that has this form. All
-        calls share one workspace, and arguments at their default are left out.
+        If `form` is PREPARED or PLANNED, the object also has a method `prepare_...` for each function that has this form. All
+        calls share one workspace. The implementation does not get arguments at their default.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -253,8 +262,8 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make one call of an engine's pass, or with the prefix of a form prepare it. The features of a call have the case's
-        lengths, because a pass may have two calls.
+        """Make one call of an engine's forward pass; with the prefix of a `CallForm`, prepare the call. `self.called` gets the
+        lengths of the case, not of the call, because one pass may make two calls.
         """
         if not prefix:
             of_call = self.note_call(interface, arguments)
@@ -263,7 +272,9 @@ class CaseRun:
         return self._make(prefix, interface, arguments, workspace)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Record and return the features of a call before it is made. `case` gives its contents, by default the run's."""
+        """Record and return the features of a call that will be made. The features of the data (contents, poison) are read from
+        `case`, by default from `self.case`. During a graph capture, return the features of the last call.
+        """
         if not is_capturing():
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
@@ -274,13 +285,13 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record an error for each sentence in `wrongs`. `kind` is a key of `explain.diagnosis.HELD`."""
+        """Record one comparison; it failed if `wrongs` has sentences. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
 
     def wrong(self, sentence: str) -> None:
-        """Record a sentence about an error of the last call."""
+        """Record a sentence about an error in what the last call returned."""
         self.expect(RETURNED, [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -288,7 +299,7 @@ class CaseRun:
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Call `read`, in which a reference reads the implementation's metadata. Return True, or record its error."""
+        """Return True if `read` raises no IndexError, TypeError or ValueError; else record the error."""
         try:
             read()
         except (IndexError, TypeError, ValueError) as error:
@@ -300,8 +311,13 @@ class CaseRun:
     def expect_close(
         self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0, kind: str = "output"
     ) -> None:
-        """Expect the truth's output, and its LSE in base 2 if the result has one. `least_bound` is as in `compare_output`.
-        `kind` is "merged" for what the lab has merged from several results.
+        """Expect that the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`.
+
+        Args:
+            what: name of the result in recorded sentences.
+            result, truth: the result and the expected one. A result of None is not compared.
+            least_bound: relative error that is always allowed.
+            kind: "output", or "merged" for a result that the lab merged from several calls.
         """
         if result is None:
             return
@@ -314,7 +330,7 @@ class CaseRun:
             self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
-        """Expect that an LSE is log2 of the softmax's denominator, which includes the sink; -inf where a row sees no key."""
+        """Expect that an LSE is log2 of the softmax's denominator, including the sink; -inf for a row that sees no key."""
         self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
@@ -331,31 +347,32 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record one comparison and the requests with wrong rows. `call` is by default the last call."""
+        """Record one comparison, with the features of `call` (by default the last call) and which of its requests are wrong."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
-        alone = kind in ("output", "return", "other") and not requests  # they are compared with results of requests
+        # The diagnosis compares these results with results of single requests.
+        alone = kind in ("output", "return", "other") and not requests
         features = of_any_request(call.features, call.of_requests) if alone else call.features
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 
     def fail(self, failure: str, what: str = "") -> None:
-        """Record that the last call failed. The same sentence is recorded only once."""
+        """Record that the last call failed: it raised, or its error is `failure`. Equal sentences are recorded once."""
         failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
         self._note(what or IT_FAILED, "return", OutputComparison(failure))
 
     def decline(self, sentence: str) -> None:
-        """Record a sentence about a refusal, unless it is recorded already."""
+        """Record a sentence about a refused call. Equal sentences are recorded once."""
         if sentence not in self.declines:
             self.declines.append(sentence)
 
 
 def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without `window_left=-1`, and without those that are None as FlashInfer's default is."""
+    """Return the arguments without `window_left=-1` and without each None that is the argument's default in FlashInfer."""
     fields = CALL_TYPES[interface].__dataclass_fields__
     return {
         name: value
@@ -365,7 +382,7 @@ def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> di
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Return the output and LSE that a function returned, one row per query row. Raise KernelError if one is no tensor."""
+    """Return what a function returned as a `Result` of query rows. Raise KernelError if the output or LSE is no tensor."""
     out, lse = output_and_lse(interface.value, returned)
     if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out
@@ -374,9 +391,7 @@ def as_result(returned: Any, interface: AttentionCall) -> Result:
 
 
 def _is_excluded(inputs: Inputs, changes: dict[str, Any]) -> bool:
-    """Return True if a call is one that FlashInfer excludes, or that the lab does not take (`lab.calls`). On a CPU the contents
-    of tensors are read too, as they are now.
-    """
+    """Return True if `lab.calls` refuses the arguments: FlashInfer excludes such a call, or the lab does not model it."""
     try:
         CALL_TYPES[inputs.interface](**(inputs.arguments() | changes)).problem()
     except (ValueError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Compare results: output and LSE with the expected ones, and the bits of two outputs."""
+"""Compare an output or LSE with the expected one (`Truth`), or the bits of two outputs."""
 
 import math
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ SHOWN_ROWS = 8
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """The result of a comparison."""
+    """What the comparison of one output or LSE found."""
 
-    failure: str  #: a sentence about what is wrong; "" if the result is right
+    failure: str  #: a sentence about what is wrong; "" if nothing is
     worst_ratio: float = 0.0  #: the largest ratio of an error to its bound
-    #: bool [num_rows], True for wrong rows; None if the comparison does not say which rows are wrong
+    #: bool [num_rows], True for wrong rows; None if rows could not be compared, for example because the shape is wrong
     wrong_rows: Tensor | None = None
-    example: WrongVector | None = None  #: the worst vector
+    example: WrongVector | None = None  #: the (row, head) vector with the largest error
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
-    """Compare each (row, head) vector of an output with the truth. If all are right, also test for a bias, by a regression of
-    the output on the truth.
+    """Compare each (row, head) vector of an output with the expected one, by relative L2 error. Also test all vectors together
+    for a small common bias, by a regression of the output on the expected output.
 
     Args:
         out: [num_rows, num_qo_heads, head_dim].
@@ -48,7 +48,12 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
 
 
 def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
-    """Compare an LSE with log2 of the softmax's denominator, which includes the sink; it is -inf where a row sees no key."""
+    """Compare an LSE with log2 of the softmax's denominator, including the sink; -inf for a row that sees no key.
+
+    Args:
+        lse: [num_rows, num_qo_heads].
+        truth: the expected results of the call.
+    """
     failure = truth.wrong_lse(lse)
     if lse.shape != truth.lse_log2.shape or not lse.dtype.is_floating_point:
         return OutputComparison(failure)
@@ -62,7 +67,7 @@ def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
 
 
 def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
-    """Compare two outputs bit for bit. The failure names the rows that differ."""
+    """Compare two outputs bit for bit. `failure` names the rows that differ."""
     if out.shape != other.shape:
         return OutputComparison(_other_shape(out, other))
     left, right = as_integers(out), as_integers(other)
@@ -75,9 +80,9 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
 
 
 def largest_ulps(out: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] in one dtype. The unit is the last place of
-    the vector's largest element, because elements near zero have places that no sum can hold. Infinity if an element that
-    differs is not finite.
+    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype, in ulps: units in the last
+    place of the largest element in the same (row, head) vector. An element's own ulp would be too small near zero. Return
+    infinity if an element that differs is not finite.
     """
     limits = torch.finfo(out.dtype)
     left, right = out.double(), other.double()
@@ -92,7 +97,9 @@ def _other_shape(out: Tensor, expected: Tensor) -> str:
 
 
 def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
-    """Return a vector's elements with the largest errors: those that are not finite first."""
+    """Return the elements with the largest errors in the vector [row, head], with the expected values. An element that is not
+    finite counts as the largest error.
+    """
     right, computed = expected[row, head].double(), got[row, head].double()
     error = torch.where(computed.isfinite(), (computed - right).abs(), math.inf).nan_to_num(math.inf, posinf=math.inf)
     worst = error.topk(min(SHOWN_ELEMENTS, len(error))).indices.sort().values

@@ -1,6 +1,6 @@
-"""Read a report's file: its cases and their verdicts.
+"""Read the JSON file of a report of the judge: the cases and the verdict on each.
 
-A case is written as its `repr`. Reading it builds only known dataclasses, enums and dtypes, and evaluates no code.
+The file has the `repr` of each case. The reader builds only known dataclasses, enums and dtypes from it, and evaluates no code.
 """
 
 import ast
@@ -22,7 +22,7 @@ from lab.checks.run.verdicts import BitDifference, CaseVerdict, Judged, Outcome
 from lab.files import DAMAGED, read_json
 from lab.workloads.interfaces import INTERFACES, interface_of
 
-SHOWN_CHARACTERS = 200  # of a text that is no case
+SHOWN_CHARACTERS = 200  # of an invalid text, in an error
 DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 
 
@@ -31,7 +31,8 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts in a report's record, its parsed JSON. The compared `results` of a case are not recorded.
+    """Yield the verdicts of a report. `record` is the parsed JSON of the file. `Judged.results` is empty, because the file does
+    not have the compared results.
 
     Raises:
         ReportError: the record is not a report, or was written before cases had numbers.
@@ -87,10 +88,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return the path if a report may be written to it. Missing parent folders are created.
+    """Return `path` if a report may be written there: a new or empty file, or an earlier report. Create missing folders.
 
     Raises:
-        ReportError: the path is a file that is neither empty nor a report, a pipe, or in a folder where no file can be written.
+        ReportError: the path is another file or a pipe, or the folder is not writable.
     """
     if path.is_fifo():
         raise ReportError(f"{path} is a pipe, and a report is written several times: name a file")
@@ -112,10 +113,10 @@ def replaceable(path: Path) -> Path:
 
 
 def read_case(path: Path, number: int) -> CaseVerdict:
-    """Read the verdict on one case of a report.
+    """Read the verdict on the case with this number from a report's file.
 
     Raises:
-        ReportError: the file is not a report, or has no case with this number.
+        ReportError: the file is not a report, has no case with this number, or the case is of an unknown check.
     """
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
@@ -137,8 +138,8 @@ def read_case(path: Path, number: int) -> CaseVerdict:
 
 @functools.cache
 def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
-    """Return two tables of the names that may occur in the text of a case: the dataclasses of `lab.checks` by name, and enum
-    members and dtypes by repr.
+    """Return the names that may occur in the text of a case, as two tables: from a name to a dataclass of `lab.checks`, and
+    from a repr to an enum member or dtype.
     """
     import lab.checks as offering
 
@@ -152,10 +153,10 @@ def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
 
 
 def read_expression(text: str) -> Any:
-    """Build the case or the ranges that a `repr` describes.
+    """Build the case or `Ranges` whose `repr` is `text`.
 
     Raises:
-        ValueError: the text is not such an expression, or its numbers make no valid case.
+        ValueError: the text is no such `repr`, or a field has an invalid value.
     """
     try:
         return _built(ast.parse(text, mode="eval").body)

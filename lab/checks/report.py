@@ -1,4 +1,8 @@
-"""A run of the judge as data: its verdicts, a summary for each check and function, and the diagnosis."""
+"""The report of one run of the judge, as data: the verdict on each case, a summary for each check, and the diagnosis.
+
+A check is one test of the judge, such as K4. It judges many cases, each of which describes the inputs of a call. "Function" is
+one of FlashInfer's attention functions or of the metadata functions (`Interface`).
+"""
 
 import functools
 import json
@@ -23,7 +27,7 @@ from lab.workloads.interfaces import Interface
 
 WORST_FIRST = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
 
-# Of the begun cases that an engine sends: with fewer, a quick run that left cases out says too little
+# A quick run that left cases out answers nothing if it compared less than this share of its begun cases that an engine sends.
 LEAST_COMPARED = 0.1
 
 
@@ -37,12 +41,11 @@ class CheckSummary:
 
     @functools.cached_property
     def counts(self) -> dict[Outcome, int]:
-        """Return the number of cases with each outcome."""
         return dict(Counter(verdict.outcome for verdict in self.verdicts))
 
     @property
     def outcome(self) -> Outcome:
-        """Return the worst outcome among the cases. A wrong result is worse than a failed call."""
+        """Return the worst outcome among the cases, in the order of `WORST_FIRST`."""
         return next(outcome for outcome in WORST_FIRST if self.counts.get(outcome))
 
     @property
@@ -52,13 +55,13 @@ class CheckSummary:
 
     @property
     def worst(self) -> CaseVerdict:
-        """Return the verdict with the largest ratio of error to bound, among those with the summary's `outcome`."""
+        """Return the verdict with the largest ratio of error to bound, among the verdicts whose outcome is `self.outcome`."""
         of_outcome = (verdict for verdict in self.verdicts if verdict.outcome is self.outcome)
         return max(of_outcome, key=lambda verdict: verdict.judged.worst_ratio)
 
     @property
     def declines(self) -> tuple[str, ...]:
-        """Return the distinct sentences about refusals, the most frequent first."""
+        """Return the distinct sentences about refused calls, the most frequent first."""
         counts = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         return tuple(reason for reason, _ in counts.most_common())
 
@@ -74,9 +77,9 @@ class Report:
     verdicts: tuple[CaseVerdict, ...]  #: the verdict on each case
     left_out: int = 0  #: number of planned cases that were not judged
     ranges: Ranges = field(default_factory=Ranges)  #: the parameter values that were judged
-    ended: str = "the time was over"  #: why cases were left out
+    ended: str = "the time was over"  #: a clause that says why cases were left out
     interrupted: bool = False  #: the user interrupted the run; `left_out` counts the remaining cases
-    #: functions that declined most cases, each with the ranges that it accepts; it was also judged within these
+    #: for each function that declined most cases: the ranges that it accepts, within which it was judged again
     narrowed: tuple[tuple[Interface, Ranges], ...] = ()
     refusals: tuple[str, ...] = ()  #: names of the exceptions that count as refusals; () for the default list
     #: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown
@@ -84,7 +87,7 @@ class Report:
     num_random: int = 0  #: number of random cases that were judged after the level's cases
     #: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`)
     audited: int = 0
-    #: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
+    #: name of the engine whose profile chose the cases, or "". Only verdicts on cases that this engine sends count.
     profile: str = ""
     functions: tuple[Interface, ...] = ()  #: the functions that have cases, even if none of their cases was begun
     #: number of cases that had begun and did not end before the time was over; they are among `left_out`
@@ -104,14 +107,16 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Yield the cases that are wrong, failed or dishonest, with a profile only those that concern its engine."""
+        """Yield the verdicts that are wrong, failed or dishonest. In a run for one engine's profile, yield only the verdicts on
+        cases that this engine sends.
+        """
         broken = (verdict for verdict in self.verdicts if verdict.outcome in BROKEN)
         return (verdict for verdict in broken if not self.profile or self.profile in verdict.sent_by)
 
     @property
     def is_right(self) -> bool:
-        """Return True if each function was judged, of a shard any function, no case was left out but by the quick level's time,
-        and only known failures are wrong.
+        """Return True if nothing is wrong except known failures, each function (in a shard: any function) was judged, and no
+        case was left out. A quick run may leave out cases that it did not begin.
         """
         return self._is_whole and bool(self.verdicts) and not any(self.wrong)
 
@@ -126,13 +131,13 @@ class Report:
 
     @property
     def _is_hardly_judged(self) -> bool:
-        """Return True if of the begun cases that an engine sends fewer than a tenth were compared."""
+        """Return True if the run compared less than `LEAST_COMPARED` of its begun cases that an engine sends."""
         sent = [verdict.judged.judged > 0 for verdict in self.verdicts if verdict.sent_by]
         return sum(sent) < LEAST_COMPARED * len(sent)
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return 0 (right), 1 (wrong or failed), 3 (dishonest), 125 (it could not be judged) or 130 (interrupted)."""
+        """Return 0 (right), 1 (wrong or failed), 3 (dishonest), 125 (not judged, or not completely) or 130 (interrupted)."""
         if self.interrupted:
             return ExitStatus.INTERRUPTED
         if any(verdict.outcome is Outcome.DISHONEST for verdict in self.verdicts):
@@ -142,7 +147,7 @@ class Report:
         return ExitStatus.DONE if self.is_right else ExitStatus.NOT_JUDGED
 
     def write(self, path: Path, *, is_diagnosed: bool = True) -> None:
-        """Write the report as JSON. The diagnosis takes a second to compute and is left out while a run continues."""
+        """Write the report as JSON. Without `is_diagnosed`, leave out the diagnosis and coverage, which take a second."""
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
@@ -185,7 +190,7 @@ class Report:
         }
 
     def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
-        """Return a verdict as JSON data. Empty fields, and ranges equal to the report's, are left out."""
+        """Return a verdict as JSON data, without empty fields, and without ranges that equal the report's."""
         record = {
             "number": verdict.number,
             "check": verdict.check,
@@ -209,7 +214,7 @@ class Report:
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
-        """Return the diagnosis of all verdicts: what is broken and where, or what could not be judged."""
+        """Return what is broken and where, and what was not judged."""
         left_out = f"{counted(self.left_out, 'case')} {'was' if self.left_out == 1 else 'were'} left out, {self.ended}"
         chosen_by = f"the {self.level.value} level" + (f" of the profile {self.profile}" if self.profile else "")
         missing = list(not_judged(self.verdicts, self.coverages, left_out if self.left_out else "", chosen_by))
@@ -224,12 +229,12 @@ class Report:
 
     @functools.cached_property
     def coverages(self) -> tuple[Coverage, ...]:
-        """Return, for each function, which parameter values and pairs of values check K18 (combinations) judged; empty if K18
-        did not run.
+        """Return for each function which parameter values and pairs of values were judged by K18, the check of combinations.
+        Return () if K18 did not run.
         """
         return coverages(self.verdicts, self.ranges)
 
 
 def _number(ratio: float) -> float | str:
-    """Return a ratio for JSON. JSON has no infinity, so the ratio of an output that is not finite becomes a text."""
+    """Return a ratio as a JSON number; infinity and NaN, which JSON does not have, as a text."""
     return round(ratio, 4) if math.isfinite(ratio) else str(ratio)

@@ -1,1 +1,3 @@
-"""Explain a run's verdicts: features (properties) of cases and calls, rules for where results are wrong, and a diagnosis."""
+"""Explain the verdicts of a run: read the features (named properties) of calls, find rules over features that say where results
+are wrong, and write the diagnosis.
+"""

@@ -1,7 +1,7 @@
-"""The answer of a report: is the implementation right, for which engines and documented corners, and what was not judged.
+"""Write the answer of a report: whether the implementation is right, for which engines, and what was not judged.
 
-A documented corner is a case that a function's documentation allows and that no engine sends
-(`lab.checks.parameters.profiles`).
+A profile (`lab.checks.parameters.profiles`) describes the calls that an engine sends, such as those of SGLang 0.5.23. A
+documented corner is a case that a function's documentation allows and that no engine sends.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.recorded.case import RecordedCase
 from lab.wording import counted, joined, shortened
 
-SHOWN_CHARACTERS = 120  # of the reason why the lab cannot judge a case
+SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a case
 
 
 def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged: Sequence[str], is_whole: bool) -> str:
@@ -21,9 +21,9 @@ def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged
 
     Args:
         verdicts: the verdicts of a run.
-        engines: names of the profiles. Cases that they send are counted apart from documented corners.
-        not_judged: a clause each for what was not judged.
-        is_whole: each planned case was begun, and each function was judged.
+        engines: names of profiles. The answer says for each of them whether its cases are right.
+        not_judged: clauses that say what was not judged.
+        is_whole: True if each planned case was begun, and each function was judged.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."
@@ -53,7 +53,7 @@ def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
 def _of_cases(
     verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> str:
-    """Return the sentence that says for which engines the judged cases are right, and in how many cases they are wrong."""
+    """Return a sentence that says for which engines all cases are right, and how many cases are wrong for other engines."""
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
     right, wrong = "right", _word(judged).lower()
     right += f", except for known failures in {counted(known, 'case')}," if known else ""
@@ -79,7 +79,9 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return engines, together with others of the same cases, with the verdicts on what they send."""
+    """Return groups of engines, each with the verdicts on the cases that its engines send. Engines are in one group if they
+    send the same cases, or if all their cases are right.
+    """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:
         if sent := [verdict for verdict in verdicts if key in verdict.sent_by]:
@@ -105,12 +107,13 @@ def _broken(verdicts: Sequence[CaseVerdict]) -> int:
 def not_judged(
     verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str
 ) -> Iterator[str]:
-    """Yield a clause for each reason why something was not judged: the run ended, the kernel refused it, the lab cannot judge
-    it here, or the level or the profile leaves it out.
+    """Yield a clause for each reason why cases or parameter values were not judged: the run ended, the kernel refused them, the
+    lab cannot judge them on this device, or the level or profile does not contain them.
 
     Args:
-        verdicts, coverages: the verdicts of a run, and the coverage of the functions.
-        left_out: the clause about cases that were not begun; "" if there are none.
+        verdicts: the verdicts of a run.
+        coverages: for each function, which parameter values were judged.
+        left_out: a clause about cases that were not begun; "" if there are none.
         chosen_by: what chose the cases, such as "the smoke level".
     """
     if left_out:

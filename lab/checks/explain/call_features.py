@@ -1,4 +1,4 @@
-"""Read the features of a case, of its calls and of their requests: `lab.checks.explain.features` has their texts."""
+"""Read the features (named properties such as `kv_len`, see `lab.checks.explain.features`) of cases, calls and requests."""
 
 import math
 import operator
@@ -22,24 +22,24 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.ranges import DTYPES, dtype_of
 
-TILE = 64  # keys that kernels take at a time
-# Features of a problem that are features of its call by the same names.
+TILE = 64  # keys that many kernels load at a time
+# Members of `lab.calls.problem.Feature` that are features of a call with the same names.
 OF_PROBLEM = ("SKIP_SOFTMAX", "RANK_KEYS", "SEPARATE_TABLES", "BLOCK_SPARSE", "OTHER_V_STRIDES")
 DTYPE_NAMES = {dtype_of(name): name for name in DTYPES}
-FAR_ELEMENTS = 2**31  # more than 32 bits with a sign count
-# Fields of a case that are no features. Of its lengths, the batch and its requests have features.
+FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
+# Fields of a case that are no features. Fields with lengths become features of the batch and of each request.
 NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
 LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
-# What a case without such a field has of its model's geometry.
+# Features that are read from a case's field of this name, or else from the case's `model`.
 OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", "head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")
 
-Read = dict[str, Any]  # values by the names of features; None, False or nothing where there is no value
+Read = dict[str, Any]  # from a feature's name to its value; None and False mean that there is no value
 
 
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
-    """Return the features of one request: its lengths, its pages, its position in the batch, and what its window hides."""
+    """Return the features of the request with index `request`, such as its lengths, pages, and keys outside the window."""
     kv_len = kv_lens[request]
-    # The first key in the window of the last row, and of the first; 0 or less: none is hidden
+    # Index of the first key in the window of the request's last row, and of its first row; 0 or less if no key is hidden
     last_seen = first_seen = 0
     if window_left >= 0:
         last_seen = kv_len - 1 - window_left
@@ -74,7 +74,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
 
 
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
-    """Return the features of a whole batch: page size, window, numbers of requests and rows, unequal and empty requests."""
+    """Return the features of a whole batch, such as its page size, window, and numbers of requests and rows."""
     return {
         "page_size": page_size,
         "has_window": window_left >= 0,
@@ -109,7 +109,7 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return these features of a call, and those of a batch of these lengths and of each request."""
+        """Return `features`, with the features of a batch with these lengths, and of each request of the batch, added."""
         of_requests = tuple(
             kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
             for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))
@@ -119,14 +119,16 @@ class CallFeatures:
 
 
 def kept(read: Read) -> dict[str, Value]:
-    """Return features with values that rules can compare, without None and False."""
+    """Return features with their values as bool, int or str, which rules can compare. Leave out values of None and False."""
     plain = ((name, _plain(value)) for name, value in read.items() if value is not None and value is not False)
     return {name: value for name, value in plain if value is not None and value is not False}
 
 
 def _plain(value: Any) -> Value | None:
-    """Return a dtype or enum as its name, and a tensor of one element as its truth value; None for no value of these kinds."""
-    if type(value) in (bool, int, str):  # most are
+    """Return a value as bool, int or str: an enum or dtype as its name, a tensor of one element as bool, a mapping as its only
+    value or "mixed". Return None for a value of another type.
+    """
+    if type(value) in (bool, int, str):  # the usual case, first for speed
         return value
     if isinstance(value, Enum):
         return value.name.lower()
@@ -141,10 +143,10 @@ def _plain(value: Any) -> Value | None:
 
 
 def features_of_case(case: Any) -> CallFeatures:
-    """Return the features of a case of any check: of its fields, its forward mode, its batch and each of its requests.
+    """Return the features of a case: of its fields, its forward mode, its batch and each request.
 
     Raises:
-        UnknownFeatureError: `lab.checks.explain.features` has no text of a field of the case.
+        UnknownFeatureError: `lab.checks.explain.features` does not list a field of the case.
     """
     given = dict(_fields(case))
     for name in given.keys() - FEATURES.keys():
@@ -164,7 +166,7 @@ def features_of_case(case: Any) -> CallFeatures:
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each field of a case and of dataclasses in it, without lengths and `NO_FEATURES`."""
+    """Yield the name and value of each field of a case and of the dataclasses in it, except `NO_FEATURES` and `LENGTHS`."""
     for each in fields(case) if is_dataclass(case) else ():
         value = getattr(case, each.name)
         if is_dataclass(value):
@@ -174,7 +176,7 @@ def _fields(case: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_mode(given: Read) -> Read:
-    """Return the features of the forward mode in a case's fields, such as the kind of its query rows; {} without a mode."""
+    """Return the features of the `ForwardMode` among the fields of a case; {} if there is none."""
     if (mode := next((each for each in given.values() if isinstance(each, ForwardMode)), None)) is None:
         return {}
     uncounted = mode.uncounted
@@ -189,7 +191,7 @@ def _read_mode(given: Read) -> Read:
 
 
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
-    """Return the features of a call's arguments, such as dtypes and scales; for a paged call also features of its pages."""
+    """Return the features of a call's arguments, such as dtypes, scales and, for a paged call, the layout of the cache."""
     query, sinks, options = problem.query, problem.sinks, problem.features()
     (_, num_qo_heads, head_dim), num_kv_heads, v_head_dim = query.shape, problem.num_kv_heads, problem.v_head_dim
     group = num_qo_heads // max(num_kv_heads, 1)
@@ -222,7 +224,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "o_scale_not_1": arguments.get("o_scale") not in (None, 1),
         "transform_mode": arguments.get("bf16q_fp8kv_transform_mode"),
         "cute_dsl_impl": arguments.get("cute_dsl_impl"),
-        # Of calls that can do without.
+        # A feature only of functions for which the argument is optional.
         "cum_seq_lens_q_given": CALL_TYPES[interface].__dataclass_fields__["cum_seq_lens_q"].default is None
         and problem.cu_seqlens_q is not None,
         "not_causal": not problem.causal,
@@ -287,7 +289,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
 
 
 def _read_selections(problem: PagedAttention) -> Iterator[Read]:
-    """Yield the features of the entries that each request's rows select; nothing if rows select no entries."""
+    """Yield for each request the features of the cache entries that its rows select (sparse MLA); nothing for dense calls."""
     if problem.selected is None:
         return
     used = problem.columns_in_use().cpu()
@@ -309,12 +311,12 @@ def _read_selections(problem: PagedAttention) -> Iterator[Read]:
 
 
 def _lie_apart(pool: Tensor) -> bool:
-    """Return True if there are gaps between the pages of a pool."""
+    """Return True if there is memory between the pages of a pool, [num_pages, ...]."""
     return pool.stride(0) > pool.shape[1:].numel()
 
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if the workspace's scratch does not begin with zeros, so that an earlier call has probably used it."""
+    """Return True if a call has a workspace whose scratch region is not zero. An earlier call has probably written it."""
     if (workspace := arguments.get("workspace_buffer")) is None:
         return False
     data = workspace.flatten().view(torch.uint8)
@@ -324,17 +326,17 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
 
 
 class CallLog:
-    """Remembers the attention calls of one case, so that a call can be compared with earlier ones."""
+    """A record of the attention calls of one case. `read` returns the features that compare a call with earlier calls."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._first_of_shapes: dict[Any, tuple[dict[str, Any], list[int]]] = {}
-        # Not the tensors themselves: a later call's must be free to get the address of one that is gone, as an engine's do.
+        # Weak references: a tensor must be freed as in an engine, so that a later tensor can get its address.
         self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call, and return the features that compare it with earlier calls: which arguments differ from those of the
-        first call with these shapes, and which tensors were written since an earlier call.
+        """Record a call. Return which arguments differ from those of the first call with the same shapes of `query` and
+        `seq_lens`, and which tensors were written since an earlier call had them.
         """
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}
@@ -367,7 +369,7 @@ class CallLog:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an argument's value as plain numbers. A number, and a tensor with only this number, give the same result."""
+    """Return an argument as Python numbers, so that two arguments can be compared. A tensor of one element becomes a number."""
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(f"{float(value):.5g}")
     if isinstance(value, list | tuple):
@@ -378,10 +380,10 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features of an attention call that will be made, and record the call in `log`. Lengths are copied from the
-    device. The features in `around`, of the case, come first; the call's own replace them.
+    """Return the features of an attention call that will be made, and record the call in `log`. Copy the lengths to the host.
 
-    If `lab.calls` refuses the arguments, the only features of the call are those that compare it with earlier ones.
+    `around` has features of the case. They are part of the result; a feature of the call replaces one of the same name. If
+    `lab.calls` refuses the arguments, the call itself adds only the features of `CallLog.read`.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

@@ -1,4 +1,8 @@
-"""The diagnosis of a run: what is broken and where, the smallest case that shows it, and the checks that add no information."""
+"""Diagnose the verdicts of a run: what is broken, under which conditions, and the smallest case that shows it.
+
+A feature is a named property of a call or request, such as `kv_len`. A rule is a conjunction of literals, which are tests of
+one feature each, such as `has_window and q_len >= 2`. A region is a rule that says where results of one kind are wrong.
+"""
 
 import math
 from collections import ChainMap
@@ -16,7 +20,8 @@ from lab.checks.run.verdicts import BROKEN, IT_FAILED, RETURNED, CaseVerdict, Ch
 from lab.recorded.case import RecordedCase
 from lab.wording import counted, joined
 
-# What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
+# The kinds of compared results, each with the beginning of a sentence about wrong ones. Errors of an earlier kind can cause
+# errors of a later kind.
 HELD = {
     "arguments": "The arguments are invalid",
     "return": "The call fails",
@@ -31,17 +36,17 @@ HELD = {
     "other": "The returned value is wrong",
 }
 NAN_READ = "NaN in memory that no row may read reaches the result, as 0 times NaN is NaN,"
-NEARLY = 0.9  # of the results: where as many are wrong, it is nearly everywhere
-# Results of these kinds are noted only where they are wrong: the outputs stand for the right ones.
+NEARLY = 0.9  # share of wrong results from which the sentence says "nearly everywhere"
+# Kinds that are recorded only if they are wrong. Results of the kinds in STAND_INS count as their right ones.
 WITHOUT_RIGHT_ONES = ("return", "other")
-CALLS = ("arguments", "return")  # kinds of calls without a result
+CALLS = ("arguments", "return")  # kinds of errors of calls that return no result
 STAND_INS = ("output", "lists", "metadata")
-FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")
-THE_CASE = "the case"  # a result's name where its calls are not known
-PLACES = ("request", "first_request", "last_request")  # features of one request, which say nothing of a whole batch
-MOST_SHARED = 5  # conditions that all wrong calls of a recording share
-MOST_SHOWN = 2  # regions of a kind after the first in the sentence; the remaining ones follow it
-EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
+FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")  # kinds that no earlier kind can cause
+THE_CASE = "the case"  # name of a result if the single calls of the case are not known
+PLACES = ("request", "first_request", "last_request")  # features of a request that are not meaningful for a whole call
+MOST_SHARED = 5  # features in the sentence about what all wrong calls of a recording share
+MOST_SHOWN = 2  # regions of one kind in the sentence, besides the first region
+EXPLAINED = 0.9  # a kind gets no regions if this share of its wrong results lies in regions of earlier kinds
 
 
 class CaseResult(NamedTuple):
@@ -53,19 +58,18 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """A rule that says where results are wrong, and the numbers of results inside and outside of it."""
+    """A rule that says where results of one kind are wrong. A result is inside the region if the rule holds for it."""
 
-    literals: Rule  # which must all hold; empty if results are wrong everywhere
-    held: str  # the kind of results, such as "output" or "LSE", a key of `HELD`
-    wrong: int  # of the results inside the region
-    results: int  # inside the region
-    right_outside: int
-    outside: int
-    smallest: CaseResult  # the wrong result in the region with the smallest case
-    is_nan: bool = False  # each wrong result in the region is of a call with NaN in memory that no row may read
-    is_corner: bool = (
-        False  # no engine sends a case of a wrong result in the region, though one sends other cases of the run
-    )
+    literals: Rule  # the literals of the rule; () if results are wrong everywhere
+    held: str  # the kind of results, a key of `HELD` such as "output"
+    wrong: int  # number of wrong results inside the region
+    results: int  # number of results inside the region
+    right_outside: int  # number of right results outside
+    outside: int  # number of results outside
+    smallest: CaseResult  # the wrong result inside the region whose case is smallest
+    is_nan: bool = False  # every wrong result inside is of a call with NaN in memory that no row may read
+    # No engine sends a case with a wrong result inside, but an engine sends other cases of the run.
+    is_corner: bool = False
 
     @property
     def what(self) -> str:
@@ -78,14 +82,16 @@ class Region:
 
     @property
     def words(self) -> str:
-        """Return the rule as words that can follow "wherever"."""
+        """Return the rule in words that can follow "wherever", such as "a window is set"."""
         return " and ".join(literal.phrase for literal in self.literals)
 
     @property
     def where(self) -> str:
-        """Return where results are wrong: "wherever ..." if each result in the region is, else "in some cases where ..."."""
+        """Return words that say where results are wrong: "wherever ..." if all results inside are wrong, else "in some cases
+        where ..." or "in most cases where ...". Without a rule, return words such as "everywhere".
+        """
         share = self.wrong / self.results
-        if self.held == "arguments":  # which are not known
+        if self.held == "arguments":  # the features of invalid arguments are not known
             return f"in {counted(self.wrong, 'case')}"
         if not self.literals:
             part = "in most cases" if share > 0.5 else "in some cases"
@@ -99,14 +105,14 @@ class Region:
 
     @property
     def counts(self) -> str:
-        """Return words that count the wrong results inside the region and the right results outside."""
+        """Return a clause with the number of wrong results inside the region and of right results outside."""
         where = f" with {self.rule}" if self.literals else ""
         inside = f"{within(self.what)} in {self.wrong:,} of {self.results:,} results{where}"
         outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
         return inside + (outside if self.outside else "")
 
     def as_record(self) -> dict[str, Any]:
-        """Return the region as JSON data: the rule, its words and features, `held`, and the four numbers of results."""
+        """Return the region as JSON data. "case" is the number of the smallest wrong case."""
         features = [literal.feature for literal in self.literals]
         record = {"rule": self.rule, "words": self.words, "held": self.held, "features": features}
         record |= {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
@@ -114,7 +120,7 @@ class Region:
 
 
 def within(sentence: str) -> str:
-    """Return the beginning of a sentence with its first word in lower case, to continue another sentence; NaN stays NaN."""
+    """Return a sentence with its first letter in lower case, so that it can continue another sentence. "NaN" is not changed."""
     return sentence if sentence.startswith("NaN") else sentence[0].lower() + sentence[1:]
 
 
@@ -124,8 +130,9 @@ class Diagnosis:
 
     answer: str  # whether the implementation is right, and how much was judged
     broken: str = ""  # what is broken, and where; "" if no result is wrong
-    regions: tuple[Region, ...] = ()  # those of documented corners last, causes before consequences, the largest first
-    follows: tuple[str, ...] = ()  # sentences that name the checks whose wrong results only follow from another check's
+    # First the regions of cases that engines send, then documented corners; within both, in the order of `HELD`.
+    regions: tuple[Region, ...] = ()
+    follows: tuple[str, ...] = ()  # sentences that name checks whose errors follow from a wrong plain call
 
     @property
     def sentence(self) -> str:
@@ -147,8 +154,13 @@ class Diagnosis:
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: bool = True) -> Diagnosis:
-    """Return the diagnosis of a run's verdicts. KNOWN and declined verdicts have no region. If a verdict is dishonest, there is
-    none. `answer` has the first sentences, of `lab.checks.explain.answer`. `is_whole`: no case of the run was left out.
+    """Return the diagnosis of a run's verdicts. Known failures and declined cases are not diagnosed. If a verdict is dishonest,
+    the diagnosis has only the answer.
+
+    Args:
+        verdicts: the verdicts of the run.
+        answer: the first sentences of the diagnosis, from `lab.checks.explain.answer`.
+        is_whole: True if no case of the run was left out.
     """
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
         return Diagnosis(answer)
@@ -172,7 +184,9 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: boo
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return the compared results of a verdict, or one with the features of the case (after a crash, or from a file)."""
+    """Return the compared results of a verdict. If it has none (its worker crashed, or it was read from a file), return one
+    result with the features of the case.
+    """
     if verdict.judged.results:
         return verdict.judged.results
     held = "return" if verdict.outcome is Outcome.FAILED else "output"
@@ -180,7 +194,7 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 
 
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
-    """Return one mapping of the features of a verdict's case and of its requests, except a request's position in the batch."""
+    """Return the features of a verdict's case and of its requests as one mapping, without `PLACES`."""
     found = features_of_case(verdict.case)
     return _without_places(of_any_request(found.features, found.of_requests))
 
@@ -190,8 +204,8 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """The units that a rule divides into wrong and right ones. A unit is one request of a result, or a whole result if its
-    requests were not compared one by one.
+    """The data of a search for rules. A unit is one request of a result; it is a whole result if the requests of this result
+    were not compared separately.
     """
 
     results: list[CaseResult]
@@ -201,32 +215,33 @@ class _Units(NamedTuple):
     case_of: list[int]  # for each unit, the number of its case
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return the units in which all literals of a rule hold: bool [units]."""
+        """Return for each unit whether all literals of a rule hold: bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Return the results to which some units belong: bool [results]."""
+        """Return for each result whether one of its units is in `units`, bool [units]. The returned array is bool [results]."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
-    """Return the units (requests or whole results) in which `held`, a key of `HELD`, such as "output", was compared.
+    """Return the units (requests or whole results) of the results of kind `held`, a key of `HELD` such as "output".
 
-    Some kinds of results are recorded only if they are wrong. For these, results of other kinds serve as the right ones.
+    Results of the kinds in `WITHOUT_RIGHT_ONES` are recorded only if they are wrong. For these kinds, the results of the
+    kinds in `STAND_INS` are added as right ones.
     """
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
     chosen = [each for each in results if each.result.held in kinds]
-    # The arguments of a call that crashed are not known: then every result has the features of its case alone.
+    # The arguments of a crashed call are not known. If there is one, each result gets only the features of its case.
     by_case = is_alone and any(result.name == THE_CASE and result.held == held for _, result in chosen)
     units: list[tuple[Features, bool, int, int]] = []
     cases: dict[int, int] = {}
     for number, (verdict, result) in enumerate(chosen):
         counts = result.held == held
-        # "It fails wherever the name of the result is it failed" would mean nothing.
+        # These names only repeat that something is wrong: a rule on them would explain nothing.
         name = {} if result.name in (IT_FAILED, RETURNED, THE_CASE) else {"result": result.name}
         shared: dict[str, Value] = {**result.features, **name}
         parts = [(features, is_wrong) for features, is_wrong in result.requests if not features.get("no_rows")]
@@ -244,10 +259,9 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if the wrong results of kind `held`, such as "LSE", follow from other errors: nearly all lie in regions of
-    kinds that come before `held` in `HELD`.
-
-    Wrong LSEs follow from wrong outputs only if most of them belong to a call whose output is wrong.
+    """Return True if the wrong results of kind `held`, such as "LSE", are consequences of other errors: a share `EXPLAINED` of
+    them lies inside `regions`, the regions of earlier kinds. For "LSE", the output must also be wrong in most of the calls
+    with a wrong LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -260,15 +274,16 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
             return False
     inside = np.zeros(len(units.features), dtype=bool)
     for region in regions:
-        if region.literals or region.held not in CALLS:  # without a rule, other calls are wrong for other reasons
+        # If calls fail everywhere without a rule, the calls that do return are wrong for another reason.
+        if region.literals or region.held not in CALLS:
             inside |= units.with_rule(region.literals)
     return bool(inside[units.wrong].mean() >= EXPLAINED)
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Return the regions of wrong results of one kind (`held`), and the number of wrong results outside all of them.
+    """Return the regions of wrong results of kind `held`, and the number of wrong results outside all these regions.
 
-    The rule of a region is found among requests, but its counts are counts of results.
+    Rules are found among units (requests), but the numbers in a region count results.
     """
     wrong = units.results_with(units.wrong)
     has_senders = any(verdict.sent_by for verdict, _ in units.results)
@@ -278,7 +293,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
         holds = units.with_rule(rule)
         inside, wrong_inside = units.results_with(holds), units.results_with(holds & units.wrong)
         if found and not (wrong_inside & ~explained).any():
-            continue  # another request of results that an earlier rule explains
+            continue  # the rule only holds for further requests of results that an earlier rule explains
         explained |= wrong_inside
         of_region = [units.results[number] for number in np.flatnonzero(wrong_inside)]
         region = Region(
@@ -297,7 +312,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result of the smallest case, if possible one that an engine sends, and with a wrong vector."""
+    """Return the wrong result whose case is smallest. Prefer a case that an engine sends, then a result with a wrong vector."""
 
     def size(each: CaseResult) -> tuple[bool, bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
@@ -311,8 +326,8 @@ def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
 
 
 def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
-    """Return sentences about what is broken: the first region in full, further ones in short, and the number of other wrong
-    results, `unexplained`. `is_whole`: no case was left out.
+    """Return a sentence about what is broken: the first region in full, further regions in short, and the number of wrong
+    results outside all regions (`unexplained`). `is_whole` is True if no case was left out.
     """
     first, *later = regions
     parts = [f"{first.sentence} ({first.wrong:,} of {counted(first.results, 'result')})"]
@@ -331,7 +346,9 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> str:
-    """Return the sentences of `_broken` for a recording without a right call, and what all its wrong results share."""
+    """Return the diagnosis of a recording of an engine in which every call is wrong: the features that all its wrong results
+    have in common, and then `broken`, the sentence of `_broken`.
+    """
     first, *_ = regions
     units = _units(results, first.held)
     features = [each for each, is_wrong in zip(units.features, units.wrong, strict=True) if is_wrong]
@@ -343,10 +360,12 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return, for each function, a sentence that lists the checks whose first call is wrong in each of their wrong cases."""
+    """Return for each function a sentence that lists the checks in which the first call of each wrong case is wrong already.
+    These checks show no error besides that of a plain call.
+    """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
-        is_recorded = isinstance(verdict.case, RecordedCase)  # which has no other call
+        is_recorded = isinstance(verdict.case, RecordedCase)  # a recorded case has only one call
         if verdict.outcome is not Outcome.RIGHT and not is_recorded and (results := verdict.judged.results):
             plain = results[0].wrong and results[0].held not in WITHOUT_RIGHT_ONES
             firsts.setdefault((verdict.interface.name.lower(), verdict.check), []).append(plain)
@@ -354,12 +373,9 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     for (function, check), plain_calls in firsts.items():
         if all(plain_calls):
             found.setdefault(function, []).append(check)
+    order = {key: (key[0], int(key[1:])) for _, key in firsts}  # K4 before K10
     return tuple(
-        f"{joined(sorted(keys, key=_place))} of {name}: no further error, because the first call of each wrong case is wrong"
+        f"{joined(sorted(keys, key=order.__getitem__))} of {name}: no further error, because the first call of each wrong case "
+        "is wrong"
         for name, keys in found.items()
     )
-
-
-def _place(key: str) -> tuple[str, int]:
-    """Return a key by which checks are sorted: ("K", 4) for "K4"."""
-    return key[0], int(key[1:])

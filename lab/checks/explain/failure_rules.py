@@ -1,8 +1,10 @@
-"""Find the shortest rules over features (named properties) that separate wrong results from right ones.
+"""Find the shortest rules over features that separate wrong results from right ones, by minimum description length.
 
-A rule is a conjunction of at most three literals, such as `has_window and q_len >= 2`. The best rule needs the fewest bits: the
-bits of its literals, plus the bits that say which results are wrong where the rule holds and where it does not. Rules are added
-while they save bits, so that several bugs get several rules. A unit is one request of a result, or a whole result.
+A feature is a named property, such as `q_len`. A literal is a test of one feature, such as `q_len >= 2`. A rule is a
+conjunction of at most three literals. A unit is one request of a result, or a whole result; it is wrong or right.
+
+The cost of a rule in bits is the cost of its literals plus the entropy of wrong and right units inside the rule (where it
+holds) and outside. Rules are added while each reduces the total number of bits, so that several bugs get several rules.
 """
 
 import math
@@ -17,19 +19,20 @@ from lab.checks.explain.features import FEATURES, feature_named
 
 MOST_LITERALS = 3
 MOST_RULES = 4
-MOST_PAIRS = 150  # that a third literal is tried with
-# A result is worth less than its bits, since results of one case are not independent; more where few are wrong, until a rule
-# is found.
+MOST_PAIRS = 150  # pairs of literals, the best ones, to which a third literal is added
+# Factors for the weight of a unit, tried in turn until a rule is found. The first is below 1, because units of one case
+# depend on each other. The last is above 1, so that a rule is found for few wrong units.
 WORTHS = tuple(2.0**power for power in range(-1, 5))
-MOST_WORTH_OF_LATER = 4  # of what the first rule leaves
-EVERYWHERE = 0.9  # of the results: where as many are wrong, exceptions are no rule
-MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a tenth of them
-PURE = 0.9  # share of wrong results in a region that is called so
-PURE_ALONE = 0.75  # as PURE, where one condition takes the place of several rules
-# Where nearly all is wrong, the right results without a condition must be as unlikely by chance as 10 to the minus this.
+MOST_WORTH_OF_LATER = 4  # the largest of these factors with which rules after the first are searched
+EVERYWHERE = 0.9  # if a larger share of the units is wrong, the only rule is the condition of `_sure`, or none
+MOSTLY = 0.8  # if a larger share of the units is wrong, the rules must leave out a tenth of all units
+PURE = 0.9  # least share of wrong units inside a rule
+PURE_ALONE = 0.75  # least share of wrong units inside one literal that replaces several rules
+# If nearly all units are wrong, a condition counts only if the probability that as many units outside of it are right by chance
+# is below 10 ** -SURE_DIGITS.
 SURE_DIGITS = 6.0
-FEATURE_BITS = 6.0
-MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, one in every few
+FEATURE_BITS = 6.0  # cost of naming a feature
+MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ class Literal:
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return, for each unit (request or whole result), whether the literal is true of its features: bool [units]."""
+        """Return for each unit whether the literal is true, bool [units]. `units` has the features of each unit."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
 
 Rule = tuple[Literal, ...]
-Chosen = tuple[int, ...]  # the literals of a rule, by their numbers
+Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
@@ -72,7 +75,7 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
         At most `MOST_RULES` rules. A single rule without literals means that results are wrong everywhere.
 
     Raises:
-        UnknownFeatureError: a unit has a feature that the table does not have.
+        UnknownFeatureError: a unit has a feature that is not in `lab.checks.explain.features`.
     """
     chosen, weights = sampled(wrong, cases)
     search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
@@ -81,10 +84,10 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices of a sample of the units (requests or whole results) for the search of rules, and each one's weight.
+    """Return the indices and weights of the units (requests or whole results) among which rules are searched.
 
-    If there are many wrong or many right units, the sample has only every second, third and so on. The n units of a case weigh
-    sqrt(n + 8) together, because they depend on each other.
+    If there are more than `MOST_UNITS` wrong or right units, only every second, third and so on is returned, with a larger
+    weight. The n units of one case weigh sqrt(n + 8) together, because they are not independent.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes
@@ -98,8 +101,10 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for rules. Units (requests or whole results) with the same literals (tests of a feature) true form a group.
-    `bad` and `good` are the weights of wrong and of right units in each group.
+    """A search for rules. Units (requests or whole results) form a group if the same literals hold for them.
+
+    `holds` is bool [literals, groups]: whether a literal holds for the units of a group. `bad` and `good` are the weights of
+    the wrong and of the right units in each group. `costs` and `alone` have the bits of each literal.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -108,13 +113,13 @@ class _Search:
         self.holds = holds[:, first]
         self.bad = np.bincount(where.ravel(), weights=weights * wrong, minlength=len(first))
         self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
-        # By a literal, the bits that a rule of it alone would need: the literal that separates best is the first of a rule.
+        # The total bits of a rule that consists of one literal. The literals of a rule are printed in this order.
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         outside = _bits(self.bad.sum() - inside_bad, self.good.sum() - inside_good)
         self.alone = _bits(inside_bad, inside_good) + outside + self.costs
 
     def rules(self) -> list[Chosen]:
-        """Return the rules as indices of literals, the most informative first; none, or an empty one: wrong everywhere."""
+        """Return the rules, the most informative first. An empty list or an empty rule means: wrong everywhere."""
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]
@@ -127,7 +132,7 @@ class _Search:
         right_inside, wrong_outside = self._errors(found)
         alone = self._covering(self.costs)
         if alone and (wrong_outside or (right_inside and len(found) > 1)):
-            found = [alone]  # what further rules add says only where the bug shows
+            found = [alone]  # several rules would only describe in which cases the bug is visible
         if found and found != [sure] and all_bad > MOSTLY * total:
             outside = ~self._inside(found)
             if (self.bad + self.good)[outside].sum() < (1 - EVERYWHERE) * total:
@@ -135,25 +140,27 @@ class _Search:
         return found
 
     def _inside(self, rules: Sequence[Chosen]) -> Bits:
-        """Return, for each group of units (requests or whole results), whether at least one of the rules holds in it."""
+        """Return for each group of units whether at least one of the rules holds: bool [groups]."""
         inside = np.zeros(len(self.bad), dtype=bool)
         for chosen in rules:
             inside |= self.holds[list(chosen)].all(axis=0)
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return two weights: of right units in which a rule holds, and of wrong units in which none holds."""
+        """Return two weights: of the right units for which a rule holds, and of the wrong units for which no rule holds."""
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
-        """Find rules one after another while they save bits. Each is searched among units in which no earlier rule holds."""
+        """Return rules that are found one after another, while they save bits. A rule is searched among the units for which no
+        earlier rule holds.
+        """
         rules: list[Chosen] = []
         left = np.ones(len(self.bad), dtype=bool)
         for worth in WORTHS:
             while len(rules) < MOST_RULES and self.bad[left].sum() > 0 and (not rules or worth <= MOST_WORTH_OF_LATER):
                 chosen = _best(self.holds[:, left], worth * self.bad[left], worth * self.good[left], self.costs)
-                # The first rule may be less pure, where none is purer.
+                # Only the first rule may have a low share of wrong units, and only after smaller weights found no rule.
                 least = PURE if rules and len(chosen) > 1 else 0.5 if rules or worth < MOST_WORTH_OF_LATER else 0.0
                 if not chosen or self._purity(chosen, left) < least:
                     break
@@ -162,12 +169,14 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the fraction of wrong units (requests or results), by weight, among those of `left` in which a rule holds."""
+        """Return the share of wrong units, by weight, among the units of the groups in `left` for which a rule holds."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return a rule without its negations if it stays pure: they may exclude only results that are right by chance."""
+        """Return a rule without each negated literal whose removal keeps the share of wrong units at least `PURE`. Such a
+        literal may exclude only units that are right by chance.
+        """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -175,7 +184,9 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the condition that holds for all wrong results and fails for more right ones than chance explains; or ()."""
+        """Return the cheapest literal "feature is true" that holds for all wrong units, if the number of right units outside
+        of it is not explained by chance; else ().
+        """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:
@@ -184,7 +195,9 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the cheapest rule of one literal that holds for all wrong and few right results; () if there is none."""
+        """Return the cheapest rule of one literal that holds for all wrong and few right units; () if there is none. `costs`
+        has the cost of each literal, and infinity for literals that may not be used.
+        """
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -192,7 +205,13 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the rule of at most three literals that saves the most bits; () if no rule saves bits."""
+    """Return the rule of at most three literals that saves the most bits; () if no rule saves bits.
+
+    Args:
+        holds: bool [literals, groups], whether a literal holds for a group of units.
+        bad, good: weights of the wrong and of the right units of each group.
+        costs: bits of each literal.
+    """
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
     if not len(holds):
@@ -200,7 +219,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that each rule saves; -inf for a rule if wrong results are not more frequent inside than outside."""
+        """Return the bits that each rule saves; -inf for a rule if wrong units are not more frequent inside than outside."""
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)
@@ -227,16 +246,16 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the bits that tell `bad` wrong requests or results from `good` right ones: the sum of n log2(total / n)."""
+    """Return the entropy in bits of `bad` wrong and `good` right units: the sum of n log2(total / n) over both n."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some but not all units (requests or whole results); a bool array [literals, units] of
-    where they hold; and their costs in bits.
+    """Return the literals that hold for some but not all units, an array of where they hold (bool [literals, units]), and the
+    cost of each literal in bits.
 
-    If several literals hold for the same units, only the cheapest is kept; of equally cheap ones, the first of `FEATURES`.
+    If several literals hold for the same units, only the cheapest is kept; among equally cheap ones, the first in `FEATURES`.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}

@@ -1,6 +1,7 @@
-"""The three kinds of features: conditions, numbers and choices.
+"""The three kinds of features: conditions (true or false), numbers, and choices (one of several names).
 
-A feature is a named property of a subject, which is a case, a call or a request. It has a text, and tests that rules can use.
+A feature is a named property of a case, a call or a request, such as `kv_len`. Rules that say where results are wrong consist
+of tests of features, such as `kv_len >= 64`. The text of a feature gives the words of a test: "a request has 64 keys or more".
 """
 
 import math
@@ -14,24 +15,24 @@ import numpy as np
 
 
 class Cost(float, Enum):
-    """The bits that a rule pays for a feature besides those of its test: fewer, where a reader understands it more easily."""
+    """The bits that a feature adds to the cost of a rule. A feature that a reader understands more easily costs fewer."""
 
     ARGUMENT = 0.0  # an argument is given, or has an unusual form
     VALUE = 0.5  # a size, a length, a dtype, what tensors contain
-    DERIVED = 1.0  # what follows from several values, or from earlier calls
-    POSITION = 3.0  # where among a request's keys its window begins
-    SETTING = 4.0  # a setting of a case that the function's caller does not see
+    DERIVED = 1.0  # computed from several values, or from earlier calls
+    POSITION = 3.0  # the position of the window's first key
+    SETTING = 4.0  # a setting of the judge that the caller of a kernel does not see
 
 
 Value = bool | int | str
-Features = Mapping[str, Value]  # by name; a condition that is not met and what a subject does not have are left out
+Features = Mapping[str, Value]  # from a feature's name to its value, without conditions that are false
 Bits = np.ndarray[Any, np.dtype[Any]]
-Test = tuple[str, Value, float]  # an operator, a value, and the bits that it costs besides those of its feature
+Test = tuple[str, Value, float]  # an operator, a value, and the cost in bits, besides that of the feature
 
 NEGATION_BITS = 2.5
 THRESHOLD_BITS = 2.5  # at most
 MOST_THRESHOLDS = 12
-# What each operator tells of a column of values. A subject without a value meets no test but "is not".
+# Each operator on an array of values. A missing value meets no test except "is not".
 OPERATORS: dict[str, Callable[[Bits, Any], Bits]] = {
     "is": lambda column, value: column,
     "is not": lambda column, value: ~column,
@@ -45,28 +46,28 @@ _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
 @dataclass(frozen=True)
 class Condition:
-    """A feature that is true or false. Its text has both wordings in braces: "{words if true|words if false}"."""
+    """A feature that is true or false. Its text has the words for both in braces, such as "a window is {|not }set"."""
 
     text: str  # words that can follow "wherever"
     cost: Cost = Cost.ARGUMENT
 
     def phrase(self, operator: str, value: Value) -> str:
-        """Return a test of the feature in words that can follow "wherever"."""
+        """Return the test (an operator and a value) in words that can follow "wherever", such as "a window is set"."""
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the values of several subjects as an array. None (no value) meets no test except "is not"."""
+        """Return the values of the feature as an array, as `OPERATORS` take it. None stands for a missing value."""
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests that can separate the values of a column, each as (operator, value, cost in bits)."""
+        """Yield the tests that can be useful for the values in `column`, each as (operator, value, cost in bits)."""
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
 
 
 @dataclass(frozen=True)
 class Number:
-    """A feature that is a number. Its text has "{}" in place of the number. `several` is the text of the test "2 or more"."""
+    """A feature that is a number. Its text has "{}" in place of the number. `several` is the text for the test ">= 2"."""
 
     text: str
     cost: Cost = Cost.ARGUMENT
@@ -92,14 +93,15 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """A feature whose value is a name. Its text is the subject of the words "wherever <text> is <name>". If the names are those
-    of an enumeration's members, the members' values up to a colon stand for them.
+    """A feature whose value is a name, such as a dtype. Its text is the subject of "wherever <text> is <name>".
+
+    If `kinds` is given, the names are those of its members, and the text shows a member's value up to a colon instead.
     """
 
     text: str
     cost: Cost = Cost.ARGUMENT
     kinds: type[Enum] | None = None
-    is_negated: bool = True  # "is not" says something to a reader
+    is_negated: bool = True  # whether the test "is not <name>" is used
 
     def phrase(self, operator: str, value: Value) -> str:
         kind = None if self.kinds is None else self.kinds.__members__.get(str(value).upper())
@@ -121,7 +123,9 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a call and of its requests: a condition is met if any meets it, a number is the largest."""
+    """Return the features of a call (`shared`) and of its requests as one mapping. A condition is true if it is true for any
+    request, and a number is the largest among the requests.
+    """
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -130,7 +134,9 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return a few of the sorted thresholds: the first, the last, and the first after each power of 2, where kernels change."""
+    """Return at most about `MOST_THRESHOLDS` of the sorted thresholds: the first, the last, and the first above each power of
+    2, because kernels change their code at powers of 2.
+    """
     if len(steps) <= MOST_THRESHOLDS:
         return steps
     edges = [0, 1, 2, *(2**power + 1 for power in range(1, 40))]

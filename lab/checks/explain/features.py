@@ -1,18 +1,18 @@
-"""The features of cases, calls and requests with their texts.
+"""The table of all features of cases, calls and requests, with their texts.
 
-A feature is a named property; rules over features say where results are wrong (`lab.checks.explain.call_features` reads them).
-Among features of equal cost that hold for the same results, a rule has the one that comes first in `FEATURES`.
+A feature is a named property, such as `kv_len`. Rules over features say where results are wrong. `call_features` reads the
+values. If two features of equal cost hold for the same results, a rule uses the one that comes first in `FEATURES`.
 """
 
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, TableTail
 
 SMALL_SCALE = 0.001
-EMPTY_COLUMNS = 128  # columns of selected entries that kernels take at a time
+EMPTY_COLUMNS = 128  # columns of selected entries that kernels load at a time
 POWER_OF_2 = "{not |}a power of two"
 FAR_OR_NEAR = "{2**31 or more|fewer than 2**31}"
-# Arguments whose values are compared with those of the first call of the same shapes, and tensors whose writes are noted: each
-# with the beginning of a text.
+# REMEMBERED: arguments whose values are compared with those of the first call of the same shapes. WATCHED: tensors whose writes
+# between calls are noticed. Each has the beginning of its text.
 REMEMBERED = {
     "bmm1_scale": "bmm1_scale was",
     "bmm2_scale": "bmm2_scale was",
@@ -244,12 +244,12 @@ FEATURES: dict[str, CaseFeature] = {
 
 
 class UnknownFeatureError(LookupError):
-    """No feature has this name. Each field of a case and each argument of a call needs a row in a table of features."""
+    """No feature has this name. Each field of a case and each argument of a call needs a row in `FEATURES`."""
 
 
 def feature_named(name: str) -> CaseFeature:
-    """Return the feature with this name. A name "parameter=value" stands for the condition that a configuration's parameter has
-    this value, which is not its default.
+    """Return the feature with this name. A name such as "page_size=32" is no row of `FEATURES`: it is the condition that this
+    parameter of a configuration has this value.
 
     Raises:
         UnknownFeatureError: no feature has the name.

@@ -1,1 +1,1 @@
-"""Each call's parameters with their values (its model), and the cases that cover all values and pairs of values."""
+"""Describe the parameters of each call and their values, and choose cases that cover all values and all pairs of values."""

@@ -1,6 +1,7 @@
-"""Make attention cases with the values of ranges: balanced cases, in which each value occurs equally often, and random ones.
+"""Make attention cases: balanced cases, in which each parameter value occurs equally often, and random cases.
 
-`discover` finds out which values a function accepts, by single calls of tiny cases, if it declines most cases.
+`Ranges` has the values that each parameter may have. `discover` narrows ranges to the values that a function accepts, by calls
+of tiny cases.
 """
 
 import itertools
@@ -18,31 +19,31 @@ from lab.ranges import OPTIONS, SEEDS, Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
-NUM_BUILDS = 24  # as often each of 8 groups, of 8 numbers of rows, of 3 dtypes, and of 4 page sizes
-# Fields of `Ranges` that a single call has a value of. Kernels are compiled for all but those that they get at run time.
+NUM_BUILDS = 24  # a multiple of the numbers of groups (8), of numbers of rows (8), of dtypes (3) and of page sizes (4)
+# Fields of `Ranges` from which a call gets one value each. Kernels are compiled for each value, except of AT_RUN_TIME.
 AT_RUN_TIME = ("num_kv_heads", "kv_layouts")
 MHA_FIELDS = ("dtypes", "groups", "head_dims", "page_sizes", "q_lens", "windows", "sinks", *AT_RUN_TIME)
 MLA_FIELDS = ("dtypes", "mla_head_dims", "mla_heads", "mla_page_sizes", "q_lens")
-CONTEXT_ROWS = (17, 65)  # of some requests
-MOST_DRAWN_ROWS = 80  # of a context call's request
+CONTEXT_ROWS = (17, 65)  # numbers of query rows of some requests in a context call
+MOST_DRAWN_ROWS = 80  # of one request in a random context call
 MOST_DRAWN_REQUESTS = 4
-DISCOVERY = "discovery"  # the key of the check that calls once
-MOST_TRIES = 400  # calls in search of one that is taken
-AT_ONCE = 16  # of them
+DISCOVERY = "discovery"  # the key of the check that makes one call
+MOST_TRIES = 400  # calls of `discover` until one is accepted
+AT_ONCE = 16  # calls that are submitted together
 
 Submit = Callable[[str, Any], Callable[[], Judged]]
 
 
 def fields_of(interface: Interface) -> tuple[str, ...]:
-    """Return the names of the fields of `Ranges` that apply to a single call of the function, such as "dtypes"."""
+    """Return the names of the fields of `Ranges` that are parameters of the function, such as "dtypes"."""
     return MLA_FIELDS if interface is AttentionCall.MLA_DECODE else MHA_FIELDS
 
 
 def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
-    """Yield `count` random cases in which all values of a parameter occur equally often. Many lengths are at ends of pages and
-    tiles. Values that need another compiled kernel come from `builds`, `num_builds` of them.
+    """Yield `count` random cases in which the values of each parameter occur equally often. Many lengths are at ends of pages
+    and tiles. The cases need at most `num_builds` compiled kernels: they share that many results of `builds`.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
@@ -58,9 +59,9 @@ def balanced(
 
 
 def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:
-    """Return `count` combinations of the values that select a compiled kernel, such as dtypes and head_dims.
+    """Return `count` combinations of values of the parameters for which kernels are compiled, such as dtypes and head_dims.
 
-    All checks share these few combinations, because kernels are compiled for each. Check K18 judges all pairs of values.
+    They are few and the same for all checks, so that few kernels are compiled.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
     return _dealt(rng, ranges, [name for name in fields_of(interface) if name not in AT_RUN_TIME], count)
@@ -77,7 +78,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return the attention case with `values` (one for each name in `fields_of`) and with these lengths, window and seeds."""
+    """Return the attention case with these lengths, window and seeds. `values` has a value for each name in `fields_of`."""
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -100,7 +101,7 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return a case's values by the names in `fields_of`, in the form that `case_within` takes."""
+    """Return the values of a case by the names in `fields_of`: the argument `values` of `case_within`."""
     found: Point = {
         "dtypes": (case.dtype, case.kv_dtype),
         "q_lens": case.q_lens[0],
@@ -124,7 +125,7 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Draw 3 or 4 requests, the longest last. Return their numbers of query rows, and their numbers of keys."""
+    """Draw the lengths of 3 or 4 requests, the longest last. Return their numbers of query rows and their numbers of keys."""
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is AttentionCall.MLA_DECODE:
@@ -138,7 +139,9 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[DrawnPoint]:
-    """Yield random cases of a check without end. `adapt` turns a random attention case into a case of the check."""
+    """Yield random cases of a check without end; nothing for a function without a paged cache. `adapt` turns a random attention
+    case into a case of the check.
+    """
 
     def make(point: Point, seed: int) -> Any:
         return adapt(drawn_case(ranges, interface, point, seed))
@@ -149,7 +152,7 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model of random cases: its axes are those of `fields_of`, the number of requests, and lengths."""
+    """Return the parameters of random cases with their values: those of `fields_of`, the number of requests, and lengths."""
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
@@ -163,7 +166,9 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
 
 
 def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the attention case of a point of `drawn_model`. The seed determines the requests that are not the longest."""
+    """Return the attention case of a point (a value for each axis) of `drawn_model`. The seed determines the data, and the
+    lengths of all requests except the longest.
+    """
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
     rng.shuffle(kv_lens)
@@ -175,7 +180,7 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
 
 
 def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int) -> list[Point]:
-    """Return `count` points of some fields of the ranges. Each value of a field occurs equally often, in random order."""
+    """Return `count` combinations of values of the fields `names` of `ranges`. Values of a field occur equally often."""
     points: list[Point] = [{} for _ in range(count)]
     for name in names:
         values = getattr(ranges, name)
@@ -187,8 +192,8 @@ def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int)
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Return the lengths up to `longest` that are at most one key from 1, 2 or `longest`, from the end of one or two pages, or
-    from the end of a tile of 64, 128, 256 or 512 keys.
+    """Return the lengths up to `longest` that differ by at most one key from 1, 2, `longest`, one or two pages, or a tile of
+    64, 128, 256 or 512 keys.
     """
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
@@ -200,16 +205,17 @@ def is_mostly_declined(verdicts: Sequence[CaseVerdict]) -> bool:
 
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
-    """Return the ranges that a function accepts. Each value is tried in a case that the function accepts with another value of
-    the same field. A value with which the call fails is not refused: it stays, so that the failure is judged.
+    """Return `ranges` without the values that a function refuses. Each value is tried in one call: an accepted call in which
+    only this value is replaced. A value with which the call fails stays in the ranges, so that the failure is judged.
 
     Args:
         submit: submits one case of a check for judging, such as `lab.checks.run.workers.Workers.submit`.
-        interface, ranges: the function, and the ranges to narrow.
+        interface: the function.
+        ranges: the ranges to narrow.
         taken: cases that the function accepted earlier.
 
     Returns:
-        The narrowed ranges; None if no case is accepted, or if all values of all fields are accepted.
+        The narrowed ranges; None if no call is accepted, or if no value is refused.
     """
     outcomes_of = partial(_outcomes, submit, interface, ranges)
     base = _first_taken(outcomes_of, interface, ranges, taken)
@@ -217,7 +223,6 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
         return None
     tried = [(name, value) for name in base for value in getattr(ranges, name) if value != base[name]]
     outcomes = outcomes_of([{**base, name: value} for name, value in tried])
-    # What fails is not refused: it is judged, so that it shows.
     takes = {each for each, outcome in zip(tried, outcomes, strict=True) if outcome is not Outcome.DECLINED}
     takes |= set(base.items())
     narrowed: Point = {name: tuple(value for value in getattr(ranges, name) if (name, value) in takes) for name in base}
@@ -228,12 +233,14 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the values of a call that is accepted: of a case in `taken`, or the most usual ones; None if none is."""
+    """Return the values of one call that the function accepts: of a case in `taken`, or of the first accepted call among calls
+    with usual values. Return None if no call is accepted.
+    """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
     within = (each for each in known if all(each[name] in getattr(ranges, name) for name in names))
     ordered = [sorted(getattr(ranges, name), key=partial(_place, OPTIONS[name].likely)) for name in names]
-    # The likely values of all fields first, then those with one less likely, two, and so on.
+    # First the most usual value of every field, then combinations with more and more unusual values.
     places = sorted(itertools.product(*(range(len(values)) for values in ordered)), key=sum)
     likely = (
         {name: values[place] for name, values, place in zip(names, ordered, each, strict=True)}
@@ -252,7 +259,7 @@ def _place(likely: tuple[Any, ...], value: Any) -> int:
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    """Judge a call with two short requests for each point (a value for each field), and return the outcomes."""
+    """Judge one call with two short requests for each combination of values in `several`, and return the outcomes."""
     waiting = []
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1

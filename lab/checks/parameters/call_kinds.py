@@ -1,4 +1,7 @@
-"""The special kinds of calls that each check of single calls judges too. One declaration here serves all checks."""
+"""The special kinds of calls, such as calls over an NVFP4 cache. Each check of single calls also judges them.
+
+A kind changes a plain case into special cases. One kind may have several forms, such as the values of top_k.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,21 +14,21 @@ from lab.checks.parameters.paged_axes import DECODES, MHA, RANKS
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Entries, HeadPages
 
-Change = Callable[[AttentionCase], AttentionCase]
+Change = Callable[[AttentionCase], AttentionCase]  # raises ValueError for a case that cannot have the form
 
 
 @dataclass(frozen=True)
 class CallKind:
     """A special kind of call, such as one over an NVFP4 cache."""
 
-    interfaces: tuple[AttentionCall, ...]  # the functions that have it
-    # Returns, for each form within ranges, the change of a plain case. It raises ValueError if the case cannot have the form.
-    forms: Callable[[Ranges], Sequence[Change]]
+    interfaces: tuple[AttentionCall, ...]  # the functions that have calls of this kind
+    forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Yield a case of each form that a plain case can have; of the first `count` such forms, if it is not None. They are
-        made from the plain cases in turn: if one cannot have a form, the next that can. The seed of the first one selects the
-        first form, so that checks begin with different forms.
+        """Yield one special case for each form, at most `count` cases unless it is None. The n-th form is applied to the n-th
+        plain case, or to the first case after it that can have the form; a form that no case can have is left out.
+
+        The seed of the first plain case selects the form to begin with, so that different checks begin with different forms.
         """
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
         first = plain[0].seed % len(forms) if forms else 0
@@ -35,7 +38,7 @@ class CallKind:
 
 
 def _changed(change: Change, plain: Sequence[AttentionCase]) -> AttentionCase | None:
-    """Return the first plain case that the change permits, changed; None if it permits none."""
+    """Apply `change` to the first plain case for which it raises no ValueError, and return the changed case; else None."""
     for case in plain:
         with suppress(ValueError):
             return change(case)
@@ -53,10 +56,11 @@ def _selected_entries(ranges: Ranges) -> list[Change]:
 
 
 def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
-    """Return the case with its keys as those of one rank, (rank, number of ranks), without what FlashInfer excludes there.
+    """Return the case as a context-parallel call of one rank, given as (rank, number of ranks). The window, sinks and other
+    arguments that FlashInfer excludes in such a call are removed.
 
     Raises:
-        ValueError: no rank has that number of keys, or the case's function takes no rank.
+        ValueError: the lengths are not possible on this rank, or the function has no context parallelism.
     """
     storage = replace(case.storage, kv_layout="HND")
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)

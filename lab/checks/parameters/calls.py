@@ -1,6 +1,8 @@
-"""Build the call that a configuration (a value for each parameter) describes, and judge its results.
+"""Build the call that a configuration describes, and judge its results.
 
-The form of an argument is how it is passed: for example as a number or a tensor, with gaps, or with padding after it.
+A configuration has a value for each parameter of a function. Some parameters say in which form an argument is passed: as a
+number or as a tensor, with gaps between rows, or with padding after it. The functions `_query` to `_far` change the arguments
+of a built call to these forms.
 """
 
 import math
@@ -36,7 +38,7 @@ from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guar
 from lab.workloads.inputs.ragged import padded
 from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES, Layout, with_nan
 
-# What each element of padding is, which no row may read.
+# The value of each element of padding rows, by the form of the offsets or of the padding.
 PADDED_ROWS: dict[Any, float] = {
     **dict.fromkeys((Offsets.PADDED, RaggedPadding.ROWS, RaggedPadding.BOTH), 100.0),
     **dict.fromkeys((Offsets.PADDED_WITH_NAN, RaggedPadding.NAN), math.nan),
@@ -45,12 +47,11 @@ LONGEST_OF_A_MODEL = 2**18  # keys
 
 
 def judge_call(run: CaseRun) -> None:
-    """Make and judge the call of a run's configuration."""
     judge_built(run, built_call(run.case, run.ranges, run.device))
 
 
 def judge_built(run: CaseRun, call: BuiltCall) -> None:
-    """Make a call. Judge its results, and that it changed only outputs and scratch."""
+    """Make a call. Judge its output and LSE, what it returned, and that it wrote only to outputs and scratch."""
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
     out, lse = call.given.get("out"), call.given.get("lse")
@@ -77,7 +78,9 @@ def judge_built(run: CaseRun, call: BuiltCall) -> None:
 
 
 def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
-    """Yield a sentence for each error of the returned values, such as a wrong shape or other bits than in `out`."""
+    """Yield a sentence for each wrong returned value: a wrong shape, an LSE that was not requested, or values other than those
+    that the call wrote into the given `out` or `lse`.
+    """
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
     heads = list(call.given["query"].shape[-2:-1])
@@ -95,7 +98,7 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
-    """Return the call that a configuration describes, with each argument in the form that the configuration gives it."""
+    """Build the tensors of a configuration, and return the call with each argument in the form that the configuration says."""
     family = FAMILIES[AttentionCall(of.interface)]
     inputs = family.inputs(of, ranges, device)
     sinks = inputs.sinks
@@ -112,7 +115,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _plain_values(call: BuiltCall) -> None:
-    """Pass each number, truth value or None of an axis that has an argument's name, if it is not the argument's default."""
+    """Pass the parameters that have the name of an argument and a value that is a number, bool or None, except defaults."""
     for name, argument in CALL_TYPES[call.interface].__dataclass_fields__.items():
         value = call.forms.get(name, argument.default)
         if (value is None or isinstance(value, int | float)) and value != argument.default:
@@ -120,7 +123,7 @@ def _plain_values(call: BuiltCall) -> None:
 
 
 def _query(call: BuiltCall) -> None:
-    """Pass the query in its layout, with padding after its rows. Rows of requests without keys are NaN."""
+    """Pass the query in the layout of the configuration, with padding rows. The query rows of requests without keys are NaN."""
     without = torch.tensor([kv_len == 0 for kv_len in call.inputs.kv_lens])
     query = with_nan(call.given["query"], without.repeat_interleave(torch.tensor(call.inputs.q_lens)))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
@@ -129,7 +132,9 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Pass offsets of pages, lengths as uint32, or lengths and offsets as parts of larger tensors of wrong values."""
+    """Pass lengths and offsets in the form of the configuration: key offsets in pages, lengths as uint32, or lengths and
+    offsets as views of larger tensors of wrong values.
+    """
     lengths, form = call.given["seq_lens"], call.forms.get("seq_lens")
     if call.forms.get("key_offsets") == KeyOffsets.PAGES:
         call.given["cum_seq_lens_kv"] = exclusive_cumsum(num_pages(lengths, call.inputs.case.page_size))
@@ -158,7 +163,9 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Pass the scales with their sizes, as numbers, tensors or `bmm1_scale_log2`, and the factor of skip-softmax."""
+    """Pass the scales with the values and in the form (number, tensor, `bmm1_scale_log2`) of the configuration, and the
+    factor of skip-softmax.
+    """
     for name in ("bmm1_scale", "bmm2_scale"):
         if (size := call.forms[name.replace("scale", "size")]) != USUAL:
             call.given[name] = call.rules[name] = math.copysign(size, call.given[name])
@@ -177,7 +184,7 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a scale as a number, or as one element of a larger tensor of NaN, such as one of a scale per layer."""
+    """Return a scale as a number if `shape` is None, else as a view of this shape, of one element of a larger tensor of NaN."""
     if shape is None:
         return value
     return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
@@ -191,7 +198,7 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Pass `out_dtype` or an `unwritten` buffer as `out`. The memory around a view must stay unchanged."""
+    """Pass `out_dtype`, or an unwritten buffer as `out`. If the buffer is a view, the memory around it must stay unchanged."""
     form: Output = call.forms["out"]
     if form == Output.NONE:
         return
@@ -206,7 +213,7 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Request the LSE, and pass an `unwritten` buffer for it. The memory around it and in its gaps must stay unchanged."""
+    """Request the LSE, and pass an unwritten buffer for it. The memory around the buffer and in its gaps must not change."""
     form: Lse = call.forms.get("lse", Lse.NONE)
     query = call.given["query"]
     if form == Lse.NONE:
@@ -220,7 +227,7 @@ def _lse(call: BuiltCall) -> None:
         heads = query.shape[-2]
         shape = query.shape[:-1] if form == Lse.AS_THE_QUERY else (query.shape[:-2].numel(), heads)
         if form == Lse.STRIDED:
-            # No stride is a multiple of the other, and the larger one is that of the heads.
+            # Neither stride is a multiple of the other stride, and the stride of the heads is the larger one.
             whole = torch.full((heads, 2 * shape[0] + 3), math.nan, device=query.device)
             lse, call.gaps["lse"] = unwritten(whole[:, : 2 * shape[0] : 2].T), whole[:, 1::2]
         elif form == Lse.ROWS_APART:
@@ -233,7 +240,7 @@ def _lse(call: BuiltCall) -> None:
 
 
 def _far(call: BuiltCall) -> None:
-    """Pass the argument that the axis "far" names as a view: its last row begins more than 2**31 elements after the first."""
+    """Pass the argument that the parameter "far" names as a view whose rows span more than 2**31 elements."""
     if (name := call.forms.get("far", NEAR)) != NEAR:
         call.given[name] = Layout.FAR_APART.of(call.given[name])
         call.guards.pop(name, None)

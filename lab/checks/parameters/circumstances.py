@@ -1,6 +1,7 @@
-"""Circumstances in which the smoke level judges each form of an argument, because kernels have code of their own for them.
+"""The circumstances of calls for which kernels have separate code, such as a long request, whose keys are split.
 
-A form that is right for short requests may be wrong where keys are split.
+The smoke level judges each form of an argument in each circumstance, because a form that is right for short requests may be
+wrong for split keys. A circumstance is a model (the parameters of a call, called axes, and their values) with fewer values.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,16 +11,16 @@ from typing import Any
 from lab.checks.parameters.covering import Model, Point, Values
 from lab.checks.parameters.values import Bound, HeadDims, Lengths, Rows
 
-Wanted = dict[str, list[Any]]  # values of axes, the first of them that a model has
-FEW_ROWS = 4  # of a request, at least, where it has several
+Wanted = dict[str, list[Any]]  # for an axis, its wanted values in order of preference
+FEW_ROWS = 4  # least number of query rows of a request with several rows
 SMALL = HeadDims("64/64")
-WINDOW = 127  # it ends inside the longest requests alone, and they are at each place
-# Sizes, so that cases are cheap, and how tensors lie in memory: they have one value in all cases of a circumstance.
+WINDOW = 127  # shorter than the longest request, longer than most of the rest
+# Axes of sizes (so that cases are cheap) and of memory layouts: they have one value in all cases of a circumstance.
 KEPT = (
     *("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "page_size", "requests", "lengths"),
     *("q_len", "rows", "qk_nope_head_dim", "kv_layout", "query", "cache", "kv", "pages", "contents", "far"),
 )
-# What decides which keys a row sees, and which code computes it.
+# Axes that decide which keys a row sees, and which code computes the row.
 DECISIVE = (
     *(
         "window_left",
@@ -35,30 +36,32 @@ DECISIVE = (
     ),
     *("max_q_len", "top_k", "entries", "top_k_lens"),
 )
-# What every shard of a run must know of a kernel: it decides the circumstances, and their pairs of values.
+# Axes that decide which circumstances a kernel has. A shard (one part of a run that several machines share) needs all of them.
 OF_ALL_SHARDS = (
     *("group", "heads", "head_dim", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
     *("window_left", "longest_request", "causal"),
 )
-# How many such axes, and how many others, have another value than the default in a case: where more have one, a kernel is more
-# likely to decline the case, or not to take the way on which it is wrong.
+# Number of axes with values other than the default in a case: of DECISIVE axes, and of other axes. With more such values, a
+# kernel is more likely to decline the case or to run other code than the wrong one.
 FEW, SEVERAL = 2, 4
 
 
 @dataclass(frozen=True)
 class Circumstance:
-    """A model that is restricted to a circumstance, and how many axes of a case may have another value than the default."""
+    """A model restricted to the values of one circumstance."""
 
     model: Model
-    chosen: int
+    chosen: int  # number of axes of a case that may have other values than the default
 
     def has(self, point: Point) -> bool:
-        """Return True if a point is in the circumstance: it has only values of the model."""
+        """Return True if a point (a value for each axis) has only values of the restricted model."""
         return all(point[name] in values for name, values in self.model.axes.items())
 
     @property
     def goals(self) -> list[Values]:
-        """Return the shard's goals: each value with which a call computes something, and `WINDOW` with each longest request."""
+        """Return the combinations of values that cases must cover in this shard: each single value with which a call computes
+        something, and `WINDOW` together with each position of the longest request.
+        """
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
         if WINDOW in axes.get("window_left", ()):
@@ -70,21 +73,24 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield the circumstances that the axes and rules of a model permit: a request of thousands of keys, with values of
-    few `DECISIVE` axes in a case, or with values of several other axes; and one request alone, with a bound of the lengths that
-    is far too large. Each is with one row per request, and with several. A call with a value `causal`
-    has one more: False, with fewer keys than rows. A metadata builder has no circumstances.
+    """Yield the circumstances that the axes and rules of a model permit; none for the model of a metadata builder.
 
-    Where a model has query heads that share a K/V head, the circumstances have them.
+    There are three with one query row per request, and three with several rows:
+    1. A request has thousands of keys, and at most `FEW` of the `DECISIVE` axes have other values than the default.
+    2. A request has thousands of keys, and at most `SEVERAL` of the other axes have other values than the default.
+    3. The batch has one request, and the bound of the lengths on the host is far too large.
+    A model with the axis `causal` has one more: non-causal, with fewer keys than rows.
+
+    In all circumstances, several query heads share a K/V head if the model has such values.
     """
     axes = model.axes
-    if "longest_request" not in axes:  # a metadata builder's
+    if "longest_request" not in axes:  # a metadata builder
         return
     one: Wanted = {"q_len": [1], "rows": [Rows.ONE_EACH]}
     several: Wanted = {"q_len": [rows for rows in axes.get("q_len", ()) if rows >= FEW_ROWS], "rows": [Rows.UNEQUAL]}
     shared: Wanted = {name: [heads for heads in axes.get(name, ()) if heads > 1] for name in ("group", "heads")}
     shared["head_dims"] = [SMALL]
-    # Rows that are packed with heads are counted wrong where the heads are no power of two.
+    # Prefer a number of heads that is no power of two: kernels that pack rows and heads together may divide wrongly.
     several["heads"] = sorted(shared["heads"], key=lambda heads: heads.bit_count() == 1)
     long: Wanted = {"lengths": [length for length in axes["lengths"] if isinstance(length, int)]}
     alone: Wanted = {"requests": [1], "lengths": [Lengths.UNEQUAL, Lengths.LONGER]}
@@ -100,8 +106,8 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
 
 
 def _restricted(model: Model, wanted: Wanted, kept: Iterable[str], chosen: int) -> Iterator[Circumstance]:
-    """Yield the circumstance with one value of each axis in `wanted`, `kept` and `KEPT`: the first wanted value that the axis
-    has, else the default. Yield nothing if no point has these values.
+    """Yield the circumstance in which each axis in `wanted`, `kept` and `KEPT` has only one value: the first value in
+    `wanted` that the axis has, or its default. Yield nothing if the rules forbid these values.
     """
     values = {
         name: next(value for value in several if value in model.axes[name])

@@ -1,5 +1,7 @@
-"""The coverage of a function's parameters: which values, pairs and declared triples of values were judged, and
-which were not.
+"""The coverage of a run: which parameter values, pairs and triples of values were judged for each function.
+
+A model lists the parameters of a function, called axes, with their values and rules. The triples are those that the model
+declares, because kernels may treat these three parameters together.
 """
 
 from collections import Counter
@@ -18,27 +20,27 @@ MOST_BLIND_SPOTS = 100  # in a report's file
 
 
 class Reach(NamedEnum):
-    """What happened to a value or a combination of values in a run: judged, only declined, left out, or impossible."""
+    """What happened to a value, or a combination of values, in a run."""
 
-    JUDGED = "judged"
-    DECLINED = "declined"
-    LEFT_OUT = "left out"
-    IMPOSSIBLE = "impossible"
+    JUDGED = "judged"  # a judged case has it
+    DECLINED = "declined"  # only cases that the kernel declined have it
+    LEFT_OUT = "left out"  # no case has it
+    IMPOSSIBLE = "impossible"  # the rules of the model forbid it
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The coverage of one function's model: how many of its values, pairs and triples the cases of a run judged."""
+    """The coverage of one function: for each value, and for the pairs and triples of values, what happened to it in a run."""
 
     interface: Interface
-    values: Mapping[str, Mapping[Any, Reach]]  # the reach of each value of each axis
-    pairs: Mapping[Reach, int]
-    triples: Mapping[Reach, int]  # of those that the model states
-    blind: tuple[tuple[Values, Reach], ...]  # pairs that no judged case has, though each of the two values was judged
-    impossible: Mapping[str, int]  # the number of pairs and triples that a rule makes impossible, by the rule's reason
+    values: Mapping[str, Mapping[Any, Reach]]  # by axis and value
+    pairs: Mapping[Reach, int]  # numbers of pairs
+    triples: Mapping[Reach, int]  # numbers of the triples that the model declares
+    blind: tuple[tuple[Values, Reach], ...]  # pairs that no judged case has, though both values were judged
+    impossible: Mapping[str, int]  # numbers of pairs and triples that a rule forbids, by the reason of the rule
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data: the values of each axis grouped by their `Reach`, counts, and some blind spots."""
+        """Return the coverage as JSON data, with at most `MOST_BLIND_SPOTS` blind spots."""
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
             "values": {axis: _by_reach(values) for axis, values in self.values.items()},
@@ -53,13 +55,13 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return the counts of judged and of possible combinations: "40 of 42 values and 300 of 320 pairs of decode"."""
+        """Return the numbers of judged and of possible values and pairs: "40 of 42 values and 300 of 320 pairs of decode"."""
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function that has verdicts on `Configuration` cases, for its model within the ranges."""
+    """Return the coverage of each function that has verdicts on `Configuration` cases. Its model has the values in `ranges`."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):
@@ -68,7 +70,7 @@ def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage
 
 
 def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]) -> Coverage:
-    """Return the coverage of a function's model: which values, pairs and triples occur in the cases of these verdicts."""
+    """Return the coverage of a function by the cases of `verdicts`. `model` has its parameters and their values."""
     judged, declined = tuples_by_outcome(model, verdicts)
 
     def reach_of(goal: Values, is_possible: bool) -> Reach:
@@ -94,11 +96,11 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return two sets of values, pairs and declared triples: those in judged cases, and those in declined cases. A case that
-    failed before a comparison counts in neither. If each judged case has a value of a group in `Model.apart`, such as an NVFP4
-    cache, the group counts as plain.
+    """Return two sets of values, pairs and declared triples: those in judged cases, and those in declined cases.
+
+    A case that failed before a comparison is in neither. A group of `Model.apart`, such as an NVFP4 cache, is ignored if every
+    judged case has a value of the group.
     """
-    # Of a failed case that compared nothing, nothing was held to anything.
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (
         [each.case.values for each in held if (each.outcome is Outcome.DECLINED) is is_declined]
@@ -110,7 +112,9 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model restricted to judged values, and its tuples that were not judged; None if an axis has no such value."""
+    """Return the model restricted to the values that were judged, and its pairs and triples that were not judged. Return None
+    if no value of an axis was judged.
+    """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
     return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])

@@ -1,4 +1,8 @@
-"""Covering arrays: few points (a value for each axis) that contain all values, all pairs of values, and declared triples."""
+"""Build covering arrays: few points that together contain all values, all pairs of values, and declared triples.
+
+An axis is a parameter of a call. A point has one value for each axis. Rules forbid some combinations of values. A goal is a
+value, pair or triple of values that some point must contain.
+"""
 
 import functools
 import inspect
@@ -11,14 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Point = dict[str, Any]  # a value of each axis, by its name
-Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their declaration
+Point = dict[str, Any]  # from the name of each axis to its value
+Values = tuple[tuple[str, Any], ...]  # a combination of values: (axis, value) pairs, in the order of the model's axes
 Group = frozenset[tuple[str, Any]]  # (axis, value) pairs
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of several parts into which machines divide a run, such as 3 of 8. Each part has other cases and other goals."""
+    """One part of a run that several machines divide among them, such as part 3 of 8. Each case and goal is in one part."""
 
     number: int = 1  # from 1
     count: int = 1
@@ -28,26 +32,26 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """Return the shard of a text such as "3/8", or raise ValueError; "" is the whole run."""
+        """Return the shard of a text such as "3/8"; of "", the whole run. Raise ValueError for another text."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text or "1/1")
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"{text!r} is no shard: its number from 1, and their number, such as 3/8")
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:
-        """Return True if a combination of values is a goal of this shard. It is one of exactly one shard."""
+        """Return True if a combination of values is a goal of this shard. Each combination is a goal of exactly one shard."""
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
-        """Yield the shard's part of some items, which are dealt in turn, to shard `first` + 1 the first."""
+        """Yield every `count`-th item, beginning so that item 0 belongs to shard number `first % count + 1`."""
         return itertools.islice(items, (self.number - 1 - first) % self.count, None, self.count)
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition on the values of some axes. A call is valid only if it holds."""
+    """A rule: a condition on the values of some axes that each point must meet."""
 
-    fits: Callable[..., bool]  # takes a value of each of these axes, which are named as its parameters
+    fits: Callable[..., bool]  # the condition; the names of its parameters are the names of the axes
     why: str  # the reason, a sentence
 
     @functools.cached_property
@@ -60,7 +64,7 @@ class Constraint:
 
 
 def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
-    """Return the constraints that a table lists. It maps the reason for a rule to one condition or to several."""
+    """Return a constraint for each condition in a table, which maps a reason (`why`) to one or several conditions."""
     return tuple(
         Constraint(fits, why)
         for why, each in reasons.items()
@@ -77,11 +81,12 @@ class Model:
         rules: the constraints between axes. Axes without a constraint combine freely.
         triples: groups of three axes whose values are covered in triples, not only in pairs.
         vacuous: (axis, value) pairs with which a call computes nothing. A point with such a value covers only this value, and
-            the pairs and triples that contain it.
-        apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as those of an NVFP4 cache.
-            A point with a value of a group covers only combinations that contain a value of the group. So each other
-            combination is judged in a plain point too. A group is ignored if an axis has no value outside it.
-        shard: the part of the values, pairs and triples that are goals. `alone` may be asked for all values of some axes.
+            the pairs and triples that contain this value.
+        apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as an NVFP4 cache. A point
+            with a value of a group covers only combinations that contain a value of the group. So every other combination
+            must also occur in a point without the group. A group is ignored if an axis has no value outside it.
+        shard: the part of the run whose values, pairs and triples are goals.
+        default: the first allowed point, with the default value of each axis where the rules permit it.
 
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
@@ -115,7 +120,7 @@ class Model:
         vacuous: Group = frozenset(),
         apart: tuple[Group, ...] = (),
     ) -> "Model":
-        """Make a model. Repeated values are left out, and so are rules and triples that name unknown axes."""
+        """Make a model without repeated values, and without rules and triples that name an axis that is not in `axes`."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -125,16 +130,17 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model restricted to the values in `taken`, each as ((axis, value),); None if an axis would have none."""
+        """Return the model restricted to the values in `taken`, each as ((axis, value),). None if an axis keeps no value."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if a point, which may lack axes, breaks no rule. If `added` names an axis, test only rules on it."""
+        """Return True if a point breaks no rule. Rules on axes that the point lacks are not tested. If `added` names an axis,
+        only the rules on this axis are tested.
+        """
         return next(self._broken(point, added), None) is None
 
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
-        """Yield the rules that `fits` finds broken."""
         has = point.keys()
         for rule in self._rules_of[added] if added else self.rules:
             if has >= rule.needs and not rule.fits(*[point[name] for name in rule.axes]):
@@ -146,7 +152,7 @@ class Model:
 
     @functools.cached_property
     def _neighbours(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the axes with which each axis shares a rule."""
+        """Return for each axis the axes that are in a rule with it."""
         return {
             name: tuple(dict.fromkeys(other for rule in rules for other in rule.axes if other != name))
             for name, rules in self._rules_of.items()
@@ -154,12 +160,14 @@ class Model:
 
     @functools.cached_property
     def _largest_triples(self) -> Mapping[str, int]:
-        """Return, for each axis, how many combinations of values its largest triple has; 0 without a triple."""
+        """Return for each axis the number of value combinations of the largest declared triple with this axis, or 0."""
         sizes = {triple: math.prod(len(self.axes[name]) for name in triple) for triple in self.triples}
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return the allowed point with these values, and defaults where rules permit; None if no point is allowed."""
+        """Return the allowed point that has these values and, where the rules permit, the default of each other axis. Return
+        None if the rules allow no point with these values.
+        """
         if not self.fits(values):
             return None
         point = dict(values)
@@ -168,7 +176,9 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the other axes, those that share rules with `names` first, so that a conflict is found early."""
+        """Return the axes that are not in `names`, ordered by how directly rules connect them to `names`. A search in this
+        order finds conflicts early.
+        """
         reached = list(names)
         found = set(reached)
         for name in reached:
@@ -178,11 +188,10 @@ class Model:
         return [name for name in (*reached, *self.axes) if name not in names]
 
     def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
-        """Give the axes in `names`, which the point lacks, their first values that fit. Return None, or the conflicting axes if
-        no values fit.
+        """Add a value for each axis in `names` to the point: the first values that break no rule. Return None on success. If no
+        values fit, leave the point unchanged and return the axes that conflict.
 
-        If an axis does not conflict with a later axis, its other values are not tried (backjumping). So the time to find out
-        that there is no point does not grow with the product of all axes between them.
+        The search backjumps: if an axis is not among the conflicting ones, its other values are not tried.
         """
         if not names:
             return None
@@ -202,8 +211,8 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point. Then yield, for each other value of an axis that is a goal of the shard, the allowed point
-        with this value that is nearest to the default. The values of the axes in `of_all` are goals of every shard.
+        """Yield the default point, and for each other value of each axis the point with this value that `completed` returns.
+        Values of another shard are left out, except those of the axes in `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -216,7 +225,7 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield the shard's pairs of values of two axes, and declared triples, that fit the rules between them."""
+        """Yield the pairs and declared triples of values that are goals of the shard and break no rule by themselves."""
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     @property
@@ -230,17 +239,19 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return, for each pair and declared triple, the reason of the rule that forbids it, or "" if a valid point has it."""
+        """Return for each pair and declared triple why no allowed point contains it: the reason of a rule. "" if a point
+        does.
+        """
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     @functools.cached_property
     def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
-        """Return, for each value of each axis, the allowed point with this value that is nearest to the default, or None."""
+        """Return for each (axis, value) pair the point with this value that `completed` returns, or None."""
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     @functools.cached_property
     def _without_one(self) -> "Sequence[tuple[Constraint, Model]]":
-        """Return each rule, and the model without it."""
+        """Return for each rule the model without this rule."""
         return [
             (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
         ]
@@ -255,9 +266,10 @@ class Model:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Return the values, pairs and declared triples that a point covers. With a vacuous value (the call computes nothing),
-        or a value of a group in `apart`, the point covers only the combinations that contain such a value. `apart` is by
-        default the model's own.
+        """Yield the values, pairs and declared triples that a point covers.
+
+        If the point has a value of `vacuous` or of a group in `apart` (default: the model's groups), it covers only the
+        combinations that contain a value of this group.
         """
         groups = (self.vacuous, *(self._apart if apart is None else apart))
         present = [group for group in groups if not group.isdisjoint(point.items())]
@@ -266,7 +278,9 @@ class Model:
         return (each for each in found if not any(group.isdisjoint(each) for group in present))
 
     def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
-        """Return the groups in `apart` of whose axes these (axis, value) pairs have a value outside the group."""
+        """Return the groups in `apart` that are not to be ignored: for each axis of the group, `values` has an (axis, value)
+        pair outside the group.
+        """
         return tuple(
             group for group in self.apart if {name for name, _ in group} <= {name for name, _ in set(values) - group}
         )
@@ -278,16 +292,14 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that together contain all goals (values, pairs or triples). The method is greedy: each point is built
-        from a goal that no earlier point contains.
-
-        Triples come before pairs, because the points of the triples contain most pairs.
+        """Yield points that together contain all goals. The method is greedy: each point is built around a goal that no earlier
+        point contains. Triples are taken before pairs, because the points for the triples contain most pairs.
 
         Args:
-            seed: seed of the order of goals and axes. The points depend on nothing else.
-            goals: the combinations of values to cover; None: all of `tuples`. Combinations that no point can contain are left
-                out.
-            chosen: number of axes of a point whose values are chosen for its goals; the rest keep the default. None: all.
+            seed: seed of the order of goals and axes.
+            goals: the values, pairs or triples to cover, by default those of `tuples`. Goals that no allowed point contains are
+                left out.
+            chosen: number of axes of a point that may have other values than the default; None for all axes.
         """
         rng = random.Random(seed)
         left = _Left(self.tuples() if goals is None else goals)
@@ -305,9 +317,10 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int | None) -> Point | None:
-        """Return a point that contains a goal, or None if there is none. Each further value is chosen to contain further goals.
+        """Return a point that contains `goal` and as many goals of `left` as a greedy choice finds. Return None if no allowed
+        point contains `goal`.
 
-        The axes of the largest triples are chosen first, while the further axes of these triples are still free.
+        The axes of the largest triples get their values first, while the other axes of these triples are free.
         """
         whole = self.completed(dict(goal))
         if whole is None:
@@ -335,11 +348,11 @@ class Model:
 
 
 class _Left:
-    """The goals (combinations of values) that no point contains yet."""
+    """The goals (combinations of values) that no point covers yet."""
 
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)
-        # By a value of an axis: the goals with it, and the other values of each.
+        # From an (axis, value) pair to the goals that contain it, each with the remaining pairs of the goal.
         self._others: dict[tuple[str, Any], dict[Values, Values]] = {}
         for goal in self.goals:
             for each in goal:
@@ -352,7 +365,9 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
-        """Return how many goals, with a value of each of the groups, `point` would newly cover if `axis` had this value."""
+        """Return how many uncovered goals `point` would cover with this value of `axis`. Only goals that contain a value of
+        each group in `groups` count.
+        """
         has = point.items()
         goals = self._others.get((axis, value), {})
         found = (goal for goal, others in goals.items() if all(each in has for each in others))
