@@ -23,9 +23,10 @@ from lab.recorded.case import RecordedCase
 from lab.references import attention
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth, relative_l2
-from lab.references.quantization import E2M1_MAX, E4M3_MAX, quantize_e4m3, quantize_nvfp4, rounded
+from lab.references.quantization import E2M1_MAX, quantize_e4m3, quantize_nvfp4
+from lab.references.softmax_attention import E4M3_MAX, rounded
 from lab.wording import counted
-from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.inputs.contents import new_workspace
 
 LEVEL = 1e-3  # probability below which it is said that a right kernel does not do this
 PAGE_SIZE = 16

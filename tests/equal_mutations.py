@@ -11,7 +11,7 @@ EQUAL_LENGTHS = {
         "padded = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]",
         "for row, prefix in zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True)",
     ),
-    "lab/references/softmax_attention.py": (
+    "lab/references/truth.py": (
         "places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))",
     ),
     "lab/references/paged_attention.py": (
@@ -65,12 +65,12 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() ** 1)",
     ): "a ratio at fault exceeds 1, and the others less the largest are at most 0",
     (
-        "lab/references/softmax_attention.py",
+        "lab/references/truth.py",
         "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)",
         "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len ** query.shape[1], 1)",
     ): "it changes which requests are computed together, and so the memory that is used, and no result",
     (
-        "lab/references/softmax_attention.py",
+        "lab/references/truth.py",
         "rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))",
         "rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 2)))",
     ): "it changes how many rows are computed together, and so the memory that is used, and no result",

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import lab.references.errors
-import lab.workloads.inputs.encoding
+import lab.workloads.inputs.contents
 from lab.calls.problem import AttentionProblem
 from lab.checks.properties import checks
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
@@ -37,7 +37,7 @@ def replaced_code() -> Any:
 
 
 def changed_default() -> Any:
-    function = lab.workloads.inputs.encoding.fill
+    function = lab.workloads.inputs.contents.fill
     defaults, function.__defaults__ = function.__defaults__, (0.0,)
     return lambda: setattr(function, "__defaults__", defaults)
 
@@ -61,7 +61,7 @@ def changed_cell() -> Any:
 
 
 def changed_constant() -> Any:
-    poison = lab.workloads.inputs.encoding.POISON
+    poison = lab.workloads.inputs.contents.POISON
     was = poison[torch.float16]
     poison[torch.float16] = 1.0
     return lambda: poison.__setitem__(torch.float16, was)
@@ -100,10 +100,10 @@ CHANGES = {
     "lab.references.errors.relative_l2": replaced_code,
     "lab.references.errors.regress": moved_to_another_name,
     "lab.references.errors.CONTROL_FACTOR": lambda: set_to(lab.references.errors, "CONTROL_FACTOR", 1e9),
-    "lab.workloads.inputs.encoding.fill": changed_default,
+    "lab.workloads.inputs.contents.fill": changed_default,
     "lab.calls.problem.AttentionProblem.__init__": changed_keyword_default,
     "torch.cuda.memory_cached": changed_cell,
-    "lab.workloads.inputs.encoding.POISON": changed_constant,
+    "lab.workloads.inputs.contents.POISON": changed_constant,
     "torch.cuda.synchronize": lambda: set_to(torch.cuda, "synchronize", lambda device=None: None),
     "torch.cuda.graphs.CUDAGraph.replay": lambda: set_to(torch.cuda.CUDAGraph, "replay", lambda self: None),
     "torch.cuda.streams.Event.elapsed_time": lambda: set_to(torch.cuda.Event, "elapsed_time", lambda self, end: 1.0),

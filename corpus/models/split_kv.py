@@ -16,7 +16,8 @@ from corpus.wrong import CONTEXT, DECODE, Model
 from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import PagedAttention, Scale
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
+from lab.references.softmax_attention import rounded
 
 KEYS_PER_SPLIT = 64
 ROWS_PER_TILE = 64

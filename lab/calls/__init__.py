@@ -8,9 +8,8 @@ from lab.calls.dsv4_decode import DSV4DecodeCall
 from lab.calls.entry import made_at_once, takes
 from lab.calls.features import Feature
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.nan import refuse_nan
 from lab.calls.paged import ContextCall, DecodeCall
-from lab.calls.problem import AttentionCall, PagedAttention
+from lab.calls.problem import AttentionCall, PagedAttention, refuse_nan
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 
 Problem = PagedAttention | RaggedAttention

@@ -1,8 +1,7 @@
-"""Check the arguments of FlashInfer's calls, one function per argument. Each function raises an error that a person can act on,
-before anything is launched.
+"""Check the arguments of FlashInfer's calls, one function per argument, before anything is launched.
 
 The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. A parameter `call` is an object of one of
-the four call classes, such as `lab.calls.DecodeCall`.
+the call classes, such as `lab.calls.DecodeCall`.
 """
 
 import math
@@ -14,20 +13,20 @@ from typing import Any
 import torch
 
 from lab.calls import allowed
-from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale, mask_words
+from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale
 from lab.gpus import capability_of, trtllm_backend_of
 
 QUERY_DTYPES = (*HALF_DTYPES, E4M3, torch.float32, torch.float64)
 OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
 
-# Memory of kernels and a launch hint: they change no result, so any value will do, on any device.
+# Scratch memory and a launch hint. They change no result, so they may have any value, on any device.
 FREE_ARGUMENTS = (*("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer"), "remapped_sparse_indices_buffer")
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value. Raise TypeError unless it is a dense tensor with one of the dtypes; an empty list allows every dtype. A
-    subclass with a dispatch of its own, such as FakeTensor or DTensor, has no values in its memory.
+    """Return the value. Raise TypeError unless it is a dense tensor with one of the dtypes; an empty list allows every dtype.
+    FakeTensor, DTensor and other subclasses with a `__torch_dispatch__` are refused, because their memory holds no values.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -41,7 +40,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return an int of at least `least`. Raise TypeError or ValueError for another value; `remedy` ends the message."""
+    """Return the value as an int. Raise TypeError or ValueError unless it is an int >= `least`; `remedy` ends the message."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -80,7 +79,9 @@ def check_query(query: object) -> None:
 
 
 def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
-    """Return the query of a call over latent entries, [num_rows, num_qo_heads, head_dim]; `head_dim` is the name in errors."""
+    """Return the query of an MLA or DSV4 call as [num_rows, num_qo_heads, head_dim]. Raise TypeError or ValueError for another
+    shape or dtype; `head_dim` is the name of the last dimension in the message.
+    """
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
         form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
@@ -104,8 +105,7 @@ def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of `kv_cache` or `kv_cache_sf` as two views [num_pages, num_kv_heads, page_size, last]. `last` is the
-    stored last dimension: head_dim, half of it for NVFP4, or the number of scale factors.
+    """Return K and V of `kv_cache` or `kv_cache_sf` as two views [num_pages, num_kv_heads, page_size, last dimension].
 
     Raises:
         TypeError, ValueError: the cache is neither one 5-D tensor nor two 4-D tensors, the layout is neither "HND" nor "NHD",
@@ -161,8 +161,8 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the scale factors of K and V in an NVFP4 cache, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16] each;
-    (None, None) for other caches.
+    """Return the NVFP4 scale factors of K and of V, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16] each, or (None,
+    None) for other caches. Raise TypeError or ValueError if `kv_cache_sf` does not fit the cache.
     """
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
@@ -184,7 +184,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """Return True for trtllm-gen, which reads V's NVFP4 scale factors interleaved, and False for XQA (FlashInfer 0.7.2)."""
+    """Return True if the call's backend is trtllm-gen, which reads V's NVFP4 scale factors interleaved; XQA does not."""
     capability = capability_of(call.query.device)
     if call.backend == "auto" and capability is None:
         raise ValueError(
@@ -195,9 +195,13 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
-    """Check a page table and return its number of requests. It is int32 [batch_size, columns]; [batch_size, 2, columns] if K
-    and V have separate page ids (`shared` is False); contiguous [num_kv_heads, batch_size, columns] in a block-sparse call
-    (`by_kv_head`).
+    """Check a page table, and return its number of requests.
+
+    Args:
+        block_tables: int32 [batch_size, columns]. Without `shared` [batch_size, 2, columns]; with `by_kv_head` contiguous
+            [num_kv_heads, batch_size, columns].
+        shared: False: K and V have separate page ids.
+        by_kv_head: True: the call is block-sparse.
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)
@@ -221,8 +225,8 @@ def check_table_rows(block_tables: torch.Tensor) -> None:
 
 
 def check_max_q_len(call: Any) -> int:
-    """Return the upper bound of a decode call's query rows per request. Raise an error unless the call has either
-    `q_len_per_req`, or `cum_seq_lens_q` with `max_q_len`.
+    """Return a decode call's upper bound of the query rows of a request. Raise TypeError or ValueError unless the call has
+    either `q_len_per_req`, or `cum_seq_lens_q` with `max_q_len`.
     """
     if call.cum_seq_lens_q is None:
         if call.max_q_len is not None:
@@ -236,25 +240,8 @@ def check_max_q_len(call: Any) -> int:
     return check_int("max_q_len", call.max_q_len, 0, "it goes with cum_seq_lens_q")
 
 
-def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
-    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], not ragged."""
-    if cum_seq_lens_q is not None:
-        raise NotImplementedError(
-            "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"
-        )
-    tensor = check_tensor("mask", mask)
-    if tensor.dtype != torch.uint16:
-        raise TypeError(f"mask must be packed uint16 words, got {tensor.dtype}")
-    expected = (batch_size, q_len, mask_words(q_len))
-    if tensor.shape != expected or not tensor.is_contiguous():
-        raise ValueError(
-            f"mask must be contiguous [batch_size, q_len, 2 * ceil(q_len / 32)] = {list(expected)}, got "
-            f"{list(tensor.shape)} with stride {tensor.stride()}"
-        )
-
-
 def check_scale(name: str, scale: object) -> Scale:
-    """Return a float32 tensor of one element as it is, and a finite number as a float; raise TypeError or ValueError."""
+    """Return a scale: a float32 tensor of one element unchanged, a finite number as a float. Raise an error otherwise."""
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -269,7 +256,7 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def check_skip_softmax(factor: object) -> float:
-    """Return `skip_softmax_threshold_scale_factor`, 0 for None. Raise an error unless it is finite and not negative."""
+    """Return `skip_softmax_threshold_scale_factor` as a float; None is 0. Raise an error unless it is finite and >= 0."""
     name = "skip_softmax_threshold_scale_factor"
     if factor is None:
         return 0.0
@@ -295,10 +282,9 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
         )
 
 
-def posed_alike(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Return the checked scales, `sinks` and `skip_softmax` of a problem. `name` is the call's name of sinks.
-
-    `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
+def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
+    """Return the fields `bmm1_scale`, `bmm2_scale`, `sinks` and `skip_softmax` of a problem, checked. `bmm1_scale_log2` takes
+    precedence over `bmm1_scale`. `name` is the call's name of sinks, for messages.
     """
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
@@ -315,16 +301,14 @@ def posed_alike(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return an uninitialised float32 tensor for `bmm1_scale`, and a function that computes it there from `bmm1_scale_log2`. A
-    prepared call runs the function before each launch, so that a changed `bmm1_scale_log2` takes effect.
-    """
+    """Return an uninitialised tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it."""
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return the caller's `out`. Raise an error unless it is contiguous, of the expected shape, which `words` explain, and of
-    one of the dtypes.
+    """Return `out`. Raise an error unless it is contiguous with the expected shape and one of the dtypes. `words` explain the
+    shape in the message.
     """
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
@@ -337,8 +321,8 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return `out`, in rows of vectors of `size` elements, and `out_dtype` of a call over latent entries. A new output is
-    bfloat16. `words` are those of `check_out`.
+    """Return the fields `out`, as [num_rows, num_qo_heads, size] or None, and `out_dtype` of an MLA or DSV4 problem. Without an
+    `out` the dtype is bfloat16. `words` are as in `check_out`.
     """
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
@@ -347,7 +331,7 @@ def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the dtype of `out`, else `out_dtype`, else the query's. Raise an error if the first two contradict."""
+    """Return the dtype of the output: `out`'s, else `out_dtype`, else the query's. Raise an error if the first two differ."""
     if call.out_dtype == "nvfp4":
         remedy = f"its scale factors have a type and an order of FlashInfer's own; use one of {dtype_names(OUT_DTYPES)}"
         allowed.not_modelled("out_dtype", "nvfp4", remedy)
@@ -368,7 +352,9 @@ def output_dtype(call: Any) -> torch.dtype:
 
 
 def check_lse(call: Any) -> torch.Tensor | None:
-    """Return a call's `lse` or None. Raise ValueError unless it is [num_rows, num_qo_heads] and no elements share memory."""
+    """Return the call's `lse`. Raise TypeError or ValueError unless it is None or float32 [num_rows, num_qo_heads] without
+    elements that share memory.
+    """
     if call.lse is None:
         return None
     lse = check_tensor("lse", call.lse, (torch.float32,))
@@ -381,8 +367,17 @@ def check_lse(call: Any) -> torch.Tensor | None:
     return lse
 
 
+def takes_rank(call: Any) -> bool:
+    """Return True if an argument of context parallelism is not at its default. Raise TypeError or ValueError unless `cp_world`
+    is an int >= 1 and `cp_rank` an int >= 0.
+    """
+    world = check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
+    rank = check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
+    return (world, rank, call.causal_seqlens_kv_global) != (1, 0, None)
+
+
 def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
-    """Raise ValueError if a tensor is not on the query's device; not for those in `on_host` or `FREE_ARGUMENTS`."""
+    """Raise ValueError if a tensor is not on the query's device. Arguments in `on_host` and `FREE_ARGUMENTS` are exempt."""
     device = call.query.device
     anywhere = (*FREE_ARGUMENTS, *on_host)
     for name, value in vars(call).items():

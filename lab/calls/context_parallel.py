@@ -38,15 +38,6 @@ BESIDE_MLA: Reasons = {
 }
 
 
-def takes_rank(call: Any) -> bool:
-    """Return True if a call has an argument of a rank that is not at its default. Raise an error for a wrong cp_world or
-    cp_rank.
-    """
-    world = arguments.check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
-    rank = arguments.check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
-    return (world, rank, call.causal_seqlens_kv_global) != (1, 0, None)
-
-
 def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> None:
     """Check the arguments of context parallelism of a call that has one of them, after `takes_rank`. `argument` is the text of
     the argument that selects it, such as "enable_dcp=True", or ""; `excluded` are the arguments that go without it. Raises

@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 
 from lab.calls import allowed, arguments
-from lab.calls.nan import checked
-from lab.calls.problem import AttentionCall, PagedAttention, Scale
+from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked
 from lab.calls.selection import WINDOW_COLUMNS, Names, check_selection, columns_in_use
 
 BACKENDS = ("auto", "trtllm-gen")
@@ -169,7 +168,7 @@ class DSV4DecodeCall:
             max_kv_len=torch.iinfo(torch.int32).max,  # the call bounds no length
             causal=True,
             window_left=-1,
-            **arguments.posed_alike(self, self.sinks),
+            **arguments.softmax_arguments(self, self.sinks),
             **arguments.latent_out(self, rows.shape[2], "the query's shape"),
             lse=None,
             return_lse=False,

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
-from lab.calls.nan import checked
-from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, checked
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 OTHER_BACKENDS = ("cake", "sparse")  # FlashInfer has them, with rules of their own
@@ -156,13 +155,13 @@ class MLADecodeCall:
             max_kv_len=arguments.check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
             causal=True,
             window_left=-1,
-            **arguments.posed_alike(self, self._sink_logits()),
+            **arguments.softmax_arguments(self, self._sink_logits()),
             **arguments.latent_out(self, self.kv_lora_rank, "its last dimension kv_lora_rank"),
             lse=self._lse_rows(rows),
             return_lse=self.return_lse,
         )
         arguments.check_bool("enable_dcp", self.enable_dcp)
-        if context_parallel.takes_rank(self) or self.enable_dcp:
+        if arguments.takes_rank(self) or self.enable_dcp:
             argument = "enable_dcp=True" if self.enable_dcp else ""
             context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_MLA)
             assert self.causal_seqlens_kv_global is not None

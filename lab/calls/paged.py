@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
-from lab.calls.nan import checked
-from lab.calls.problem import AttentionCall, PagedAttention, Scale
+from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked, mask_words
 
 BESIDE_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -155,8 +154,9 @@ class DecodeCall:
                 f"{max_q_len}: expected {batch_size * max_q_len} rows"
             )
         if self.mask is not None:
-            arguments.check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
+            _check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
         arguments.check_o_scale(self.o_scale, arguments.output_dtype(self))
+        is_of_rank = arguments.takes_rank(self)
         problem = _posed(
             self,
             kv_bound="max_seq_len",
@@ -167,7 +167,7 @@ class DecodeCall:
             mask=self.mask,
             by_kv_head=self.enable_block_sparse_attention,
         )
-        if not context_parallel.takes_rank(self):
+        if not is_of_rank:
             return problem
         argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
         context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)
@@ -309,7 +309,7 @@ def _posed(
         # A window as wide as the longest request is none; some callers write it as a very large number.
         window_left=-1 if window_left >= max_kv_len else window_left,
         mask=mask,
-        **arguments.posed_alike(call, call.sinks),
+        **arguments.softmax_arguments(call, call.sinks),
         out=call.out,
         out_dtype=arguments.output_dtype(call),
         lse=arguments.check_lse(call),
@@ -317,3 +317,20 @@ def _posed(
     )
     arguments.check_devices(call)
     return checked(problem)
+
+
+def _check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
+    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], not ragged."""
+    if cum_seq_lens_q is not None:
+        raise NotImplementedError(
+            "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"
+        )
+    tensor = arguments.check_tensor("mask", mask)
+    if tensor.dtype != torch.uint16:
+        raise TypeError(f"mask must be packed uint16 words, got {tensor.dtype}")
+    expected = (batch_size, q_len, mask_words(q_len))
+    if tensor.shape != expected or not tensor.is_contiguous():
+        raise ValueError(
+            f"mask must be contiguous [batch_size, q_len, 2 * ceil(q_len / 32)] = {list(expected)}, got "
+            f"{list(tensor.shape)} with stride {tensor.stride()}"
+        )

@@ -1,11 +1,12 @@
-"""Attention problems with checked arguments in one common form. Each of FlashInfer's calls defines a problem; references
-and kernels solve it. `lab.calls.features` says what a kernel needs to support to solve one.
+"""Attention problems: the checked arguments of any of FlashInfer's calls in one form. References and kernels compute a problem.
+`lab.calls.features` lists what a kernel must support to compute it.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ E4M3 = torch.float8_e4m3fn
 NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors in a separate tensor
 
 Scale = float | torch.Tensor
+AnyProblem = TypeVar("AnyProblem", bound="AttentionProblem")
 
 
 class AttentionCall(NamedEnum):
@@ -34,7 +36,7 @@ class AttentionCall(NamedEnum):
     DSV4_DECODE = "trtllm_batch_decode_sparse_mla_dsv4"  # over selected entries of two pools
 
 
-# Over latent entries, which are key and value in one. Their query has an axis of requests, or none.
+# Calls over latent entries: an entry is both key and value. Their query may have an axis of requests.
 LATENT_CALLS = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 
 
@@ -49,23 +51,23 @@ class Softmax:
     sinks: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Return `bmm1_scale`, `bmm2_scale` and `sinks` by name. Further fields of a subclass are left out."""
+        """Return `bmm1_scale`, `bmm2_scale` and `sinks` by name."""
         return {each.name: getattr(self, each.name) for each in fields(Softmax)}
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The fields of a checked attention problem that are the same for all calls."""
+    """The fields that the checked problems of all calls have."""
 
     call: AttentionCall  #: the call that defined the problem
     query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]
-    #: int32 or uint32 [batch_size], keys of each request, including the keys of its query tokens
+    #: int32 or uint32 [batch_size], number of keys of each request, including the keys of its query tokens
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None  #: int32 [batch_size + 1], or None when every request has `max_q_len` query rows
-    #: int32 [batch_size + 1], running sum of `seq_lens`, or in a paged call of the requests' pages; None in a decode call
+    #: int32 [batch_size + 1], running sum of the requests' keys, or in a paged call of their pages; None in a decode call
     cu_seqlens_kv: torch.Tensor | None
-    max_q_len: int  #: upper bound of the query rows of one request, given by the caller
-    max_kv_len: int  #: upper bound of the keys of one request, given by the caller
+    max_q_len: int  #: the caller's upper bound of the query rows of one request
+    max_kv_len: int  #: the caller's upper bound of the keys of one request
     #: True: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position. False:
     #: every row sees all keys of its request.
     causal: bool
@@ -75,10 +77,9 @@ class AttentionProblem(Softmax):
     out_dtype: torch.dtype
     lse: torch.Tensor | None
     return_lse: bool
-    #: a kernel may leave out keys of a row whose exp(logit - largest logit of the row) is below skip_softmax / L, where L is
-    #: the number of keys of the request; 0: none. It may leave out none of them too, and the references do so. Sinks are no
-    #: logits here. The threshold is FlashInfer 0.7.2's (decode.py 3865); that a tile of keys is left out if it is so small for
-    #: every row is in prefill.py 8384 and arxiv.org/abs/2512.12087.
+    #: a kernel may skip the keys of a row whose exp(logit - largest logit of the row) is below skip_softmax / L, where L is the
+    #: number of keys of the request and logits exclude sinks. The references skip none. 0: no key may be skipped. The threshold
+    #: is FlashInfer 0.7.2's (decode.py 3865), whose kernels skip whole tiles (prefill.py 8384, arxiv.org/abs/2512.12087).
     skip_softmax: float = field(default=0.0, kw_only=True)
 
     @property
@@ -86,7 +87,7 @@ class AttentionProblem(Softmax):
         return self.seq_lens.shape[-1]
 
     def kv_lens(self) -> list[int]:
-        """Return the keys of each request, in a block-sparse call its K/V heads' maximum. Copies `seq_lens` to the host."""
+        """Return the number of keys of each request, in a block-sparse call its largest over the K/V heads. Synchronises."""
         lengths = self.seq_lens.cpu().to(torch.int64)
         return (lengths.amax(dim=0) if lengths.dim() == 2 else lengths).tolist()
 
@@ -96,7 +97,7 @@ class AttentionProblem(Softmax):
 
     @property
     def has_no_rows(self) -> bool:
-        """Return True if no request has a query row. The query may still have rows of padding."""
+        """Return True if no request has a query row. The query may still have padding rows."""
         return min(self.num_rows, self.batch_size, self.max_q_len) == 0
 
     @property
@@ -109,7 +110,7 @@ class AttentionProblem(Softmax):
 
     @property
     def group(self) -> int:
-        """Return the query heads per K/V head."""
+        """Return the number of query heads per K/V head."""
         return self.num_qo_heads // self.num_kv_heads
 
     @property
@@ -126,13 +127,13 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def row_offsets(self) -> list[int]:
-        """Return the first row of each request and the end of the last, [batch_size + 1]. Copies the offsets to the host."""
+        """Return the first query row of each request, and after them the end of the last request's rows. Synchronises."""
         if self.cu_seqlens_q is None:
             return list(range(0, self.num_rows + 1, self.max_q_len))
         return self.cu_seqlens_q.tolist()
 
     def q_lens(self) -> list[int]:
-        """Return the number of query rows of each request. Copies `cu_seqlens_q` to the host."""
+        """Return the number of query rows of each request. Synchronises."""
         return [end - start for start, end in itertools.pairwise(self.row_offsets())]
 
     @property
@@ -141,14 +142,14 @@ class AttentionProblem(Softmax):
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
-        """Return the features that a kernel needs to solve the problem. Reads no tensor's contents."""
+        """Return the features that a kernel must support to compute the problem. Reads no tensor's contents."""
         return features_of_fields(self)
 
     def check_values(self) -> None:
-        """Check the contents of tensors: lengths, offsets, and the ids of live pages.
+        """Check lengths, offsets and page ids, which are contents of tensors.
 
-        Every call makes these checks on CPU tensors. On a GPU they cost a synchronisation, so a kernel call does not make them.
-        Call `DecodeCall(...).problem().check_values()` to make them.
+        A call makes these checks itself on CPU tensors. On a GPU they synchronise, so only an explicit
+        `DecodeCall(...).problem().check_values()` makes them.
 
         Raises:
             ValueError: a length is negative or exceeds `max_kv_len` or the table; offsets do not start at 0, decrease or exceed
@@ -192,14 +193,13 @@ class PagedAttention(AttentionProblem):
     #: True if `v_scale_factors` are in TRT-LLM's interleaved order over 4 tokens
     v_scale_factors_interleaved: bool = False
     mask: torch.Tensor | None = None  #: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None
-    #: int32 [num_rows, num_columns], the entries that each row sees, as places in the flattened pool (page * page_size + offset
-    #: in the page), or None. `lab.calls.selection` says which cells are entries. They replace the rule by which rows see keys:
-    #: `causal` and `window_left` have no effect.
+    #: int32 [num_rows, num_columns] or None: the only entries that each row sees, as places page * page_size + offset in the
+    #: page. `lab.calls.selection` defines which cells are entries. With it `causal` and `window_left` have no effect.
     selected: torch.Tensor | None = None
-    #: int32 [num_rows], how many of the first columns of `selected` each row uses; or None
+    #: int32 [num_rows] or None: each row uses this number of first columns of `selected`
     selected_lens: torch.Tensor | None = None
-    #: int32 [num_rows], how many of its request's first keys each row sees, instead of those up to its position; or None.
-    #: `lab.calls.context_parallel` has the rule.
+    #: int32 [num_rows] or None: each row sees this number of first keys of its request, instead of the keys up to its position
+    #: (`lab.calls.context_parallel`)
     num_visible: torch.Tensor | None = None
 
     @property
@@ -227,9 +227,8 @@ class PagedAttention(AttentionProblem):
         return self.k_block_tables.dim() == 3
 
     def of_kv_heads(self) -> "list[PagedAttention]":
-        """Return one problem per K/V head of a block-sparse call: the head's selected pages are its whole cache, and only its
-        query heads have rows. Tensors are views, those for the results too. A problem that is not block-sparse is returned
-        alone.
+        """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. Tensors
+        are views of this problem's, also `out` and `lse`. Return [self] if the problem is not block-sparse.
         """
         if not self.is_block_sparse:
             return [self]
@@ -247,7 +246,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return the problem without `num_visible`: each row is a request whose keys are those that it sees."""
+        """Return the same problem with one request per query row, whose keys are the row's `num_visible` first keys."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -265,14 +264,14 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return the columns of `selected`, which must be given, that each row uses: bool [num_rows, num_columns]. Those of
-        them that are not negative are entries.
+        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A negative cell of a used column
+        is no entry. Requires `selected`.
         """
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
     def of_one_pool(self) -> "PagedAttention":
-        """Return the same problem with all entries in `k_cache` and `v_cache`. Only DSV4's problem has another pool."""
+        """Return an equal problem whose entries all lie in `k_cache` and `v_cache`. Only a DSV4 problem has a second pool."""
         return self
 
     def check_values(self) -> None:
@@ -320,8 +319,8 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError if the requests' lengths are negative or exceed `max_kv_len`, which the call names `bound`, or if
-    offsets of the problem are wrong.
+    """Raise ValueError if one of the `lengths` is negative or exceeds `max_kv_len`, or if offsets of rows or keys are wrong.
+    `bound` is the call's name of `max_kv_len`, for messages.
     """
     for request, length in enumerate(lengths):
         if length < 0:
@@ -339,7 +338,6 @@ def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str)
 
 
 def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:
-    """Raise ValueError unless offsets start at 0, never decrease, end within the rows, and respect `max_q_len`."""
     if offsets[0] != 0 or offsets[-1] > num_rows:
         raise ValueError(
             f"cum_seq_lens_q must start at 0 and stay within the {num_rows} query rows (rows after its end are padding), got "
@@ -355,13 +353,47 @@ def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> Non
 
 
 def mask_words(q_len: int) -> int:
-    """Return the uint16 words of one row of XQA's draft mask (FlashInfer 0.7.2, `xqa`), aligned to 32 bits."""
+    """Return the number of uint16 words per row of XQA's draft mask, whose rows are multiples of 32 bits (`xqa`)."""
     return 2 * -(-q_len // 32)
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Unpack a draft mask. Return bool [batch, q_len, q_len]: for each row, the draft tokens that it sees. `mask` holds the
-    words as int32 [batch, q_len, words].
+    """Unpack a draft mask, given as int32 words [batch, q_len, words]. Return bool [batch, q_len, q_len]: the draft tokens that
+    each row sees.
     """
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()
+
+
+def checked(problem: AnyProblem) -> AnyProblem:
+    """Return the problem. On a CPU, check its lengths, offsets, ids, scales and sinks first."""
+    if problem.query.device.type == "cpu":
+        problem.check_values()
+        refuse_nan(problem, in_query=False)
+    return problem
+
+
+def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
+    """Raise ValueError if a scale is not finite, a sink is NaN or plus infinity, or a query row contains NaN.
+
+    Rows after the last request's rows and rows of requests without keys may contain NaN. With `in_query` False all rows may: a
+    serving engine fills the padding rows of a CUDA graph with anything, and a call cannot distinguish these rows from others.
+    """
+    for name, term in zip(("bmm1_scale", "bmm2_scale"), (problem.bmm1_scale, problem.bmm2_scale), strict=True):
+        if isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {float(term)}")
+    if problem.sinks is not None:
+        unfit = problem.sinks.isnan() | (problem.sinks == math.inf)
+        if bool(unfit.any()):
+            head = int(unfit.nonzero()[0])
+            value = float(problem.sinks[head])
+            raise ValueError(f"sinks[{head}] is {value}: a sink is finite, or minus infinity for a head without one")
+    if not in_query or problem.has_no_rows:
+        return
+    query = problem.query.to(torch.float32)  # a GPU has no isnan of e4m3
+    rows = query.isnan().flatten(1).any(dim=1).tolist()
+    offsets = problem.row_offsets()
+    for request, kv_len in enumerate(problem.kv_lens()):
+        for row in range(*offsets[request : request + 2]) if kv_len else ():
+            if rows[row]:
+                raise ValueError(f"query holds NaN in row {row}, of request {request}, which would make its output NaN")

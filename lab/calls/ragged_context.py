@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 
 from lab.calls import allowed, arguments
-from lab.calls.nan import checked
-from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths
+from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths, checked
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
@@ -159,7 +158,7 @@ class RaggedContextCall:
             max_kv_len=max_kv_len,
             causal=self.is_causal,
             window_left=self._window_left(max_kv_len),
-            **arguments.posed_alike(self, self.attention_sinks, "attention_sinks"),
+            **arguments.softmax_arguments(self, self.attention_sinks, "attention_sinks"),
             out=self.out,
             out_dtype=self._out_dtype(),
             lse=arguments.check_lse(self),

@@ -26,7 +26,8 @@ from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
+from lab.workloads.inputs.attention import AttentionInputs, build_attention
+from lab.workloads.inputs.contents import new_workspace
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface

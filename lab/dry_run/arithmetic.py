@@ -24,7 +24,8 @@ from lab.calls.selection import WINDOW_COLUMNS
 from lab.dry_run.host_memory import HostMemory, UnsoundLaunchError
 from lab.dry_run.kernel_facts import KernelFacts, MaskType, kernel_facts
 from lab.dry_run.launches import KernelParams, Launch, LseArguments, TensorMap
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
+from lab.references.softmax_attention import rounded
 
 LOG2_E = math.log2(math.e)
 # Pointers of `KernelParams` that the arithmetic follows. All other pointers must be null.

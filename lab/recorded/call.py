@@ -17,7 +17,7 @@ from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
 from lab.references.assertion import lse_in_base_2
 from lab.references.errors import Truth
-from lab.workloads.inputs.encoding import fill
+from lab.workloads.inputs.contents import fill
 
 # DSV4's call is left out, because a recording would hold its pools whole.
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)

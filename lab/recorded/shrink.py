@@ -13,7 +13,7 @@ from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import Reduction, contents_of, drawn
 from lab.references.assertion import truth_of_problem
 from lab.shrinking import smallest
-from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.inputs.contents import new_workspace
 
 SHOWN_ELEMENTS = 4
 

@@ -16,7 +16,7 @@ from lab.calls import PagedAttention, Problem
 from lab.calls.entries import places_of, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.assertion import History
-from lab.references.softmax_attention import visible_to
+from lab.references.truth import visible_to
 from lab.wording import first_few
 
 MOST_SHOWN = 6

@@ -24,7 +24,7 @@ from lab.recorded.case import RecordedCase
 from lab.recorded.suspicions import visible_of_request
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth
-from lab.workloads.inputs.encoding import as_stored
+from lab.workloads.inputs.contents import as_stored
 from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedraw, Seeds, touched, wipe
 
 

@@ -15,7 +15,7 @@ from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
 from lab.references.quantization import dequantize_nvfp4
-from lab.references.softmax_attention import Rules, truth_of_requests, truth_of_selected, with_requests
+from lab.references.truth import Rules, truth_of_requests, truth_of_selected, with_requests
 
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
 

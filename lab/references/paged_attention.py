@@ -15,8 +15,17 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded, widened
-from lab.references.softmax_attention import PIECE_ELEMENTS, Tile, TiledKV, attention_by_tiles, tiles, visible_keys
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
+from lab.references.softmax_attention import (
+    PIECE_ELEMENTS,
+    Tile,
+    TiledKV,
+    attention_by_tiles,
+    rounded,
+    tiles,
+    visible_keys,
+    widened,
+)
 
 
 @takes(DecodeCall)
@@ -295,9 +304,10 @@ def _solve(problem: PagedAttention, piece: _Piece, v_head_dim: int) -> tuple[tor
     v_scale_factors, num_kv_heads = plain_v_scales(problem), problem.k_cache.shape[1]
 
     def values(tile: Tile) -> torch.Tensor:
+        unseen = piece.unseen(tile)
         entries = _entries(problem.v_cache, v_scale_factors, piece.v_pages[tile], tile)
-        if unseen := piece.unseen(tile):
-            requests, keys = unseen  # a weight of zero does not silence a NaN; a dead score does
+        if unseen:
+            requests, keys = unseen  # 0 * NaN is NaN, so a weight of zero does not exclude a value
             entries.unflatten(0, (-1, num_kv_heads))[requests, :, keys] = 0.0
         return entries
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from lab.calls.arguments import check_scale, check_tensor, check_vector
 from lab.calls.entry import takes_fields_of
 from lab.calls.problem import Softmax
-from lab.references.eager_attention import unchecked_eager_attention
-from lab.references.quantization import rounded
-from lab.references.softmax_attention import unchecked_attention
+from lab.references.softmax_attention import rounded, unchecked_attention, unchecked_eager_attention
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

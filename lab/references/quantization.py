@@ -3,31 +3,11 @@
 import torch
 
 from lab.calls.problem import E4M3, INTERLEAVED_TOKENS, NVFP4_BLOCK
+from lab.references.softmax_attention import rounded, widened
 
-E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 E2M1_MAX = 6.0  # largest e2m1 magnitude
 # Magnitudes of the eight codes of e2m1: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats v1.0, 5.3.3).
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, clamped to ±448 if `dtype` is e4m3 (PTX `cvt.satfinite`). NaN stays NaN."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX) if dtype == E4M3 else values
-
-
-def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to `dtype`. For e4m3 they are first clamped to ±448 (`saturated`)."""
-    return saturated(values, dtype).to(dtype)
-
-
-def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to float32 or float64, contiguous; no conversion rounds. e4m3 is looked up in a table on a CPU,
-    where torch converts it one element at a time.
-    """
-    if values.dtype != E4M3 or values.device.type != "cpu":
-        return values.to(dtype, memory_format=torch.contiguous_format)
-    every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
-    return every.index_select(0, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.references.quantization import rounded
-from lab.references.softmax_attention import Rules, solved_requests
+from lab.references.softmax_attention import rounded
+from lab.references.truth import Rules, solved_requests
 
 
 @takes(RaggedContextCall)

@@ -1,36 +1,56 @@
-"""The algorithms of the references: softmax attention in float64, and the same with its control for rows of requests.
+"""Softmax attention of checked arguments: exactly in float64, and as the control, in low precision.
 
-The exact algorithm walks tiles of K and V twice: once for all scores, and after the softmax once for the sums. A tile is a
-range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
+The exact algorithm walks tiles of K and V twice: first for all scores and, after the softmax, for the sums of values. A tile is
+a range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
 
     request 0  | tile 0 | tile 1 |
     request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
+
+The control is the same attention by plain low-precision torch operations. Its error bounds a kernel's error.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lab.calls import Problem
 from lab.calls.problem import E4M3, Softmax
-from lab.references.eager_attention import skippable, unchecked_eager_attention
-from lab.references.errors import Truth
-from lab.references.quantization import rounded, saturated, widened
 
+E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 # Most elements of K and V, or of scores, in one piece, by the device. Scores are float64: 0.5 GiB of them, little on any
 # device. K and V are never there at once, but few of them keep a short request from being padded to a long one. Launches, not
 # memory, are what a GPU is short of.
 PIECE_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
-TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
 # Most elements of K or V that are in float64 at a time. A CPU's cache holds 4 MiB of them. A GPU gains nothing from a tile that
 # its L2 holds, and each tile costs seven launches (results/nvidia-h200/README.md): 256 MiB.
 TILE_ELEMENTS = 2**19
 GPU_TILE_ELEMENTS = 2**25
+# With a threshold above 1 all weights may be left out, and the result may be anything finite
+LARGEST_SHARE = 1 - 2.0**-40
+SKIP_ROUNDING = 1.01  # a kernel may round a weight by this factor before it compares it with the threshold
+
+
+def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values`, clamped to ±448 if `dtype` is e4m3 (PTX `cvt.satfinite`). NaN stays NaN."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX) if dtype == E4M3 else values
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values` converted to `dtype`. For e4m3 they are first clamped to ±448 (`saturated`)."""
+    return saturated(values, dtype).to(dtype)
+
+
+def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values` converted to float32 or float64, contiguous; no conversion rounds. e4m3 is looked up in a table on a CPU,
+    where torch converts it one element at a time.
+    """
+    if values.dtype != E4M3 or values.device.type != "cpu":
+        return values.to(dtype, memory_format=torch.contiguous_format)
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
+    return every.index_select(0, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)
 
 
 def unchecked_attention(
@@ -173,198 +193,88 @@ def visible_keys(
     return visible
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Rules(Softmax):
-    """The rules of attention for the rows of a request: masks, the softmax's terms, and precision."""
-
-    #: dtypes of the control's operands and of the output
-    arithmetic: torch.dtype
-    out_dtype: torch.dtype
-    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
-    causal: bool = True  #: False: every row sees every key
-    #: factor of the weights that a kernel may leave out, as in `AttentionProblem`; 0 for none
-    skip_softmax: float = 0.0
-    #: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the causal
-    #: rule; None: no such mask.
-    shown: Tensor | None = None
-
-    @classmethod
-    def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem. The control's operands have the query's dtype, or float32 for float64."""
-        dtype = problem.query.dtype if arithmetic is None else arithmetic
-        return cls(
-            **problem.terms(),
-            arithmetic=torch.float32 if dtype == torch.float64 else dtype,
-            out_dtype=problem.out_dtype,
-            window_left=problem.window_left,
-            causal=problem.causal,
-            skip_softmax=problem.skip_softmax,
-            shown=shown,
-        )
-
-
-def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return the expected results of the rows of consecutive requests.
-
-    Args:
-        query: [num_rows, num_qo_heads, head_dim]. Rows after the requests' rows have no expected results.
-        histories: (K, V) of each request, [kv_len, num_kv_heads, head_dim]. V's head_dim may differ from K's.
-        q_lens: query rows of each request, which belong to its newest tokens.
-        rules: how rows attend to keys.
-    """
-    pieces = list(solved_requests(query, histories, q_lens, rules, with_control=True))
-    places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))
-    order = places.argsort()
-    request_of_row = requests_of_rows(q_lens, query.device)
-    shared_error = _error_of_scaled_values(query, histories, rules)
-    expected, control = saturated(exact[order], rules.out_dtype), rounded(control[order], rules.out_dtype)
-    return Truth(expected, control, lse_log2[order], request_of_row, rules.arithmetic, shared_error, skipped[order])
-
-
-def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
-    """Return the request of each row, int64 [sum(q_lens)], if consecutive requests have `q_lens` rows."""
-    return torch.arange(len(q_lens), device=device).repeat_interleave(torch.tensor(q_lens, device=device))
-
-
-def truth_of_selected(
-    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], selected: Sequence[Tensor], rules: Rules
-) -> Truth:
-    """Return the expected results of the rows of consecutive requests as `truth_of_requests` does. Each row attends to the keys
-    that it selects, as if it were a request with no other keys: `selected` are their positions, int64 [q_len, num_columns] for
-    each request. A negative number is no key; a key that is selected twice counts twice.
-    """
-    of_rows = [
-        (keys[row[row >= 0]], values[row[row >= 0]])
-        for (keys, values), rows in zip(histories, selected, strict=True)
-        for row in rows
-    ]
-    truth = truth_of_requests(query[: len(of_rows)], of_rows, [1] * len(of_rows), rules)
-    return with_requests(truth, [len(rows) for rows in selected])
-
-
-def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return expected results that were computed with each row as a request, as those of requests with `q_lens` rows."""
-    return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
-
-
-def truth_of_heads(
-    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
-) -> Truth:
-    """Return the expected results of the rows of consecutive requests as `truth_of_requests` does. To each K/V head, the keys
-    that it sees are the whole request: `seen` are these keys of each request, bool [kv_len, num_kv_heads].
-    """
-    num_kv_heads = seen[0].shape[1]
-    parts = []
-    for head, rows in enumerate(query.split(query.shape[1] // num_kv_heads, dim=1)):
-        of_head = [
-            (keys[own[:, head], head : head + 1], values[own[:, head], head : head + 1])
-            for (keys, values), own in zip(histories, seen, strict=True)
-        ]
-        sinks = None if rules.sinks is None else rules.sinks.chunk(num_kv_heads)[head]
-        parts.append(truth_of_requests(rows, of_head, q_lens, replace(rules, sinks=sinks)))
-    return Truth.of_heads(parts)
-
-
-def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
-    """Return a relative error that all outputs may share: that of a kernel which multiplies a quantised cache's values by
-    bmm2_scale and rounds the products.
-
-    A quantised cache's values have few different mantissas, so their roundings do not average out. Half of the largest rounding
-    error is allowed: with normally distributed values in e4m3 or NVFP4 and any bmm2_scale, the mean error was at most 2.0e-3 in
-    bfloat16. A scale that is a power of two causes no rounding.
-    """
-    is_quantised = any(values.dtype != query.dtype for _, values in histories)
-    is_power_of_two = abs(math.frexp(float(rules.bmm2_scale))[0]) == 0.5
-    return torch.finfo(rules.arithmetic).eps / 4 if is_quantised and not is_power_of_two else 0.0
-
-
-def solved_requests(
-    query: Tensor,
-    histories: Sequence[tuple[Tensor, Tensor]],
-    q_lens: Sequence[int],
-    rules: Rules,
-    *,
-    with_control: bool = False,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Compute attention of the rows of consecutive requests, one piece at a time: some rows of requests with equal numbers of
-    keys and rows.
-
-    Args:
-        query, histories, q_lens, rules: as in `truth_of_requests`.
-        with_control: compute the control too, and what `rules.skip_softmax` allows.
-
-    Yields:
-        The index of each row of the piece in the query, int64 [rows]; its output, float64 [rows, num_qo_heads, v_head_dim]; its
-        LSE in base 2, float64 [rows, num_qo_heads]; the control, float32 in the output's shape, or None; and `Truth.skipped` of
-        the rows, or None.
-    """
-    row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
-    most = PIECE_ELEMENTS[query.device.type]
-    for requests in _together(query, histories, q_lens, most // TOGETHER):
-        keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))
-        shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
-        rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
-        rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
-        for start in range(0, q_len, rows_at_once):
-            rows = range(start, min(start + rows_at_once, q_len))
-            visible = visible_to(rows, q_len, keys.shape[1], rules, shown, query.device).expand(len(requests), -1, -1)
-            place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
-            inputs = query[place], keys[:, :last], values[:, :last], visible, rules
-            out, lse_log2 = unchecked_attention(*inputs)
-            control = skipped = None
-            if with_control:
-                control = unchecked_eager_attention(*inputs, rules.arithmetic).flatten(0, 1)
-                threshold = rules.skip_softmax / max(keys.shape[1], 1)
-                skipped = skippable(*inputs, rules.arithmetic, threshold, out).flatten(0, 1)
-            yield place.flatten(), out.flatten(0, 1), lse_log2.flatten(0, 1), control, skipped
-
-
-def _together(
-    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
-) -> Iterator[list[int]]:
-    """Yield lists of requests to compute together. The requests of a list have equal numbers of keys and rows, and at most
-    `most` elements of K and V or of scores. Requests without rows are left out.
-    """
-    by_size: dict[tuple[int, int], list[int]] = {}
-    for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
-        if q_len:
-            by_size.setdefault((len(keys), q_len), []).append(request)
-    for (kv_len, q_len), requests in by_size.items():
-        elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
-        at_once = max(1, most // elements)
-        yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))
-
-
-def visible_to(
-    rows: range, q_len: int, kv_len: int, rules: Rules | Problem, shown: Tensor | None, device: torch.device
+def unchecked_eager_attention(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> Tensor:
-    """Return the keys that rows of requests with equal lengths see, up to the last key that one of the rows may see.
+    """Compute `lab.references.eager_attention` of checked arguments, and return it in float32, not rounded."""
+    weights, denominator = _weights(query, keys, visible, softmax, arithmetic)
+    values = values.to(torch.float32).transpose(1, 2)
+    sums = _of_each_group(_as_operand(weights, arithmetic), values)
+    return (sums / denominator * float(softmax.bmm2_scale)).transpose(1, 2)
+
+
+def skippable(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    softmax: Softmax,
+    arithmetic: torch.dtype,
+    threshold: float,
+    out: Tensor,
+) -> Tensor:
+    """Return how much an output and an LSE may differ if a kernel leaves out any of the weights below `threshold` times a row's
+    largest weight. `AttentionProblem.skip_softmax` has the rule.
+
+    If the weights left out are the share s of the denominator, the output's error is (s * out - sum(weight * value)) / (1 - s).
+    Its size is at most (s * ‖out‖ + sum(weight * ‖value‖)) / (1 - s), for these weights and for any part of them.
 
     Args:
-        rows: the rows' indices in a request of `q_len` rows and `kv_len` keys.
-        rules: what says if the rows are causal and have a window.
-        shown: the requests' part of `Rules.shown`, or None.
+        query, keys, values, visible, softmax, arithmetic: as in `unchecked_eager_attention`.
+        threshold: of a weight; 0: nothing is left out.
+        out: the exact output, float64 [batch, q_len, num_qo_heads, v_head_dim].
 
     Returns:
-        bool [num_requests, len(rows), keys]; the first axis is 1 without `shown`.
+        float64 [batch, q_len, num_qo_heads, 2]: the share of the denominator, and the relative L2 error of the output.
     """
-    first = kv_len - q_len  # position of a request's first row
-    last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
-    visible = visible_keys(
-        torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0),
-        torch.arange(last, device=device).unsqueeze(0),
-        torch.tensor([kv_len], device=device),
-        causal=rules.causal and shown is None,
-        window_left=rules.window_left,
-    ).expand(1, len(rows), last)  # without a causal rule, all rows see the same
-    if shown is None:
-        return visible
-    visible = visible.expand(len(shown), -1, -1).clone()
-    visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
-    return visible
+    if not threshold:
+        return out.new_zeros(*out.shape[:3], 2)
+    weights, denominator = _weights(query, keys, visible, softmax, arithmetic)
+    weights = weights.to(torch.float64)
+    largest = weights.amax(dim=-1, keepdim=True) if weights.shape[-1] else weights
+    left_out = weights * (weights < SKIP_ROUNDING * threshold * largest)
+    lengths = values.to(torch.float64).norm(dim=-1, keepdim=True).transpose(1, 2)
+    share, sums = left_out.sum(dim=-1, keepdim=True) / denominator, _of_each_group(left_out, lengths) / denominator
+    share = share.clamp(max=LARGEST_SHARE).transpose(1, 2)
+    sums = (sums * float(softmax.bmm2_scale)).abs().transpose(1, 2)
+    size = out.norm(dim=-1, keepdim=True)
+    error = (share * size + sums) / ((1 - share) * size)
+    return torch.cat((share, error.nan_to_num(nan=0.0, posinf=math.inf)), dim=-1)
 
 
-def _stacked(sides: list[Tensor]) -> Tensor:
-    """Stack K or V of several requests. One request's K or V is not copied, except e4m3, which becomes float32 once for all."""
-    stacked = sides[0].unsqueeze(0) if len(sides) == 1 else torch.stack(sides)
-    return widened(stacked, torch.float32) if stacked.dtype == E4M3 else stacked
+def _weights(
+    query: Tensor, keys: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the keys before they are divided, float32 [batch, num_qo_heads, q_len, kv_len], and the
+    denominators, the sinks included, with 1 where a row sees no key.
+    """
+    keys = keys.to(torch.float32).transpose(1, 2)
+    rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
+    scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(float(softmax.bmm1_scale))
+    scores = scores.masked_fill_(~visible.unsqueeze(1), -math.inf)
+    if scores.shape[-1] == 0:  # no key at all
+        return scores, scores.new_ones(*scores.shape[:3], 1)
+    if softmax.sinks is not None:
+        sink_logits = softmax.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink_logits), dim=-1)
+    largest = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(torch.where(largest.isfinite(), largest, 0.0)).exp_()
+    denominator = weights.sum(dim=-1, keepdim=True)
+    return weights[..., : keys.shape[2]], torch.where(denominator == 0, 1.0, denominator)
+
+
+def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
+    """Multiply the rows of each query head by its K/V head's matrix, query heads of one K/V head together."""
+    q_len = rows.shape[2]
+    by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
+    return (
+        by_head.unflatten(2, (-1, q_len)).flatten(1, 2) if q_len else by_head.new_zeros(*rows.shape[:3], side.shape[3])
+    )
+
+
+def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != E4M3 or values.shape[-1] == 0:
+        return values.to(dtype).to(torch.float32)
+    largest = values.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
+    return (values / scale).to(dtype).to(torch.float32) * scale

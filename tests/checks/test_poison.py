@@ -15,7 +15,7 @@ from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Outcome
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.contents import unwritten
 from lab.workloads.inputs.views import GAP, apart
 from lab.workloads.interfaces import interface_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lab.references.quantization import rounded
+from lab.references.softmax_attention import rounded
 
 MEBIBYTE = 2**20
 

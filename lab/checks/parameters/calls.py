@@ -33,7 +33,7 @@ from lab.checks.run.verdicts import RETURNED
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
-from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.contents import unwritten
 from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.ragged import padded
 from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES, Layout, with_nan

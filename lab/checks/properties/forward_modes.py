@@ -27,7 +27,7 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry
-from lab.workloads.inputs.encoding import fill, unwritten
+from lab.workloads.inputs.contents import fill, unwritten
 from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.pass_case import PASS_CONTENTS

@@ -33,8 +33,8 @@ from lab.checks.properties.variants import Variant, part
 from lab.checks.run.support_protocol import Unjudgeable, Unsupported
 from lab.checks.run.verdicts import BitDifference
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import new_workspace
 from lab.workloads.inputs.call import CallInputs
+from lab.workloads.inputs.contents import new_workspace
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import build_ragged
 from lab.workloads.interfaces import PAGED_CALLS, Interface

@@ -17,7 +17,7 @@ from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
 from lab.checks.properties.check import Check, Scope, itself
 from lab.references.errors import Truth
-from lab.references.quantization import E4M3_MAX
+from lab.references.softmax_attention import E4M3_MAX
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs
 

@@ -8,7 +8,7 @@ a window are freed, and entries that no row selects are dead too. No bit of the 
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.attention_case import Dead, TableTail
-from lab.workloads.inputs.encoding import fill, fill_dead
+from lab.workloads.inputs.contents import fill, fill_dead
 
 
 def _judge(run: CaseRun) -> None:

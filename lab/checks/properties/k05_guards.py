@@ -8,8 +8,7 @@ import torch
 
 from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.properties.check import Check, balanced_cases, itself
-from lab.workloads.inputs.attention import new_workspace
-from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 
 

@@ -17,7 +17,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores
 from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.inputs.contents import new_workspace
 
 LEFT = 0x5A  # each byte of a workspace that is given up
 

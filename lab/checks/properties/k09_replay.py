@@ -27,7 +27,7 @@ from lab.metadata.engine.capture import capturing
 from lab.ranges import SEEDS
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, rewritten
-from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.contents import unwritten
 from lab.workloads.inputs.ragged import TILE
 from lab.workloads.interfaces import PAGED_CALLS
 

@@ -25,8 +25,7 @@ from lab.metadata.mla.metadata import build_mla_prefill_metadata
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
 from lab.metadata.mla.rows import merge_by_lse
 from lab.workloads.attention_case import Contents
-from lab.workloads.inputs.attention import new_workspace
-from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.inputs.ragged import TILE, Parts, RaggedInputs, build_ragged, padded
 from lab.workloads.pass_case import PASS_CONTENTS

@@ -18,7 +18,7 @@ from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth
-from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.inputs.contents import new_workspace
 
 FINDINGS = "results/nvidia-h200/findings.md"
 

@@ -1,7 +1,6 @@
 """The tensors of a call over a paged cache: K and V of each request (its history), a poisoned pool, and the arguments."""
 
 import itertools
-import mmap
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,18 +9,19 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
-from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
-from lab.references.softmax_attention import Rules
+from lab.references.truth import Rules
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.encoding import (
+from lab.workloads.inputs.contents import (
     E4M3_K_SCALE,
     E4M3_V_SCALE,
     block_tables,
+    draw_contents,
     fill_dead,
     new_pools,
     new_scale_factors,
+    new_workspace,
     read_kv,
     stored_kv,
     unwritten,
@@ -29,12 +29,7 @@ from lab.workloads.inputs.encoding import (
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.inputs.selection import lengths_of_heads, positions_of_rank, seen_keys, selected_positions
-from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import with_strides_of
-
-# For a call: enough for trtllm-gen's LSE of 512 requests with 64 heads
-SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}
-ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # for a model's batches: SGLang 0.5.23's default
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,18 +257,6 @@ class AttentionInputs:
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the offsets of consecutive requests with these lengths, from 0 to the sum: int32 [len(lens) + 1]."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
-
-
-def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a zeroed workspace, uint8: 8 MiB of semaphores, then scratch. With `of_engine`, the scratch is large enough for an
-    engine's batches.
-    """
-    size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
-    if device.type == "cpu":
-        # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.
-        pages = mmap.mmap(-1, size + mmap.PAGESIZE, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(pages, dtype=torch.uint8, count=size)
-    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def as_one_tensor(stacked: AttentionInputs) -> Tensor:

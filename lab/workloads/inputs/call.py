@@ -14,7 +14,7 @@ from lab.named_enum import NamedEnum
 from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
-from lab.workloads.inputs.encoding import unwritten
+from lab.workloads.inputs.contents import unwritten
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import RaggedInputs
 

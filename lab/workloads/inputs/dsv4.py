@@ -9,7 +9,8 @@ from torch import Tensor
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace, running_sum
+from lab.workloads.inputs.attention import AttentionInputs, build_attention, running_sum
+from lab.workloads.inputs.contents import new_workspace
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lab.integrity import ChangedBindingsError, in_words
-from lab.references import softmax_attention
+from lab.references import truth
 from lab.references.errors import Truth
-from lab.references.softmax_attention import Rules, truth_of_heads, truth_of_selected
+from lab.references.truth import Rules, truth_of_heads, truth_of_selected
 
 # A call's results are compared several times. Larger ones, of output elements, are computed again, to save memory.
 MOST_KEPT_ELEMENTS = 2**20
@@ -59,7 +59,7 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return a `LateTruth`: each use computes `truth_of_requests` of these arguments (`lab.references.softmax_attention`), or
+    """Return a `LateTruth`: each use computes `truth_of_requests` of these arguments (`lab.references.truth`), or
     `truth_of_selected` if rows select keys (`selected`), or `truth_of_heads` if K/V heads do (`seen`).
     """
     own = query.clone()  # the kernel gets the original
@@ -69,7 +69,7 @@ def truth_of_requests(
             return truth_of_heads(own, histories, seen, q_lens, rules)
         if selected is not None:
             return truth_of_selected(own, histories, selected, rules)
-        return softmax_attention.truth_of_requests(own, histories, q_lens, rules)
+        return truth.truth_of_requests(own, histories, q_lens, rules)
 
     made_from = [own, *(side for each in histories for side in each), *(selected or ()), *(seen or ())]
     return cast(Truth, LateTruth(make, made_from))

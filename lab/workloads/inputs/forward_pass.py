@@ -21,13 +21,21 @@ from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigza
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.references.errors import Truth
-from lab.references.quantization import rounded
-from lab.references.softmax_attention import Rules
+from lab.references.softmax_attention import rounded
+from lab.references.truth import Rules
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill, read_kv, stored_kv, unwritten
+from lab.workloads.inputs.contents import (
+    E4M3_K_SCALE,
+    E4M3_V_SCALE,
+    draw_histories,
+    fill,
+    needle_positions,
+    read_kv,
+    stored_kv,
+    unwritten,
+)
 from lab.workloads.inputs.expected import truth_of_requests
-from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.inputs.selection import draw_pages
 from lab.workloads.pass_case import PassCase
 from lab.workloads.requests import History, admit, new_pool, num_pages

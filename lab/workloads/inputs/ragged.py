@@ -8,11 +8,11 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.references.errors import Truth
-from lab.references.softmax_attention import Rules
+from lab.references.truth import Rules
 from lab.workloads.attention_case import Contents
-from lab.workloads.inputs.attention import new_workspace, running_sum
+from lab.workloads.inputs.attention import running_sum
+from lab.workloads.inputs.contents import draw_histories, needle_positions, new_workspace
 from lab.workloads.inputs.expected import truth_of_requests
-from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.ragged_case import RaggedCase
 
 TILE = 64  # keys or rows that kernels process at a time

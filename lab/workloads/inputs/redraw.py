@@ -19,7 +19,7 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
 from lab.references.errors import Truth
-from lab.workloads.inputs.encoding import fill
+from lab.workloads.inputs.contents import fill
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.forward_pass import EnginePass
 from lab.workloads.requests import History

@@ -13,8 +13,8 @@ from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, Contents, Dead, HeadPages, Storage, TableTail
 from lab.references import trtllm_batch_decode_with_kv_cache
-from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
-from lab.workloads.inputs.needles import needle_positions
+from lab.workloads.inputs.attention import AttentionInputs, build_attention
+from lab.workloads.inputs.contents import needle_positions, new_workspace
 
 CPU = torch.device("cpu")
 CASE = AttentionCase(AttentionCall.DECODE, (35, 0, 16, 100), (2, 2, 2, 2), group=2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lab.integrity import ChangedBindingsError
-from lab.references import softmax_attention
+from lab.references import truth
 from lab.references.errors import Truth
-from lab.references.softmax_attention import Rules
+from lab.references.truth import Rules
 from lab.workloads.inputs import expected
 from lab.workloads.inputs.expected import LateTruth, made, truth_of_requests
 
@@ -25,7 +25,7 @@ def begun() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], Trut
 
 def test_a_late_truth_is_that_of_the_query_as_it_was() -> None:
     query, histories, late = begun()
-    at_once = softmax_attention.truth_of_requests(query.clone(), histories, [1, 1, 1], RULES)
+    at_once = truth.truth_of_requests(query.clone(), histories, [1, 1, 1], RULES)
     query.zero_()  # as a kernel that writes into it does
     assert isinstance(late, LateTruth)
     assert torch.equal(late.expected, at_once.expected)
@@ -57,8 +57,8 @@ def test_results_are_the_same_each_time_and_in_memory_of_their_own() -> None:
 
 def test_results_are_computed_once_unless_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    solve = softmax_attention.truth_of_requests
-    monkeypatch.setattr(softmax_attention, "truth_of_requests", lambda *given: calls.append(given) or solve(*given))
+    solve = truth.truth_of_requests
+    monkeypatch.setattr(truth, "truth_of_requests", lambda *given: calls.append(given) or solve(*given))
     *_, late = begun()
     assert made(late) is not made(late)
     assert len(calls) == 1

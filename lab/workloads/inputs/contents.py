@@ -1,0 +1,342 @@
+"""The contents of tensors: draw queries, keys and values, store them in a cache's dtype, and fill all other memory with poison.
+
+A needle is a key of a request that outweighs all other keys. Needles lie where an error of one position shows. Each K/V head
+has its own direction. Every query row has a component in this direction, and a needle is a key in this direction. The logit of
+a needle exceeds the other logits, which are within about ± 1, by `HEIGHT`.
+
+Poison is a value that would change a result if a kernel read it.
+"""
+
+import math
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
+from lab.calls.workspace import SEMAPHORE_BYTES
+from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
+from lab.workloads.attention_case import AttentionCase, Contents, Dead
+from lab.workloads.requests import History, PassLens
+
+# Finite values, so large that one poisoned value in a product changes the result. e4m3's maximum is 448. e2m1's maximum is 6:
+# the byte holds two sixes, and poisoned scale factors make them large.
+POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0, NVFP4: 0x77}
+# Scales of an e4m3 cache. They are unequal and far from 1, so that a dropped or swapped scale changes the result.
+E4M3_K_SCALE = 0.03125
+E4M3_V_SCALE = 0.0625
+# Factors of values drawn from N(0, 1), so that sums of weights times values exceed float16's 65,504. The factor for e4m3 is
+# smaller, because its largest number is 448.
+_LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**13, E4M3: 100.0 * E4M3_V_SCALE}
+# bf16: most values are below float16's smallest number, 2**-24. Other dtypes: below their own smallest normal number; NVFP4:
+# below the smallest normal number of its scale factors.
+_FAINT = {
+    torch.bfloat16: 2.0**-24,
+    torch.float16: 2.0**-14,
+    E4M3: 2.0**-7 * E4M3_V_SCALE,
+    NVFP4: 2.0**-5 * E4M3_V_SCALE,
+}
+_LARGEST_E4M3_KEY = torch.finfo(E4M3).max * E4M3_K_SCALE
+TILE_SIZES = (64, 128)  # keys that kernels process at a time
+LEAN = 4.0  # factor of the direction that is added to a query row, whose elements are N(0, 1)
+HEIGHT = 10.0  # a needle's logit above the other logits
+# For a call: enough for trtllm-gen's LSE of 512 requests with 64 heads
+SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}
+ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # for a model's batches: SGLang 0.5.23's default
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    case: AttentionCase
+    request: int  # the request's number in the case
+    directions: Tensor  # directions of the needles, [num_kv_heads, head_dim]
+    query: Tensor  # [q_len, num_qo_heads, head_dim]
+    keys: Tensor  # [kv_len, num_kv_heads, head_dim]
+    values: Tensor  # [kv_len, num_kv_heads, head_dim]
+
+
+def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Draw query, keys, values and sinks. The numbers do not depend on the storage.
+
+    Returns:
+        The query [num_rows, num_qo_heads, head_dim] in the case's dtype; K and V of all requests, one after another, float32
+        [sum(kv_lens), num_kv_heads, head_dim]; and the sinks, float32 [num_qo_heads], or None. All are on the device.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    num_qo_heads = case.num_qo_heads
+    sinks = torch.randn(num_qo_heads, generator=generator) + 2.0
+    directions = torch.nn.functional.normalize(
+        torch.randn(case.num_kv_heads, case.head_dim, generator=generator), dim=-1
+    )
+    drawn = []
+    for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
+        own = torch.Generator().manual_seed(1000 * case.seed + request + 1)
+        query = torch.randn(q_len, num_qo_heads, case.head_dim, generator=own)
+        keys, values = (torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own) for _ in range(2))
+        drawn.append(_SHAPE[case.contents](_Drawn(case, request, directions, query, keys, values)))
+    query, keys, values = (torch.cat([getattr(each, side) for each in drawn]) for side in ("query", "keys", "values"))
+    on_device = query.to(device=device, dtype=case.dtype), keys.to(device), values.to(device)
+    return *on_device, sinks.to(device) if case.sinks else None
+
+
+def _needles(drawn: _Drawn) -> _Drawn:
+    """Turn the first and last keys that rows see, and their neighbours, into needles (keys that outweigh all others)."""
+    case, request = drawn.case, drawn.request
+    limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
+    plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
+    return replace(drawn, query=leaning(drawn.query, drawn.directions))
+
+
+def _counted(drawn: _Drawn) -> _Drawn:
+    """Encode a key's position in its value, one-hot: position % half in the first half of the elements, position // half in the
+    second.
+
+    Heads differ in the size of their values.
+    """
+    case, half = drawn.case, drawn.case.out_head_dim // 2
+    positions = torch.arange(len(drawn.keys))
+    values = torch.zeros_like(drawn.values)
+    for head in range(case.num_kv_heads):
+        size = 2.0 ** (head % 4)
+        values[positions, head, positions % half] = size
+        values[positions, head, half + (positions // half + drawn.request) % half] = size
+    # MLA's keys are its values. Zero queries give all keys the same weight.
+    keys = values if case.is_mla else torch.zeros_like(drawn.keys)
+    return replace(drawn, query=torch.zeros_like(drawn.query), keys=keys, values=values)
+
+
+def _low(drawn: _Drawn) -> _Drawn:
+    """Set the last coordinate of queries and keys so that every logit is -200,000. MLA's values do not include this coordinate.
+
+    With an e4m3 cache a float16 query cannot be large enough: logits are then about -100,000.
+    """
+    query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
+    largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
+    keys[..., -1] = -largest
+    query[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), torch.finfo(drawn.case.dtype).max)
+    return replace(drawn, query=query, keys=keys)
+
+
+def _tall(drawn: _Drawn) -> _Drawn:
+    """Make logits rise from 0 to 512 in steps of 8, one step per 64 keys. With e4m3 keys some steps are equal."""
+    steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
+    query, keys = 0.25 * drawn.query, drawn.keys.clone()
+    # Keys are then at most 12, which e4m3 represents
+    at_query = 2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale))
+    query[..., -1] = at_query
+    keys[..., -1] = (8.0 * steps / (drawn.case.softmax_scale * at_query))[:, None]
+    return replace(drawn, query=query, keys=keys)
+
+
+def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
+    """Make key 0's logit large and all other logits 0, by the last coordinate of queries and keys, which MLA's values do not
+    include.
+
+    In MLA without a rotary part they would include it, and its rounding would dominate the error.
+    """
+    query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
+    product = logit / drawn.case.softmax_scale
+    # No dtype rounds a power of two. Otherwise a Q cast to e4m3 (12.73 to 13) turns e**-9 into e**-9.19: outputs 14 % smaller.
+    at_query = 2.0 ** round(math.log2(product / 8.0))
+    query[..., -1] = at_query
+    keys[..., -1] = 0.0
+    for side in (keys, values):
+        side[:1] = 0.0
+    keys[:1, :, -1] = product / at_query
+    return replace(drawn, query=query, keys=keys, values=values)
+
+
+def _loud(drawn: _Drawn) -> _Drawn:
+    """Make values large and positive, so that their sum grows with the number of keys."""
+    side = "keys" if drawn.case.is_mla else "values"
+    drawn = replace(drawn, **{side: getattr(drawn, side).abs()})
+    return _scaled_values(drawn, _LOUD[drawn.case.kv_dtype])
+
+
+def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
+    """Scale the values. In MLA this scales the keys too, so the query is divided by a large number to keep logits small."""
+    if drawn.case.is_mla:
+        return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
+    return replace(drawn, values=drawn.values * factor)
+
+
+_SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
+    Contents.RANDOM: lambda drawn: drawn,
+    Contents.NEEDLES: _needles,
+    Contents.COUNTED: _counted,
+    Contents.LOW: _low,
+    Contents.LOUD: _loud,
+    Contents.FAINT: lambda drawn: _scaled_values(drawn, _FAINT[drawn.case.kv_dtype]),
+    Contents.TALL: _tall,
+    Contents.OVERSHADOWED: _overshadowed,
+    Contents.SHADED: partial(_overshadowed, logit=9.0),
+}
+
+
+def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
+    """Return positions for needles of a request, whose rows belong to its newest tokens: the first and last keys that rows see,
+    edges of pages and tiles between them, and the neighbours of all these positions.
+    """
+    edges = {0, kv_len - 1}
+    for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
+        edges |= {position, *(position // size * size for size in (page_size, *TILE_SIZES))}
+        if window_left >= 0:
+            edges |= {position - window_left}
+    return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 <= near < kv_len})
+
+
+def leaning(query: Tensor, directions: Tensor) -> Tensor:
+    """Return the query, [num_rows, num_qo_heads, head_dim], with a multiple of its K/V head's direction added to each row, so
+    that needles get large logits. `directions` is [num_kv_heads, head_dim], each of length 1.
+    """
+    return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
+
+
+def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
+    """Turn the keys at some positions into needles, in place, by adding a multiple of their head's direction. `keys` is
+    [kv_len, num_kv_heads, head_dim].
+    """
+    index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
+    keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
+
+
+def draw_histories(
+    lens: PassLens,
+    generator: torch.Generator,
+    needles: Sequence[Iterable[int]] | None,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dims: Sequence[int],
+    softmax_scale: float,
+) -> tuple[Tensor, list[History]]:
+    """Draw the query rows of a pass and its requests' tokens, N(0, 1), float32, on the generator's device.
+
+    Args:
+        lens: the lengths of the pass.
+        generator: draws the query first, then the needles' directions, then each request's tokens.
+        needles: positions of each request's needles; None: no needles.
+        head_dims: head_dim of K and of V, or only of a latent entry. The query has the first.
+
+    Returns:
+        The query, [num_rows, num_qo_heads, head_dim], and for each request its K and V or its entries, [kv_len, num_kv_heads,
+        head_dim] each. Branches of a request have the same tokens.
+    """
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=generator.device, generator=generator)
+
+    query = randn(sum(lens.q_lens), num_qo_heads, head_dims[0])
+    directions = torch.nn.functional.normalize(randn(num_kv_heads, head_dims[0]), dim=-1)
+    drawn: list[History] = []
+    for request, kv_len in enumerate(lens.kv_lens):
+        if request % lens.topk:
+            drawn.append(drawn[-1])
+            continue
+        drawn.append(tuple(randn(kv_len, num_kv_heads, head_dim) for head_dim in head_dims))
+        if needles is not None:
+            plant(drawn[-1][0], needles[request], directions, softmax_scale)
+    return query if needles is None else leaning(query, directions), drawn
+
+
+def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return values in a cache's dtype, same shape. For an e4m3 cache they are divided by the scale."""
+    return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
+
+
+def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Return K and V of tokens as a cache of this dtype stores them. Scale factors of K and V follow if it is NVFP4."""
+    if dtype == E4M3:
+        return quantize_e4m3(keys, E4M3_K_SCALE), quantize_e4m3(values, E4M3_V_SCALE)
+    if dtype != NVFP4:
+        return keys.to(dtype), values.to(dtype)
+    (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)
+    return k, v, k_factors, v_factors
+
+
+def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V as a kernel reads them, without the layer's scales. NVFP4 values are multiplied by `factors`."""
+    return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
+
+
+def fill(storage: Tensor, value: float | None = None) -> None:
+    """Fill storage with a value, or with its dtype's `POISON`, a huge value. NVFP4 has no NaN, so it is filled with its poison
+    for any value except 0.
+    """
+    if value is None or (storage.dtype == NVFP4 and value != 0):
+        value = POISON[storage.dtype]
+    storage.fill_(value)
+
+
+def fill_dead(pool: Tensor, dead: Dead) -> None:
+    """Fill pages with the numbers of cells that no row may read."""
+    fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
+
+
+def unwritten(buffer: Tensor) -> Tensor:
+    """Fill a buffer that a kernel must write with NaN, a huge value and minus this value in turn, and return the buffer.
+
+    A kernel that adds to NaN returns NaN. The maximum of NaN and a result may be the result, so that only huge values show it.
+    """
+    huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
+    values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
+    turns = torch.arange(buffer.numel(), device=buffer.device).view(buffer.shape) % len(values)
+    return buffer.copy_(values[turns])
+
+
+def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
+    """Return uninitialised pages of K and of V; MLA has one pool for both."""
+    new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
+    if case.is_mla:
+        return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
+    width = case.head_dim // 2 if case.kv_dtype == NVFP4 else case.head_dim
+    page: tuple[int, ...] = (case.num_kv_heads, case.page_size, width)
+    if case.storage.kv_layout == "NHD":
+        page = (case.page_size, case.num_kv_heads, width)
+    if case.storage.stacked:
+        return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
+    return list(torch.empty(2, num_pages, *page, **new).unbind(0))
+
+
+def new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
+    """Return the scale factors of K and of V for all pages of an NVFP4 cache; an empty list for other caches."""
+    if case.kv_dtype != NVFP4:
+        return []
+    pages, *page = pools[0].shape
+    page[-1] = case.head_dim // NVFP4_BLOCK
+    room = 2 if case.storage.gaps_in_scale_factors else 1
+    whole = torch.empty(2, pages, room, *page, dtype=E4M3, device=pools[0].device)
+    return list(whole[:, :, 0].unbind(0))
+
+
+def block_tables(
+    case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
+) -> Tensor:
+    """Return page tables, int32 [len(tables), columns]: each row has its page ids in `tables`, then what the case says. As many
+    columns as the case says follow `most_pages`, the pages of the longest request. `live` are ids of pages that some row lists.
+    """
+    width = most_pages + case.storage.spare_columns
+    page_id = case.storage.table_tail.page_id
+    if page_id is None:
+        cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
+        filled = cells[: len(tables) * width].view(len(tables), width).flip(0)
+    else:
+        filled = torch.full((len(tables), width), page_id, dtype=torch.int32)
+    for row, table in enumerate(tables):
+        filled[row, : len(table)] = table
+    return filled.to(device)
+
+
+def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
+    """Return a zeroed workspace, uint8: 8 MiB of semaphores, then scratch. With `of_engine`, the scratch is large enough for an
+    engine's batches.
+    """
+    size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
+    if device.type == "cpu":
+        # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.
+        pages = mmap.mmap(-1, size + mmap.PAGESIZE, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=size)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
