@@ -1,11 +1,11 @@
-"""Compute attention from a recorded trtllm-gen launch, in host memory. The only inputs are the launch's `KernelParams` and TMA
-descriptors, and the memory to which they point.
+"""Compute attention on the CPU from a recorded launch of a trtllm-gen kernel: from its `KernelParams`, its TMA descriptors and
+the memory to which they point.
 
 A launch has TMA descriptors of queries, keys and values, and pointers to lengths, offsets, page table, sinks, scales and
-results. `compute` reads them as the launcher's source says that kernels do, computes in float64, and writes the results. A
-wrong stride, offset, length, table, window or scale of the call then gives a wrong result. A pointer to memory outside the
-call's tensors is an error. NVIDIA's machine code does not run: its bugs, rounding, times, and reads beyond the keys that rows
-see cannot be found here.
+outputs. `compute` reads them as the launcher's source says that kernels do, computes in float64, and writes the outputs. A
+wrong stride, offset, length, table, window or scale of the call then gives a wrong output. A pointer to memory outside the
+call's tensors is an error. NVIDIA's machine code does not run, so its bugs, rounding and times are not found here, and neither
+are its reads of keys that no row sees.
 
 Sources of the rules (FlashInfer 0.7.2): `kernelParams.h` for descriptors and members; `fmhaReduction.cu` for the layout of the
 output and of the softmax's statistics, the sinks, the position of a row and the scales; `fmhaKernels.cuh` for masks and the
@@ -41,28 +41,29 @@ FOLLOWED = frozenset(
 
 @dataclass(frozen=True)
 class _Request:
-    """One request of a launch, as the launch's offsets and lengths define it."""
+    """One request of a launch, read from the launch's offsets and lengths."""
 
     number: int  #: index in the batch
-    #: first query row, number of query rows, and how many of these (the first ones) the launch computes
-    first_row: int
-    num_rows: int
-    computed: int
+    first_row: int  #: index of the first query row
+    num_rows: int  #: number of query rows
+    computed: int  #: the launch's grid covers only this number of the first query rows
     kv_len: int  #: number of keys
     first_key: int  #: index of the first key in K and V, if they are not paged
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
-    """Compute the attention and the LSE of one call's launches, in order. Partial results of split keys are not computed
-    separately.
+    """Compute the attention and the LSE of a call's launches, in order, and write them into the call's tensors. A split over
+    keys is computed in one step: partial outputs are not written.
 
     The output of a row that sees no key is not written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975
-    and issue 2883). Its LSE is minus infinity for generation kernels (the same sources), and is not written for other kernels.
+    and issue 2883). The LSE of such a row is minus infinity for generation kernels (the same sources), and is not written for
+    other kernels.
 
     Raises:
-        UnsoundLaunchError: a launch would touch memory of no tensor of the call, or contradicts itself.
+        UnsoundLaunchError: a launch would access memory outside the call's tensors, or two of its arguments contradict each
+            other.
         NotImplementedError: a launch uses a feature that this module does not compute.
-        KeyError: the table has no kernel of that name.
+        KeyError: the kernel table has no kernel with the launch's name.
     """
     for launch in launches:
         if "RemapDsv4SparseMlaIndices" in launch.name:
@@ -84,10 +85,11 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 
 
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
-    """Write the LSE of every row, padding included, from the statistics of the previous launch (`lse.cuh`).
+    """Write the LSE of every row, padding rows included, from the softmax statistics that the previous launch wrote
+    (`lse.cuh`).
 
-    The statistics are (m, d): m is the largest logit and d the sum of exp(logit - m). Then lse = lse_scale * (log2(e) m +
-    log2(d)).
+    The statistics of a row and head are (m, d): m is the largest logit and d the sum of exp(logit - m). The LSE is
+    lse_scale * (log2(e) m + log2(d)).
     """
     shape = (given.n // given.num_heads_q, given.num_heads_q)
     stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
@@ -97,7 +99,7 @@ def _write_lse(given: LseArguments, memory: HostMemory) -> None:
 
 
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
-    """Raise NotImplementedError if a launch has arguments that no call of the lab can set."""
+    """Raise NotImplementedError if a launch has a custom or chunked mask, or a pointer that this module does not read."""
     if kernel.mask is MaskType.CUSTOM or params.chunked_attention_size_log2:
         raise NotImplementedError(f"{kernel.name} has a custom or chunked mask, which no call of the lab's has")
     named = [(each.name, getattr(params, each.name)) for each in fields(params)]
@@ -109,12 +111,17 @@ def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
 
 
 def _has_two_pools(params: KernelParams) -> bool:
-    """Return True for DSV4's call, the only call of selected entries that has a window."""
+    """Return True for a launch of DeepSeek-V4's call, which reads a window's pool and a compressed pool. It is the only call
+    with selected entries and a window.
+    """
     return bool(params.sparse_attn_top_k) and params.attention_window_size == WINDOW_COLUMNS
 
 
 def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Request]:
-    """Return the requests of the `table`-th list of lengths: that of a K/V head in a block-sparse launch, else the only one."""
+    """Return the requests of a launch. A block-sparse launch has a list of lengths for each K/V head, and `table` is the head's
+    number; any other launch has one list, and `table` is 0. Raises UnsoundLaunchError if lengths and offsets contradict each
+    other.
+    """
     count = params.batch_size
     lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (table + 1, count), torch.int32)[table].tolist()
     if params.ptr_cum_seq_lens_q:
@@ -147,9 +154,10 @@ def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Req
 
 
 class _Attention:
-    """The operands and results of one launch, found through its descriptors and pointers.
+    """The inputs and outputs of one launch, as views of the memory that its descriptors and pointers address.
 
-    `kv_head` is the only K/V head that is computed, with its query heads, in a block-sparse launch; None: all heads.
+    If `kv_head` is given (in a block-sparse launch), only this K/V head and its query heads are computed. None stands for all
+    heads.
     """
 
     def __init__(
@@ -180,6 +188,7 @@ class _Attention:
         self.out_scale = self._scale("bmm2_scale", params.ptr_output_scale, params.output_scale)
 
     def run(self, request: _Request) -> None:
+        """Compute the attention of one request's rows, and write their outputs and softmax statistics."""
         positions = request.kv_len - request.num_rows + torch.arange(request.computed)
         ends = torch.full_like(positions, request.kv_len) if self.kernel.sees_all_keys else positions + 1
         starts = torch.zeros_like(positions)
@@ -203,7 +212,9 @@ class _Attention:
         self._attend(request.first_row + rows, keys, values, hidden)
 
     def _attend(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Write the results of query rows over keys, except those that are `hidden` [rows, keys] from a row."""
+        """Compute the attention of query rows over keys and values, and write the output. A row does not see a key where
+        `hidden`, bool [rows, keys], is True.
+        """
         logits = torch.einsum("rhgd,khd->rhgk", self.query[rows].double(), keys) * self.scale_log2
         logits.masked_fill_(hidden[:, None, None, :], -math.inf)
         largest = logits.amax(-1)
@@ -217,18 +228,24 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the queries [num_rows, num_qo_heads, head_dim] of a descriptor (head_dim, heads, groups, rows)."""
+        """Return the queries [num_rows, num_qo_heads, head_dim]. Their descriptor has the dimensions (head_dim, heads, groups,
+        rows).
+        """
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
-        """Return a scale as float32: the value in memory at `pointer`, or `number` if `pointer` is 0."""
+        """Return the float32 scale in memory at `pointer`, or `number` if `pointer` is 0. Error messages call the
+        scale `what`.
+        """
         given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
         return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return K or V (`side`) of keys `first` to `end` - 1, float64 [end - first, num_kv_heads, head_dim]."""
+        """Return K or V (`side` "K" or "V") of a request's keys `first` to `end` - 1, float64 [end - first, num_kv_heads,
+        head_dim].
+        """
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
             return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
@@ -239,12 +256,12 @@ class _Attention:
         return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
 
     def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the entries that a query row selects, float64 [entries, 1, head_dim of K].
+        """Return the entries (latent keys) that a query row selects, float64 [entries, 1, head_dim of K].
 
-        The table has a row of places for each query row. The descriptor's dimensions are (head_dim, entries of the pool); V is
-        the first part of K. A row uses the columns that the lengths say, or as many as there are keys up to its position. If
-        there are two pools, the first 128 columns are those of the window's pool. A row uses as many of these columns as its
-        position allows.
+        The table has one row for each query row, and its columns are places in the pool. The pool's descriptor has the
+        dimensions (head_dim, entries). V is the first part of K. A query row uses the number of columns in
+        `sparse_mla_top_k_lens`, or `position` + 1 columns without it. If the launch has two pools, the first 128 columns are
+        places in the window's pool, and a query row uses at most `position` + 1 of them.
         """
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
@@ -259,7 +276,9 @@ class _Attention:
         return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
 
     def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
-        """Return the entries at places of a descriptor's pool, float64 [entries, 1, head_dim of K]. -1 is no entry."""
+        """Return the entries at places of the pool that the descriptor `member` addresses, float64 [entries, 1, head_dim of K].
+        The place -1 stands for no entry and is skipped.
+        """
         tensor_map, dtype = self.maps[member], self.kernel.dtype_k
         places = places[places >= 0].long()
         if not len(places):
@@ -286,7 +305,9 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return K or V (`side`) of keys that are not paged. The descriptor is (head_dim, rows, heads, 1)."""
+        """Return K or V (`side`) of `count` keys from `first` on that are not paged, float64 [count, num_kv_heads, head_dim].
+        Their descriptor has the dimensions (head_dim, rows, heads, 1).
+        """
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
             raise UnsoundLaunchError(
@@ -310,8 +331,8 @@ class _Attention:
         return tokens.transpose(1, 2).flatten(0, 1)
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row], where a row is one token of one head. The
-        descriptor's dimensions are (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
+        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row holds one token of one head. The
+        descriptor `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

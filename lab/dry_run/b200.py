@@ -1,13 +1,14 @@
-"""FlashInfer's TRT-LLM functions on an absent B200, for CPU tensors. Their results are computed from the recorded launches of
-trtllm-gen's launcher.
+"""Provide FlashInfer's TRT-LLM functions for CPU tensors, as if the tensors were on a B200. The outputs are computed from the
+launches that FlashInfer's launcher makes.
 
 `lab.kernels.trtllm` makes the call, FlashInfer's own launcher selects the kernel and fills its parameters, and
-`lab.dry_run.arithmetic` computes attention only from these parameters. So `lab judge lab.dry_run.b200 --device cpu` judges *the
-call*: a wrong stride, offset, length, table, window or scale of the lab's adapters gives a wrong result. NVIDIA's machine code
-is not judged: a kernel's bugs, its rounding and its writes outside the output show only on a B200. A given `workspace_buffer`
-is not used, because the judge's workspaces on a CPU are too small for a B200's call: each call gets the lab's own.
+`lab.dry_run.arithmetic` computes attention from these parameters. So `lab judge lab.dry_run.b200 --device cpu` judges *the
+call*: a wrong stride, offset, length, table, window or scale of the lab's adapters gives a wrong output. NVIDIA's machine code
+is not judged: a kernel's bugs, its rounding and its writes outside the output show only on a B200.
 
-Whether there is a kernel for a call, and which mask it has, depends on the kernel table of flashinfer-cubin 0.6.13.
+The argument `workspace_buffer` is ignored, because the judge's workspaces on a CPU are too small for a B200's call: the lab
+allocates one. The kernel table of flashinfer-cubin 0.6.13 determines whether there is a kernel for a call, and which mask it
+has.
 """
 
 import functools
@@ -22,7 +23,9 @@ from lab.kernels import trtllm
 
 @functools.cache
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Return the function of FlashInfer's with this name, if its launch is modelled."""
+    """Return FlashInfer's function with this name, for CPU tensors. Raises AttributeError unless the function is one of
+    `SWEPT`. A call raises NotImplementedError if the launcher cannot be compiled here.
+    """
     if name not in {each.value for each in SWEPT}:
         raise AttributeError(name)
     function = getattr(trtllm, name)

@@ -1,8 +1,8 @@
 """Compile FlashInfer's trtllm-gen launcher and the fake CUDA into one shared library in the user's cache.
 
-The installed FlashInfer's `trtllm_fmha_kernel_launcher.cu` and `fmhaReduction.cu` are compiled as they are, with nvcc. The
-library contains the fake driver and runtime, and uses them even if torch has loaded the real ones. It lies in
-`$XDG_CACHE_HOME/trtllm-attention-lab` (by default `~/.cache/...`), and its name is a digest of all its sources.
+nvcc compiles `trtllm_fmha_kernel_launcher.cu` and `fmhaReduction.cu` of the installed FlashInfer without changes. The library
+contains the fake CUDA driver and runtime, and calls them even if torch has loaded the real ones. The library is in a folder of
+`$XDG_CACHE_HOME/trtllm-attention-lab` (by default `~/.cache/...`), whose name is a digest of all sources.
 """
 
 import fcntl
@@ -39,11 +39,13 @@ CUBLAS_STATUS = (
 
 
 class NotBuiltError(RuntimeError):
-    """The launcher cannot be compiled here; the message says why."""
+    """The launcher cannot be compiled on this machine. The message says why."""
 
 
 def why_not_built() -> str | None:
-    """Return the reason why the launcher cannot be compiled here; None if it can. Nothing is compiled."""
+    """Return a sentence that says which package, compiler or source is missing to compile the launcher; None if nothing is
+    missing.
+    """
     missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
     if missing:
         return sentence("a dry run", missing)
@@ -58,7 +60,9 @@ def why_not_built() -> str | None:
 
 
 def nvcc() -> str | None:
-    """Return the first nvcc of `NVCC`, PATH, `CUDA_HOME` and /usr/local/cuda; None if there is none."""
+    """Return the path of nvcc: the environment variable `NVCC`, or the first one in PATH, `CUDA_HOME` and /usr/local/cuda.
+    Return None if there is none.
+    """
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     candidates = [os.environ.get("NVCC"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
     return next((each for each in candidates if each and os.access(each, os.X_OK)), None)
@@ -78,8 +82,9 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the compiled library of a table of kernels, by default `kernel_table.newest()`. If the cache lacks it, it is
-    built, which takes about a minute on an idle core. Raises NotBuiltError with `why_not_built`'s sentence or nvcc's output.
+    """Return the path of the launcher's library, compiled with a kernel table (by default `kernel_table.newest()`). If the
+    cache does not have it, it is compiled, which takes about a minute on an idle core. Raises NotBuiltError, with the sentence
+    of `why_not_built` or nvcc's output, if it cannot be compiled.
     """
     reason = why_not_built()
     if reason is not None:
@@ -97,7 +102,7 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
 
 
 def is_built() -> bool:
-    """Return True if the cache holds the library of the newest table. Call it only if `why_not_built` returns None."""
+    """Return True if the cache has the library compiled with `kernel_table.newest()`. `why_not_built` must return None."""
     return (cache_folder() / digest(generated(kernel_table.newest())) / LIBRARY).exists()
 
 
@@ -106,7 +111,7 @@ def cache_folder() -> Path:
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return the headers that the lab generates for a build with this table, as file name to text."""
+    """Return, by file name, the text of each header that the lab generates to compile the launcher with a kernel table."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -119,7 +124,7 @@ def generated(table: kernel_table.KernelTable) -> dict[str, str]:
 
 @functools.cache
 def launcher_members() -> frozenset[str]:
-    """Return the members of a row of the kernel table that the installed launcher reads, by their C++ names."""
+    """Return the C++ names of the members of a kernel table's row that the installed launcher reads."""
     fmha = sorted((flashinfer_data() / "include/flashinfer/trtllm/fmha").iterdir())
     sources = [*fmha, *(flashinfer_data() / "csrc" / name for name in LAUNCHER)]
     return frozenset(name for each in sources for name in re.findall(r"\bkernelMeta\.(m[A-Z0-9]\w+)", each.read_text()))
@@ -127,7 +132,9 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the members of the installed `KernelParams`, in order, without those for fast division."""
+    """Return the names of the members of the installed FlashInfer's struct `KernelParams`, in order. The members with
+    precomputed divisors are omitted.
+    """
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)
@@ -144,7 +151,9 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def digest(made: dict[str, str]) -> str:
-    """Return the name of a build in the cache: a digest of its sources, flags, compilers and generated headers."""
+    """Return the name of the library's folder in the cache: a digest of sources, flags, compiler and the generated
+    headers `made`.
+    """
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),

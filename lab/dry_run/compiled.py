@@ -1,10 +1,13 @@
-"""Find out without a GPU which shapes XQA, XQA MLA and fmha_v2 support: compile FlashInfer's sources up to their assertions.
+"""Find out without a GPU which shapes XQA, XQA MLA and fmha_v2 support, from the static assertions in FlashInfer's sources.
 
-nvcc's front end gets FlashInfer's source with FlashInfer's macros. One assertion is added at the end, which always fails and
-prints the kernel's shared memory. The compiler stops there, before it generates code. This takes half a second on an idle core,
-while the whole source takes two to four. If no other assertion fails, the source supports the shape. XQA's `exactDiv` has an
-assertion too, but FlashInfer compiles with NDEBUG: here a division with a remainder is refused, while FlashInfer would compile
-a kernel that skips data. Registers, code and results are not examined.
+nvcc compiles FlashInfer's source with FlashInfer's macros. The lab adds an assertion at the end of the source, which always
+fails and whose message contains the size of the kernel's shared memory. So the compiler stops before it generates code. This
+takes half a second on an idle core; compiling the whole source takes two to four seconds. If no other assertion fails, the
+source supports the shape.
+
+XQA's function `exactDiv` has an assertion that a division has no remainder, but FlashInfer compiles with NDEBUG, which removes
+it. FlashInfer would then compile a kernel that skips data. The lab refuses such a shape. Registers, code and outputs are not
+examined.
 
     compiled(Shape(XQA, (9, 0), (torch.bfloat16,) * 3, head_dim=128, group=20))
 """
@@ -31,7 +34,7 @@ from lab.kernels.support import Kernel
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.xqa import XQA, XQA_MLA
 
-# The assertion is a template, so that the compiler's error contains the value.
+# The added assertion is in a template, so that the compiler's error contains the template's argument.
 DISCOVERY = """
 template <unsigned long long bytes> struct SharedMemory {{ static_assert(bytes == ~0ull, "all others hold"); }};
 template struct SharedMemory<{bytes}>;
@@ -62,7 +65,7 @@ PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+
 
 @dataclass(frozen=True)
 class Shape:
-    """The parameters for which FlashInfer compiles a module."""
+    """The parameters of a shape for which FlashInfer compiles a kernel module."""
 
     kernel: Kernel  #: `XQA`, `XQA_MLA` or `FMHA_V2`
     capability: Capability  #: (major, minor) of the target
@@ -76,20 +79,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The verdict of nvcc's front end on one source file of FlashInfer."""
+    """Whether one source file of FlashInfer supports a shape, according to nvcc."""
 
     source: str  #: file name
-    #: the first assertion that fails, with its file and line; or another error of the compiler or FlashInfer; None if the
-    #: source supports the shape
+    #: the first assertion that fails, with its file and line, or another error of nvcc or FlashInfer; None if the source
+    #: supports the shape
     refusal: str | None
     shared_memory_bytes: int | None = None  #: shared memory that the kernel needs; None if it is not known
     seconds: float = 0.0  #: wall-clock time of the compiler
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Compile the kernel sources of FlashInfer's module for a shape up to their assertions, and return the verdict on each.
-    FlashInfer supports the shape if all its sources do. Raises NotBuiltError without nvcc or FlashInfer, and RuntimeError if
-    nvcc failed for another reason.
+    """Check the assertions in each kernel source of FlashInfer's module for a shape. Return one result per source; FlashInfer
+    supports the shape if all sources do. Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc failed
+    for a reason other than an assertion.
     """
     reason = build.why_not_built()
     if reason is not None:
@@ -137,7 +140,7 @@ def _fmha_v2(shape: Shape) -> tuple[Compiled, ...]:
 
 @functools.cache
 def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -> tuple[Mapping[str, str], list[str]]:
-    """Return fmha_v2's generated kernels over a paged cache, file name to text, and their compiler flags."""
+    """Return the sources that FlashInfer generates for fmha_v2 over a paged cache (by file name), and their compiler flags."""
     from flashinfer.jit import gen_fmha_v2_module
 
     with flashinfer_targets(capability):
@@ -151,7 +154,7 @@ _MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa,
 
 @contextmanager
 def flashinfer_targets(capability: Capability) -> Iterator[None]:
-    """While the context is open, make FlashInfer generate code for one compute capability only, in a temporary folder."""
+    """Make FlashInfer generate code for this compute capability only, in a temporary folder, while the context is open."""
     from flashinfer.compilation_context import CompilationContext
     from flashinfer.jit import core, env
     from flashinfer.jit import xqa as jit_xqa
@@ -169,7 +172,17 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Compile one source up to its assertions. `text` is the source, or includes it."""
+    """Check the assertions in one source with nvcc.
+
+    Args:
+        shape: the shape, whose compute capability limits the shared memory.
+        name, text: file name and text of the source; the text may include another file.
+        flags: FlashInfer's compiler flags.
+        shared_memory: the C++ expression of the kernel's shared memory in bytes.
+
+    Raises:
+        RuntimeError: nvcc reached neither a failing assertion of the source nor the added one.
+    """
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
     data = build.flashinfer_data()
@@ -199,7 +212,9 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
 
 
 def _assertion(error: re.Match[str]) -> str:
-    """Return the source text of a failed assertion or of an inexact division. Other errors are returned in nvcc's words."""
+    """Return file, line and text of an error: the source of a failed assertion or of an inexact division, else nvcc's
+    message.
+    """
     path, words = Path(error["path"]), error["words"]
     text = "\n".join(path.read_text().splitlines()[int(error["line"]) - 1 :])
     statement = " ".join(text[: text.index(";")].split())
@@ -221,7 +236,9 @@ def _too_much(capability: Capability, needed_bytes: int | None) -> str | None:
 
 @functools.cache
 def _cublas() -> dict[str, str]:
-    """Return declarations of the cuBLAS names in fmha_v2's test tools: no kernel uses them, and few machines have them."""
+    """Return, by file name, headers that declare the cuBLAS names in a utility header of fmha_v2. No kernel uses these names,
+    and the real headers are missing on many machines.
+    """
     text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
     types, constants, functions = (
         sorted(set(re.findall(pattern, text))) for pattern in (r"\bcublas\w+_t\b", r"\bCUBLAS\w+", r"\b(cublas\w+)\(")

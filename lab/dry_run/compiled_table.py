@@ -1,5 +1,5 @@
-"""Compile shapes at the limits of XQA, XQA MLA and fmha_v2 up to their assertions, and compare the verdicts with the lab's
-`why_not`.
+"""Compare the lab's rules for supported shapes (`why_not`) with the assertions in FlashInfer's sources of XQA, XQA MLA and
+fmha_v2, for shapes at the limits of these kernels.
 
     python -m lab.dry_run.compiled_table results/blackwell-dry-run
 
@@ -52,15 +52,15 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """A shape, the compiler's verdict on each of its sources, and the lab's refusal (None if the lab accepts the shape)."""
+    """A shape with the verdicts of the compiler and of the lab."""
 
     shape: Shape
-    verdicts: tuple[Compiled, ...]
-    why_not: str | None
+    verdicts: tuple[Compiled, ...]  #: the compiler's verdict on each source
+    why_not: str | None  #: the sentence with which the lab refuses the shape; None if the lab accepts it
 
     @property
     def refusal(self) -> str | None:
-        """Return the first failed assertion among the shape's sources; None if all sources support the shape."""
+        """Return the first failed assertion in the sources; None if all sources support the shape."""
         return next((each.refusal for each in self.verdicts if each.refusal is not None), None)
 
 
@@ -137,7 +137,7 @@ def _context() -> Iterator[Shape]:
 
 
 def problem(shape: Shape) -> PagedAttention:
-    """Return an attention problem with the dtypes and sizes of a shape: one request, one K/V head, CPU tensors."""
+    """Return an attention problem with the dtypes and sizes of a shape. It has one request, one K/V head, and CPU tensors."""
     sizes: dict[str, Any] = {
         "q_len": shape.q_len,
         "max_kv_len": shape.q_len,
@@ -163,7 +163,7 @@ def judged(shape: Shape) -> str | None:
 
 
 def record(folder: Path, report: Callable[[str], None] = print) -> None:
-    """Compile every shape, and write compiled.json and compiled.md."""
+    """Compile every shape, and write compiled.json and compiled.md into a folder. `report` gets a line about each shape."""
     version = subprocess.run([str(build.nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
     facts = environment() | {"nvcc": version.splitlines()[-1]}
     rows = []
@@ -201,7 +201,9 @@ def _words(shape: Shape) -> str:
 
 
 def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
-    """Return the text of compiled.md: which shapes compile, which do not, and the assertion that fails."""
+    """Return the text of compiled.md: which shapes compile, and which assertion fails for the others. `facts` is the
+    environment.
+    """
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]
     refused = sum(row.refusal is not None for row in rows)
     differ = [row for row in rows if (row.refusal is None) != (row.why_not is None)]
@@ -268,7 +270,10 @@ def _section(
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
 ) -> list[str]:
-    """Return a heading and a Markdown table of one line per value of `key`. A cell lists all items with the same verdict."""
+    """Return the lines of a heading and of a Markdown table with one row per value of `key`. `columns` are the headings of this
+    value. The other cells list the texts `item` of shapes: those that compile, those that do not, and those that only the lab
+    refuses.
+    """
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     gathered: dict[tuple[Any, ...], list[JudgedShape]] = {}

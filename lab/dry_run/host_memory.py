@@ -1,4 +1,4 @@
-"""The memory that a launch may access: only the bytes of its call's tensors, by address."""
+"""Read host memory by address, and raise an error for an address outside the tensors of a call."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -8,27 +8,27 @@ import torch
 
 
 class UnsoundLaunchError(RuntimeError):
-    """A launch touches bytes outside its call's tensors, or contradicts itself."""
+    """A launch accesses bytes outside its call's tensors, or two of its arguments contradict each other."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The bytes of tensors in host memory. Each tensor spans the bytes from its first element to its last."""
+    """The bytes of the tensors that a launch may access."""
 
-    #: (address of the first byte, address after the last byte) of each tensor. Gaps inside a tensor belong to it.
+    #: (address of the first byte, address after the last byte) of each tensor, gaps between its elements included
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> "HostMemory":
-        """Return the memory of tensors on the CPU. The tensors must outlive every view of the memory."""
+        """Return the memory of CPU tensors. The tensors must live longer than every view of the memory."""
         return cls(tuple(_span(tensor) for tensor in tensors if tensor.numel()))
 
     def view(
         self, what: str, address: int, shape: Sequence[int], strides_bytes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the memory at an address as a tensor, without copying. Its name in errors is `what`, such as "K's descriptor";
-        strides are not negative. Raises UnsoundLaunchError if the address is in no tensor, the view does not lie in one tensor,
-        or a stride is not a whole number of elements.
+        """Return the memory at an address as a tensor, without copying. `what` names the view in error messages, such as "K's
+        descriptor". Strides must not be negative. Raises UnsoundLaunchError if the view is not inside one of the call's
+        tensors, or if its address or a stride is not a whole number of elements.
         """
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -47,7 +47,7 @@ class HostMemory:
         return elements.as_strided(tuple(shape), tuple(stride // dtype.itemsize for stride in strides_bytes))
 
     def array(self, what: str, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous array at an address. Raises the errors of `view`."""
+        """Return a contiguous tensor at an address, as `view` does for given strides. Raises UnsoundLaunchError like `view`."""
         strides_bytes: list[int] = []
         step = dtype.itemsize
         for size in reversed(shape):

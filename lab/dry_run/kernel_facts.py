@@ -1,4 +1,6 @@
-"""The properties of a kernel in the table that determine its attention: dtypes, head dims, mask, phase and layout."""
+"""Read from the kernel table what determines the attention of a trtllm-gen kernel: dtypes, head dims, mask, phase and
+layout.
+"""
 
 import enum
 import functools
@@ -31,7 +33,7 @@ PAGED = 2  # QkvLayout::PagedKv
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The properties in a kernel's row of the table."""
+    """The properties of a trtllm-gen kernel, from its row of the kernel table."""
 
     name: str  #: name under which the kernel is launched
     #: dtypes of the elements; uint8 is NVFP4, two elements per byte
@@ -58,7 +60,9 @@ class KernelFacts:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the properties of a launched kernel. Raises KeyError if the table lacks its name, or the lab its dtypes."""
+    """Return the properties of the kernel with this name. Raises KeyError if the table has no such kernel, or if `DTYPES` lacks
+    one of its dtypes.
+    """
     table, rows = _newest()
     row = table.row(rows[name])
     dtype = {side: DTYPES[row[f"mDataType{side}"]] for side in "QKVO"}

@@ -1,13 +1,14 @@
-"""The table of trtllm-gen's kernels: a file of the lab stores it, and a launcher gets it as the header `flashInferMetaInfo.h`.
+"""Read and write the table of trtllm-gen's kernels, from which FlashInfer's launcher selects a kernel.
 
-`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` makes the lab's file from flashinfer-cubin: from its wheel, or from a
-folder that contains it. The file has the kernels' names and all members that a launcher's selection reads. It leaves out the
-checksum of the machine code. A column with the same value in all rows is written once.
+flashinfer-cubin has the table as a C++ header, `flashInferMetaInfo.h`. `python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER`
+converts the header in flashinfer-cubin's wheel, or in a folder, to a file of the lab. The file has the names of the kernels and
+all members that a launcher's selection reads, but not the checksum of the machine code. A column with the same value in all
+rows is written once.
 
-flashinfer-cubin on the package index ends at 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. The launcher
-of a later FlashInfer reads flags that this table does not have; `header` writes them as false. The selection of such a launcher
-therefore *depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has a newer
-flag.
+The newest flashinfer-cubin on the package index is 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. The
+launcher of a later FlashInfer reads flags that this table does not have; `header` writes them as false. The selection of such a
+launcher therefore *depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has
+a newer flag.
 """
 
 import argparse
@@ -44,12 +45,12 @@ class KernelTable:
         return {name: values[index] for name, values in self.columns.items()}
 
     def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
-        """Return, sorted, the members that a launcher reads and this table does not have. `header` writes them as false."""
+        """Return, sorted, those of the `members` of a row that this table does not have. `header` writes them as false."""
         return tuple(sorted(members - set(self.columns)))
 
 
 def parsed(text: str, source: str) -> KernelTable:
-    """Parse the text of a `flashInferMetaInfo.h`. Raises ValueError if the text is no such header."""
+    """Parse the text of a header `flashInferMetaInfo.h`. Raises ValueError if the text is not such a header."""
     struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
     rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
     if struct is None or not rows:
@@ -66,7 +67,9 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return the content of the lab's file for a table: a line per column, `type name: value,value,...`, compressed with xz."""
+    """Return the content of the lab's file for a table: one line per column, like `type name: value,value,...`, compressed with
+    xz.
+    """
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -89,13 +92,14 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the table in the lab's own file."""
+    """Return the table that the lab's own file stores."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 
 def newest() -> KernelTable:
-    """Return the table in the folder `FLASHINFER_CUBIN_DIR`, else the installed flashinfer-cubin's, else that of the lab's own
-    file. Raises ValueError for a folder with several tables.
+    """Return the first of these tables that exists: the one in the folder that the environment variable `FLASHINFER_CUBIN_DIR`
+    names, the one in the installed flashinfer-cubin, the one in the lab's own file. Raises ValueError for a folder with several
+    tables.
     """
     folder = os.environ.get("FLASHINFER_CUBIN_DIR")
     if folder and any(Path(folder).rglob(HEADER_NAME)):
@@ -109,8 +113,8 @@ def newest() -> KernelTable:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return the text of `flashInferMetaInfo.h` with a table's kernels for a launcher that reads these members of a row. A
-    member that the table lacks is false in every row.
+    """Return a table as the text of a header `flashInferMetaInfo.h`, for a launcher that reads these members of a row. A member
+    that the table lacks is false in every row.
     """
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
@@ -140,7 +144,9 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
 
 
 def header_text(path: Path) -> str:
-    """Return the text of the `flashInferMetaInfo.h` in a wheel or a folder. Raises ValueError if there is none, or several."""
+    """Return the text of the file `flashInferMetaInfo.h` in a wheel or a folder. Raises ValueError if there is none,
+    or several.
+    """
     if path.is_file():
         with zipfile.ZipFile(path) as wheel:
             found = [name for name in wheel.namelist() if name.endswith(HEADER_NAME)]
@@ -154,7 +160,7 @@ def header_text(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make the lab's file of the kernel table again from flashinfer-cubin."""
+    """Write the lab's file of the kernel table from flashinfer-cubin."""
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.kernel_table", description=main.__doc__)
     parser.add_argument("path", type=Path, help="flashinfer-cubin's wheel, or a folder that it lies in")
     parser.add_argument("--version", help="flashinfer-cubin's version, where the path's name does not say it")

@@ -1,4 +1,4 @@
-"""FlashInfer's compiled launcher, with a fake CUDA that answers like one GPU."""
+"""Load FlashInfer's compiled launcher together with a fake CUDA that answers like one GPU."""
 
 import ctypes
 import functools
@@ -20,7 +20,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU with the properties that the fake CUDA reports."""
+    """A GPU, with the properties that the fake CUDA reports to the launcher."""
 
     name: str  #: common name
     cuda_name: str  #: CUDA's name, a key of `lab.gpus.DATASHEETS`
@@ -28,8 +28,8 @@ class Gpu:
     multiprocessors: int  #: number of multiprocessors
     #: largest shared memory of one thread block (CUDA C++ Programming Guide, technical specifications per compute capability)
     shared_memory_optin_bytes: int
-    #: guessed grouping of the multiprocessors. The launcher queries how many clusters fit at once, and takes a kernel without
-    #: clusters if they do not fit. Nothing else depends on these numbers.
+    #: guessed numbers. The launcher queries how many clusters fit on the GPU at once, and selects a kernel without clusters if
+    #: they do not fit. Nothing else depends on these numbers.
     multiprocessors_per_gpc: int = 16
     gpcs: int = 8
 
@@ -48,18 +48,20 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of `GPUS` with this name. Raises ValueError for an unknown name."""
+    """Return the entry of `GPUS` with this name. Raises ValueError for an unknown name."""
     if name not in GPUS:
         raise ValueError(f"there is no dry run of {name!r}; known are {', '.join(GPUS)}")
     return GPUS[name]
 
 
 class LaunchError(RuntimeError):
-    """FlashInfer's launcher or the fake driver refused a call. The message is the launcher's or the driver's."""
+    """FlashInfer's launcher or the fake driver refused a call. The message is that of the launcher or the driver."""
 
 
 class Launcher:
-    """FlashInfer's launcher with its fake CUDA: a copy for each GPU, whose properties the launcher caches."""
+    """A loaded copy of FlashInfer's launcher and the fake CUDA, for one GPU. Each GPU needs a copy, because the launcher caches
+    the properties of the GPU.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -81,19 +83,21 @@ class Launcher:
         self._library.FlashInferSetCubinCallback(self._give_cubin)
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the calls that the fake CUDA has received since `clear`, in order, one dictionary per call."""
+        """Return the calls that the fake CUDA has received since the last `clear`, in order, one dictionary per call."""
         return list(json.loads(self._library.dry_run_log()))
 
     def clear(self) -> None:
         self._library.dry_run_clear()
 
     def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor unchanged, and log that FlashInfer's Python code filled it with zeros."""
+        """Return the tensor, and add to `log` that FlashInfer's Python code filled it with zeros."""
         self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
         return tensor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return this function of FlashInfer's module. A failing call raises `LaunchError` with all messages."""
+        """Return the launcher's function with this name. If a call of it fails, it raises `LaunchError` with the messages of
+        the launcher and of the fake driver.
+        """
         function = getattr(self.module, name)
 
         def call(*arguments: Any) -> Any:
@@ -117,5 +121,7 @@ class Launcher:
 
 @functools.cache
 def launcher_for(gpu: Gpu) -> Launcher:
-    """Return the launcher of a GPU. It is built and loaded at the first call. Raises `lab.dry_run.build.NotBuiltError`."""
+    """Return the launcher for a GPU, which is compiled and loaded at the first call. Raises `lab.dry_run.build.NotBuiltError`
+    if it cannot be compiled here.
+    """
     return Launcher(gpu)

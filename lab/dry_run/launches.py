@@ -1,6 +1,6 @@
-"""The launches, fills and copies that a dry run has recorded, with the arguments of FlashInfer's kernels.
+"""Define the events that a dry run records: kernel launches with their arguments, memory fills and copies.
 
-Addresses are addresses of the call's tensors (`Tensor.data_ptr`); 0 stands for no tensor.
+Addresses point into the call's tensors (`Tensor.data_ptr`). The address 0 stands for no tensor.
 """
 
 import re
@@ -17,7 +17,7 @@ TMA_SWIZZLES = ("none", "32B", "64B", "128B", "128B_atom_32B", "128B_atom_32B_fl
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor that a kernel received (cuda.h, `cuTensorMapEncodeTiled`)."""
+    """A TMA descriptor in the arguments of a launch (cuda.h, `cuTensorMapEncodeTiled`)."""
 
     member: str  #: the descriptor's name in `KernelParams`, such as `tmaK_`
     #: one of `TMA_DTYPES`. e4m3 is "uint8". NVFP4 is "uint8" too, two elements per byte, unless the kernel unpacks it.
@@ -33,8 +33,9 @@ class TensorMap:
 class KernelParams:
     """The members of FlashInfer's `KernelParams` (kernelParams.h) that the lab and its tests read.
 
-    Names are FlashInfer's in Python's spelling, without the m: `ptr_o` is FlashInfer's `ptrO`, `batch_size` its `mBatchSize`. A
-    member that the installed FlashInfer's struct does not have is None. `others` holds the members without a field here.
+    Names are FlashInfer's in snake case without the prefix m: `ptr_o` is FlashInfer's `ptrO`, and `batch_size` its
+    `mBatchSize`. A member that the installed FlashInfer's struct does not have is None. `others` has (name, value) of all other
+    members.
     """
 
     sizeof: int  #: size of the struct in bytes
@@ -42,7 +43,8 @@ class KernelParams:
     ptr_attention_sinks: int  #: float32 [num_heads_q]
     ptr_cum_seq_lens_q: int  #: int32 [batch_size + 1]
     ptr_cum_seq_lens_kv: int  #: int32 [batch_size + 1]
-    ptr_multi_ctas_kv_counter: int  #: scratch, as the next two, if several CTAs share a request's keys
+    #: scratch, like `ptr_partial_o` and `ptr_partial_stats`, for launches in which several CTAs share the keys of a request
+    ptr_multi_ctas_kv_counter: int
     ptr_partial_o: int
     ptr_partial_stats: int
     ptr_output_scale: int  #: scale on the device, which replaces `output_scale`
@@ -50,8 +52,8 @@ class KernelParams:
     ptr_scale_softmax_log2: int  #: scale on the device, which replaces `scale_softmax_log2`
     ptr_seq_lens_kv: int  #: int32 [batch_size]
     ptr_softmax_stats: int  #: (max, sum) of each row and head, if the call returns the LSE
-    ptr_sparse_mla_top_k_lens: int | None  #: int32 [rows], how many of its selected entries each row sees
-    attention_window_size: int  #: how many keys a row sees, including its own
+    ptr_sparse_mla_top_k_lens: int | None  #: int32 [rows], number of selected entries that each row uses
+    attention_window_size: int  #: number of keys that a row sees, including its own
     batch_size: int
     chunked_attention_size_log2: int
     max_seq_len_q: int
@@ -65,35 +67,36 @@ class KernelParams:
     num_tokens_per_cta_q: int
     num_tokens_per_page_log2: int
     output_scale: float
-    scale_softmax_log2: float  #: the logits' factor, times log2(e)
+    scale_softmax_log2: float  #: the factor of the logits, times log2(e)
     skip_softmax_threshold_scale_factor: float
-    sparse_attn_top_k: int | None  #: columns of selected entries, 0 in a launch over pages
+    sparse_attn_top_k: int | None  #: number of columns in the table of selected entries; 0 if the table names pages
     sum_of_seq_lens_q: int
     sum_of_seq_lens_kv: int
     uses_shared_paged_kv_idx: bool | None
-    #: the page table and the lengths have a first dimension of K/V heads
-    use_block_sparse_attention: bool | None
+    use_block_sparse_attention: bool | None  #: the first dimension of page table and lengths counts K/V heads
     others: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class LseArguments:
-    """The arguments of FlashInfer's kernel that computes the LSE from softmax statistics (lse.cuh); strides in elements."""
+    """The arguments of FlashInfer's kernel that computes the LSE from softmax statistics (lse.cuh). Strides count elements."""
 
-    md: int
-    lse: int
+    md: int  #: address of the statistics: (maximum, sum) of each row and head
+    lse: int  #: address of the LSE
     num_heads_q: int
     lse_stride_tokens: int
     lse_scale: float
     lse_stride_heads: int
-    n: int
+    n: int  #: number of rows times number of heads
 
 
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel."""
 
-    name: str  #: the table's name for trtllm-gen's kernels, the compiler's mangled name for FlashInfer's own kernels
+    name: (
+        str  #: name in the kernel table for a trtllm-gen kernel; C++ mangled name for a kernel that FlashInfer compiles
+    )
     #: (x, y, z)
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -102,13 +105,13 @@ class Launch:
     shared_memory_bytes: int  #: dynamic shared memory per thread block
     #: parameters of an attention kernel, or of the kernel that merges partial results; None for other kernels
     params: KernelParams | None
-    tma: tuple[TensorMap, ...]  #: the TMA descriptors in `params`, in order
-    lse: LseArguments | None  #: the arguments of the kernel that computes the LSE; None for other kernels
+    tma: tuple[TensorMap, ...]  #: the TMA descriptors in the arguments, in order
+    lse: LseArguments | None  #: arguments of the kernel that computes the LSE; None for other kernels
 
 
 @dataclass(frozen=True)
 class Fill:
-    """A memset of `size_bytes` at `address`, by the launcher or by FlashInfer's Python code for the launcher."""
+    """A memset of `size_bytes` bytes at `address`, made by the launcher or by FlashInfer's Python code."""
 
     address: int
     value: int
@@ -117,10 +120,10 @@ class Fill:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A call of a kernel that FlashInfer compiles for the call's shape, such as XQA. The call is recorded, not simulated."""
+    """A recorded call of a kernel that FlashInfer compiles for the call's shape, such as XQA. The call is not executed."""
 
     backend: str  #: "xqa", "xqa_mla" or "fmha_v2"
-    compiled_for: tuple[tuple[str, Any], ...]  #: (parameter, value) pairs with which FlashInfer compiles the kernel
+    compiled_for: tuple[tuple[str, Any], ...]  #: (parameter, value) pairs for which FlashInfer compiles the kernel
     function: str  #: name of the function in the compiled module
     arguments: tuple[Any, ...]  #: arguments of the function, in order. Tensors are the call's own.
 
@@ -133,6 +136,7 @@ class Copy:
 
 
 def events(log: list[dict[str, Any]]) -> tuple[Launch | Fill | Copy, ...]:
+    """Convert the log of the fake CUDA (`Launcher.log`) to objects."""
     makers: dict[str, Any] = {"launch": _launch, "fill": Fill, "copy": Copy}
     return tuple(makers[each.pop("event")](**each) for each in map(dict, log))
 
@@ -164,5 +168,5 @@ def _params(given: dict[str, Any]) -> KernelParams:
 
 
 def _spelled(name: str) -> str:
-    """Return the Python spelling of a member's name in FlashInfer: "mBatchSize" becomes "batch_size"."""
+    """Convert the name of a member of FlashInfer's struct to snake case: "mBatchSize" becomes "batch_size"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", re.sub(r"^m(?=[A-Z])", "", name)).lower()

@@ -20,8 +20,8 @@ from lab.dry_run.launches import CompiledCall, Copy, Fill, Launch, events
 from lab.gpus import SM100, family_of
 
 Function = Callable[..., Any]
-# FlashInfer's checks of a GPU, and the capabilities that pass. They are replaced because they also read torch's CUDA version,
-# which a CPU build does not have.
+# FlashInfer's functions that check the GPU, and the compute capabilities for which they return True. They are replaced, because
+# they also read torch's CUDA version, which a CPU build does not have.
 SUPPORTED = {
     "is_sm90a_supported": ((9, 0),),
     "is_sm100a_supported": ((10, 0), (10, 3)),
@@ -36,11 +36,11 @@ ENTRIES = ("utils", "decode", "prefill", "mla", "xqa")  # the modules of FlashIn
 
 
 class Machine:
-    """An absent GPU, and the records of the calls that FlashInfer has made on it.
+    """An absent GPU, and the recorded calls that FlashInfer has made for it.
 
     Attributes:
-        gpu: the GPU whose facts the fake CUDA reports.
-        compiled_calls: calls, since `clear`, of kernels that FlashInfer compiles for a shape. They are not simulated.
+        gpu: the GPU whose properties the fake CUDA reports.
+        compiled_calls: calls since the last `clear` of kernels that FlashInfer compiles for a shape. They are not executed.
     """
 
     def __init__(self, gpu: Gpu, computes: bool = False) -> None:
@@ -51,14 +51,16 @@ class Machine:
 
     @property
     def launcher(self) -> Launcher:
-        """Return trtllm-gen's launcher, which is built at the first access. Raises `NotBuiltError`."""
+        """Return trtllm-gen's launcher, which is compiled at the first access. Raises NotBuiltError if it cannot be
+        compiled.
+        """
         if self._launcher is None:
             self._launcher = launcher_for(self.gpu)
             self._launcher.clear()
         return self._launcher
 
     def called(self) -> "Launcher | _Computing":
-        """Return the object that FlashInfer gets in place of the compiled module of trtllm-gen's launcher."""
+        """Return the object that FlashInfer uses in place of its own compiled module of trtllm-gen's launcher."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
@@ -68,12 +70,12 @@ class Machine:
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """Return the members of a kernel's row that the launcher reads as false because the table lacks them."""
+        """Return the members of a kernel's row that the kernel table lacks. The launcher reads false for them."""
         return self.launcher.table.lacks(build.launcher_members())
 
     @property
     def events(self) -> tuple[Launch | Fill | Copy, ...]:
-        """Return the kernel launches, memsets and copies that the launcher has made since `clear`, in order."""
+        """Return the kernel launches, memsets and copies that the launcher has made since the last `clear`, in order."""
         return () if self._launcher is None else events(self._launcher.log())
 
     @property
@@ -91,7 +93,7 @@ class Machine:
 
 
 class _Computing:
-    """A launcher that, after each call, computes the call's launches at once, while the call's tensors exist."""
+    """A launcher that computes the outputs of a call's launches (`lab.dry_run.arithmetic`) before the call returns."""
 
     def __init__(self, launcher: Launcher, there: Machine) -> None:
         self._launcher, self._there = launcher, there
@@ -111,16 +113,16 @@ class _Computing:
 
 @contextmanager
 def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
-    """While the context is open, let FlashInfer's and the lab's TRT-LLM functions take CPU tensors as if they were on a GPU.
+    """Make FlashInfer's and the lab's TRT-LLM functions accept CPU tensors as if they were on a GPU, while the context is open.
 
-    Inside the context, `lab.gpus.capability_of` and FlashInfer's own queries return facts of this GPU for every tensor, and
-    trtllm-gen's launcher is the compiled one. XQA and fmha_v2 are not compiled: their calls are recorded. Everything is
-    restored on exit. The records can be read afterwards, until the next machine of the same GPU is made. Use one machine at a
-    time, in one thread.
+    Inside the context, `lab.gpus.capability_of` and FlashInfer's own queries return the properties of this GPU for every
+    tensor, and FlashInfer calls the launcher with the fake CUDA. XQA and fmha_v2 are not compiled: their calls are only
+    recorded. All functions are restored on exit. The recorded calls can be read after the context, until a `Machine` of the
+    same GPU is made again. Use one `Machine` at a time, in one thread.
 
     Args:
         gpu: a name in `GPUS`, or a `Gpu`.
-        computes: each call also computes its launches (`lab.dry_run.arithmetic`) and fills its results.
+        computes: each call also computes the outputs of its launches (`lab.dry_run.arithmetic`).
 
     Raises:
         ValueError: the GPU is unknown.
@@ -129,7 +131,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
     gpu = gpu_named(gpu) if isinstance(gpu, str) else gpu
     made = Machine(gpu, computes)
     if family_of(gpu.capability) is SM100:
-        _ = made.launcher  # built now, so that an error is raised before any call
+        _ = made.launcher  # compiled here, so that an error is raised before any call
     answers = {**_flashinfer_answers(made), lab.gpus.capability_of: lambda device: gpu.capability}
     _forget_cached()
     modules, holders = len(sys.modules), _holding(tuple(answers))
@@ -149,7 +151,9 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Return (module, name, function) for each attribute of FlashInfer's or the lab's modules that is one of the functions."""
+    """Return (module, attribute, function) for each attribute of a module of FlashInfer or the lab whose value is one of these
+    functions.
+    """
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
     return tuple(
@@ -161,7 +165,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return a mapping from each FlashInfer function that queries the GPU or compiles a module to its replacement."""
+    """Return the replacement of each function of FlashInfer that queries the GPU or compiles a module."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -190,8 +194,8 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return FlashInfer's modules whose functions are replaced (`ENTRIES`). Since FlashInfer 0.6.8 `mla` is a package, and its
-    functions are in `_core`.
+    """Return the modules of FlashInfer that `ENTRIES` names. Since FlashInfer 0.6.8 `mla` is a package, whose functions are in
+    `_core`: then that module is returned.
     """
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]
@@ -202,12 +206,14 @@ def _answer(value: Any) -> Function:
 
 
 def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
-    """Return a replacement for FlashInfer's `JitSpec` of the launcher. Its `build_and_load` returns the given launcher."""
+    """Return an object that replaces FlashInfer's `JitSpec` of the launcher: its `build_and_load` returns `launcher`."""
     return SimpleNamespace(build_and_load=lambda: launcher, get_library_paths=lambda: ())
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for a function that compiles a module: calls of the module's functions are only recorded."""
+    """Return a replacement for FlashInfer's function `compiles`, which compiles a module. It returns an object that only
+    records the calls of the module's functions.
+    """
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:
@@ -230,7 +236,7 @@ class _NotedModule:
 
 
 def _forget_cached() -> None:
-    """Empty the caches of FlashInfer's functions whose results depend on the device."""
+    """Clear the caches of those functions of FlashInfer whose results depend on the GPU."""
     for module in _entries():
         for name, value in vars(module).items():
             if name.startswith(("is_sm", "get_trtllm_gen")) and hasattr(value, "cache_clear"):

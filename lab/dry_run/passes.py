@@ -1,7 +1,8 @@
-"""Forward passes on an absent GPU: for each attention call the kernel, its launch and the least possible time, or the refusal.
+"""Make the attention calls of forward passes for an absent GPU, and record for each call the kernel with its launches, or the
+reason why no kernel supports it.
 
-A pass has the same lengths, pool, metadata and arguments as in `lab bench` and in the judge. Its tensors are never written, so
-that a pool of gigabytes takes no memory.
+A forward pass has the same lengths, pool, metadata and arguments as in `lab bench` and in the judge. Its tensors are not
+written, so that a pool of gigabytes takes no memory.
 """
 
 import itertools
@@ -47,7 +48,8 @@ from lab.workloads.requests import admit
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
 
 CPU = torch.device("cpu")
-# Surveyed passes: the judge's M1 for each (model, has a sliding window), and M2 for each of these numbers of DeepSeek's heads.
+# The shown passes: those of the judge's check M1 (forward modes) for each (model, has a sliding window), and those of its check
+# M2 (forward modes of MLA) for each of these numbers of query heads.
 SURVEYED_MODELS = (("llama-3.1-8b", False), ("gpt-oss-120b", True))
 SURVEYED_MLA_HEADS = (16, 128)
 PAGE_SIZE, Q_LEN = 64, 4
@@ -55,7 +57,7 @@ PAGE_SIZE, Q_LEN = 64, 4
 
 @dataclass(frozen=True)
 class DryCall:
-    """One attention call of a pass."""
+    """One attention call of a forward pass, and what was launched for it."""
 
     function: str  #: FlashInfer's name of the call
     kernel: str  #: name of the kernel's row in `lab.kernels.support`
@@ -69,7 +71,9 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A named forward pass and its attention calls: one, or two if decodes in a mixed batch have their own."""
+    """A named forward pass and its attention calls. A mixed batch may have two: one for its decode requests, one for
+    the others.
+    """
 
     name: str
     case: ForwardCase | MLACase
@@ -78,18 +82,19 @@ class DryPass:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The kernels and launches of passes on an absent GPU."""
+    """The kernels and launches of forward passes on an absent GPU."""
 
-    gpu: Gpu  #: the GPU
+    gpu: Gpu
     #: origin of the launcher's kernel table, such as "flashinfer-cubin 0.6.13"; None if the launcher was not called
     table: str | None
     table_is_older: bool  #: the launcher reads members of a kernel's row that the table does not have
-    by_rules_because: str | None  #: a sentence that says why FlashInfer's launcher was not called; None if it was
-    passes: tuple[DryPass, ...]  #: the passes, in order
+    #: why FlashInfer's launcher was not called and the rules of `lab.kernels.support` named the kernels; None if it was called
+    by_rules_because: str | None
+    passes: tuple[DryPass, ...]
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the checks M1 and M2."""
+    """Yield (name, case) of each default scenario of `lab bench`, then of each forward mode in the judge's checks M1 and M2."""
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
@@ -109,7 +114,9 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words that tell a case of check M1 from others of its mode: options of scenario names if there are any."""
+    """Yield words that distinguish a case of check M1 from other cases of the same forward mode. They are spelled like the
+    options in names of scenarios.
+    """
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
     elif case.draft_step is not None:
@@ -146,10 +153,18 @@ def _mla_options(case: MLACase) -> Iterator[str]:
 def dry_run(
     gpu_name: str, cases: Iterable[tuple[str, ForwardCase | MLACase]], before_build: Callable[[], object] = lambda: None
 ) -> DryRun:
-    """Return the kernels and launches of passes, (name, case) each, on an absent GPU, a name in `lab.dry_run.GPUS`. On SM100
-    and SM103 FlashInfer's launcher is called, if it can be compiled here. Otherwise `lab.kernels.support` determines the
-    kernel. On a GPU without FlashInfer's TRT-LLM kernels, the portable kernels are taken. Before the launcher is compiled,
-    which takes a minute, `before_build` is called. Raises ValueError for an unknown GPU.
+    """Return the kernels and launches of forward passes on an absent GPU.
+
+    For SM100 and SM103 FlashInfer's launcher selects the kernels, if it can be compiled here. Otherwise the rules of
+    `lab.kernels.support` name them. For a GPU without FlashInfer's TRT-LLM kernels, the lab's portable kernels are named.
+
+    Args:
+        gpu_name: a name in `lab.dry_run.GPUS`.
+        cases: the name and the case of each pass.
+        before_build: called before the launcher is compiled, which takes a minute.
+
+    Raises:
+        ValueError: the GPU is unknown.
     """
     gpu, reason = gpu_named(gpu_name), why_no_launcher(gpu_name)
     with ExitStack() as stack:
@@ -168,7 +183,7 @@ def dry_run(
 
 
 def why_no_launcher(gpu_name: str) -> str | None:
-    """Return the reason why no dry run of FlashInfer's launcher is possible for a GPU; None if one is."""
+    """Return a sentence that says why FlashInfer's launcher cannot be run for a GPU; None if it can."""
     family = family_of(GPUS[gpu_name].capability)
     if family is None or family.trtllm_backend != "trtllm-gen":
         return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
@@ -183,7 +198,9 @@ def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tupl
 
 
 class _NotedCalls:
-    """An implementation of FlashInfer's functions that records, for each prepared call, its kernel and its launches."""
+    """An implementation of FlashInfer's functions that computes nothing: it records the kernel and the launches of
+    each call.
+    """
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
@@ -219,7 +236,7 @@ class _NotedCalls:
 
 
 def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
-    """Return the forward pass of a case. Query and cache are not initialised, and no histories are expected."""
+    """Return the forward pass of a case, with uninitialised query and cache, and without expected outputs."""
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:
@@ -241,7 +258,7 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
 
 
 def _unwritten_entries(case: MLACase, pool: KVPool) -> Any:
-    """Return a cache of latent entries, or for DeepSeek-V4 of both pools, with uninitialised memory."""
+    """Return an uninitialised MLA cache for a pool; for DeepSeek-V4, an uninitialised cache with both of its pools."""
     if case.compress_ratio is None:
         return PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
     empty = DSV4Cache.over(pool, 0, case.kv_dtype, case.compress_ratio)
@@ -249,7 +266,7 @@ def _unwritten_entries(case: MLACase, pool: KVPool) -> Any:
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
-    """Return a cache like that of `KVPool.new_cache`, but with uninitialised memory."""
+    """Return a K/V cache with the shape of the one that `KVPool.new_cache` returns, but uninitialised."""
     num_pages = pool.swa_num_pages if case.sliding_window else pool.num_pages
     assert num_pages is not None
     page = (case.page_size, case.model.num_kv_heads)

@@ -1,4 +1,6 @@
-"""The report of `lab dry-run`: kernel, grid, bytes and least possible time of each pass on an absent GPU, or the refusal."""
+"""Make the report of `lab dry-run`: kernel, grid, bytes and least possible time (floor) of each forward pass on an absent GPU,
+or the reason why a call is not supported.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,14 +20,14 @@ from lab.timing.forward import case_facts
 from lab.timing.roofline import least_us
 from lab.wording import counted
 
-ATTENTION = "fmha"  # in the names of trtllm-gen's kernels; a profiler lists torch's kernels too
+ATTENTION = "fmha"  # part of the names of trtllm-gen's kernels; a profiler also lists torch's kernels
 IMPLEMENTATION = "lab.kernels.trtllm"
 Profiled = Mapping[str, tuple[str, ...]]  # names of kernels by scenario
 
 
 def profiled_kernels(path: Path) -> Profiled:
-    """Return the kernels of `lab.kernels.trtllm` that ran in a recorded run of `lab bench --lab-clock cupti`, by scenario.
-    Raises RecordedFileError if there is no such run, or it has no kernels.
+    """Return, by scenario, the names of the kernels that `lab.kernels.trtllm` launched in a recorded run of
+    `lab bench --lab-clock cupti`. Raises RecordedFileError if the file is not a recorded run, or names no such kernels.
     """
     rows = [row for row in read_run(path).rows if row.facts.get("implementation") == IMPLEMENTATION]
     found = {row.scenario: tuple(row.facts["kernels"]) for row in rows if row.facts.get("kernels")}
@@ -37,8 +39,10 @@ def profiled_kernels(path: Path) -> Profiled:
 
 
 def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
-    """Return a table with one row per pass. Its JSON has all facts of every launch. `profiled` names the attention
-    kernels that ran on a GPU: the report lists each pass whose kernels differ from them, and is then WRONG.
+    """Return a table with one row per forward pass. Its JSON also has grid, block and shared memory of every launch.
+
+    `profiled` has, by scenario, the kernels that ran on a real GPU. If it is given, the report says which passes launch other
+    kernels in the dry run, and the exit status is then WRONG.
     """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {
@@ -65,7 +69,9 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
 
 def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
-    """Return True if the profiler saw exactly the launched attention kernels. Its names are C++ signatures."""
+    """Return True if the profiler's `names`, which are C++ signatures, contain exactly the attention kernels that a
+    pass launches.
+    """
     launched = {short_name(launch) for call in each.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(
@@ -130,7 +136,7 @@ def _refused(run: DryRun, each: DryPass) -> Cell:
 
 
 def _failure(run: DryRun, failure: str | None) -> str | None:
-    """Return a sentence about a launcher's failure for the table. The JSON has the launcher's own text."""
+    """Return a sentence for the table about an error of the launcher; None if there was none."""
     if failure is None:
         return None
     if "Missing TRTLLM-GEN kernel" not in failure:
@@ -141,7 +147,7 @@ def _failure(run: DryRun, failure: str | None) -> str | None:
 
 
 def short_name(launch: Launch) -> str:
-    """Return the name of a launch's kernel. A mangled name is reduced to the function's name."""
+    """Return the name of a launch's kernel. A C++ mangled name is reduced to the name of the function."""
     rest, name = launch.name.removeprefix("_Z").removeprefix("N"), ""
     while found := re.match(r"\d+", rest):  # in a nested name, each part follows its length
         start, end = found.end(), found.end() + int(found[0])

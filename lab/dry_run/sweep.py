@@ -1,11 +1,12 @@
-"""Compare the lab's refusals (`why_not`) with FlashInfer's own launcher, for every call of `lab.dry_run.sweep_points`, on SM100
-and SM103.
+"""Compare the lab's rules for unsupported calls (`why_not`) with FlashInfer's own launcher on SM100 and SM103, for many calls
+with different arguments (`lab.dry_run.sweep_points`).
 
-A refusal is right in two cases. The launcher fails for the same reason; or it launches a kernel that misreads the call: the
-descriptors have other strides, the kernel's name has other sizes, or the call's mask is ignored. If the launcher chooses a
-kernel by the lengths, a call is also refused if the launcher would fail for more or longer requests.
+A refusal by `why_not` is right in two cases: the launcher fails for the same reason, or it launches a kernel that misreads the
+call. A launch misreads the call if its descriptors have other strides, the kernel's name has other sizes, or the call's mask is
+ignored. The launcher selects some kernels by the lengths of requests. Such a call is refused if the launcher would fail for
+more or longer requests.
 
-`python -m lab.dry_run.sweep FOLDER` writes the record.
+`python -m lab.dry_run.sweep FOLDER` writes the results.
 """
 
 import argparse
@@ -45,14 +46,15 @@ from lab.provenance import environment
 from lab.reports.tables import markdown_of, table_of_lines
 
 SWEPT_GPUS = ("b200", "b300")
-DRAWN = 1000  # random calls of each function
+DRAWN = 1000  # number of random calls of each function
 MOST_WORDS = 500  # most characters of a recorded failure
-REFUSALS = (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError)  # of the launcher and FlashInfer
+# exceptions with which the launcher and FlashInfer's Python code refuse a call
+REFUSALS = (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError)
 
 
 BUILT = "no kernel of these dtypes, sizes and masks"
-# By reason: patterns of messages from FlashInfer's launcher, its Python code and `misread`; and patterns of refusals from
-# `lab.kernels.support.trtllm_gen`.
+# By reason: a pattern of the messages of FlashInfer's launcher, of its Python code and of `misread`; and a pattern of the
+# sentences with which `lab.kernels.support.trtllm_gen` refuses a call.
 REASONS = {
     BUILT: (
         r"Missing TRTLLM-GEN kernel|kernels not found|Expect \(32 <= headDim|headDimPerCtaV is not supported|"
@@ -79,22 +81,29 @@ REASONS = {
 class Verdict:
     """The verdicts of `why_not` and of the launcher on one call."""
 
-    call: str  #: the function's name
-    #: the arguments of the call that differ from the default call, by the names of the call's axes
-    non_default: dict[str, Any]
+    call: str  #: name of the function
+    non_default: dict[str, Any]  #: the values, by axis, in which the call differs from the default call
     refusal: str | None  #: the sentence with which `why_not` refuses the call; None if it accepts the call
     #: the error of the launcher or FlashInfer, or a sentence about a misread call; None if the call was launched correctly
     failure: str | None
     kernel: str | None  #: the attention kernel's name, or None
-    agreement: str  #: whether and how the two verdicts agree; `AGREED` lists the kinds of agreement
+    agreement: str  #: a kind of agreement in `AGREED`, or a description of the disagreement
 
 
 AGREED = ("taken by both", "refused by both", "refused for longer requests", "in a later table")
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield the verdicts on the sweep's calls for a GPU of `lab.dry_run.launcher.GPUS` with SM100 or SM103, with `drawn` random
-    calls of each function; only on each `every`-th call. Raises NotBuiltError if the launcher cannot be compiled here.
+    """Yield the verdicts on many calls of each function, for a GPU with SM100 or SM103.
+
+    Args:
+        gpu_name: a name in `lab.dry_run.launcher.GPUS`.
+        drawn: number of random calls of each function, in addition to the systematic ones (`points`).
+        every: judge only each `every`-th call.
+        seed: seed of the random calls.
+
+    Raises:
+        NotBuiltError: the launcher cannot be compiled here.
     """
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
@@ -105,12 +114,15 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
 
 @contextmanager
 def unguarded_machine(gpu: str) -> Iterator[Machine]:
-    """While the context is open, hand every call to the launcher of an absent GPU, also those that `why_not` refuses."""
+    """Make the launcher of an absent GPU (`machine`) get every call, also those that `why_not` refuses, while the
+    context is open.
+    """
     with machine(gpu) as made, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
         yield made
 
 
 def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
+    """Return the verdicts on the call that a point (a value for each axis) describes."""
     problem = SWEPT[call].make(point).problem()
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
@@ -130,22 +142,23 @@ def _agreement(
     kernel: Kernel,
     problem: Problem,
 ) -> str:
+    """Return the field `Verdict.agreement` from the two verdicts on a call."""
     if refusal is None and failure is None:
         return "taken by both"
     if failure is None:
         return "refused for longer requests" if _fails_longer(gpu, call, point) else "refused, and launched"
-    reported = {why for why, (said, _) in REASONS.items() if re.search(said, failure)}
+    by_launcher = {why for why, (pattern, _) in REASONS.items() if re.search(pattern, failure)}
     refusals = list(_refusals(kernel, problem))
-    meant = {why for why, (_, said) in REASONS.items() if any(re.search(said, each) for each in refusals)}
-    if refusal is not None and reported & meant:
+    by_lab = {why for why, (_, pattern) in REASONS.items() if any(re.search(pattern, each) for each in refusals)}
+    if refusal is not None and by_launcher & by_lab:
         return "refused by both"
-    if reported == {BUILT} and _is_in_a_later_table(gpu, problem):
+    if by_launcher == {BUILT} and _is_in_a_later_table(gpu, problem):
         return "in a later table"
     return "taken, and the launcher fails" if refusal is None else "refused for another reason"
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield every sentence with which a kernel's row refuses a problem; `why_not` returns only the first."""
+    """Yield all sentences with which the rules of a kernel refuse a problem; `why_not` returns only the first."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -155,7 +168,9 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True if the launcher of 0.7.2 looks up one of the two kinds of kernels that 0.6.13's table lacks."""
+    """Return True if the launcher of FlashInfer 0.7.2 would select, for a problem, one of the two kinds of kernels that the
+    kernel table of 0.6.13 does not have.
+    """
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -170,6 +185,7 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 
 
 def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
+    """Return True if the launcher fails for an MLA call with more and longer requests than the point has."""
     if call is not AttentionCall.MLA_DECODE:
         return False
     failure, _ = _launched(gpu, call, point | {"batch_size": 40, "max_kv_len": 131072})
@@ -177,7 +193,9 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Make a call. Return (the failure, None) or (None, the attention kernel's name); a misread call is a failure."""
+    """Make the call of a point. Return (failure, None) if it fails, else (None, name of the attention kernel). If the launch
+    misreads the call, return (a sentence about it, name of the kernel).
+    """
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
@@ -197,7 +215,7 @@ def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | No
 
 
 def _survives(call: AttentionCall, arguments: Any) -> bool:
-    """Make a call in a child process. Return False if the launcher divides by 0, which ends the process."""
+    """Make a call in a child process. Return False if the launcher divides by 0, which kills the child."""
     child = os.fork()
     if child == 0:
         try:
@@ -208,7 +226,9 @@ def _survives(call: AttentionCall, arguments: Any) -> bool:
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:
-    """Return a sentence about the first property (sizes, strides or mask) that a launch misreads; None without one."""
+    """Return a sentence about the first property of a problem (sizes, strides or mask) that a launch misreads; None if it reads
+    all properties correctly.
+    """
     sizes = re.search(r"H(?:Qk)?(\d+)(?:HV(\d+))?(?:HVPerCta\d+)?(?:Packed|Paged|Separate|Contiguous)", launch.name)
     assert sizes is not None, launch.name
     of_kernel = (int(sizes[1]), int(sizes[2] or sizes[1]))
@@ -264,8 +284,8 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Return True if a TMA descriptor has the address and the strides of a tensor [pages, tokens, heads, head_dim], except
-    those of one element. A descriptor may join adjacent tokens; with `is_joined` it must.
+    """Return True if a TMA descriptor has the address and the strides of a tensor [pages, tokens, heads, head_dim]. Strides of
+    dimensions of size 1 are not compared. A descriptor may join adjacent tokens into one row; with `is_joined` it must.
     """
     pages, tokens, heads, width = side.shape
     page, token, head = (stride * side.element_size() for stride in side.stride()[:3])
@@ -279,7 +299,7 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
 
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """Return, for each function, the number of calls with each kind of agreement."""
+    """Return, by function, the number of calls of each kind of agreement or disagreement."""
     counts: dict[str, Counter[str]] = {call.value: Counter() for call in SWEPT}
     for verdict in verdicts:
         counts[verdict.call][verdict.agreement] += 1
@@ -287,7 +307,7 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
 
 
 def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
-    """Return the JSON record of sweeps: environment, and for each GPU the counts and all calls."""
+    """Return the verdicts of all GPUs as JSON data, with their numbers and the environment."""
     table = kernel_table.newest()
     return {
         "environment": environment(),
@@ -334,11 +354,13 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each function and kind of verdict: the number of calls, and the call closest to the default."""
+    """Yield a row of the page's table for each function, reason and kind of agreement. It has the number of calls, and as an
+    example the call with the fewest non-default values.
+    """
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        reported = sorted(why for why, (said, _) in REASONS.items() if re.search(said, verdict.failure or ""))
-        why = " or ".join(reported) if verdict.failure else verdict.agreement
+        reasons = sorted(why for why, (pattern, _) in REASONS.items() if re.search(pattern, verdict.failure or ""))
+        why = " or ".join(reasons) if verdict.failure else verdict.agreement
         kinds.setdefault((verdict.call, why or "another reason", verdict.agreement), []).append(verdict)
     for (call, why, _), found in kinds.items():
         plainest = min(found, key=lambda each: len(each.non_default))

@@ -1,5 +1,5 @@
-"""The paged calls of the sweep as points: a value for each axis. An axis is an argument of a trtllm-gen call, with some right
-and some wrong values.
+"""Define the arguments of the sweep's decode, context and MLA calls. A *point* has a value for each *axis*; an axis is an
+argument of a trtllm-gen call, with values that the kernels support and values that they do not.
 """
 
 from collections.abc import Sequence

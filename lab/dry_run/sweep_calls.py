@@ -1,5 +1,5 @@
-"""Make the paged calls for the sweep's points (`lab.dry_run.sweep_axes`). Tensors are not initialised, so large ones take
-only address space.
+"""Make the decode, context and MLA calls that the sweep's points describe (`lab.dry_run.sweep_axes`). Tensors are not
+initialised, so large ones take no memory.
 """
 
 import math
@@ -47,7 +47,9 @@ def context(point: Point) -> ContextCall:
 
 
 def _paged(point: Point) -> dict[str, Any]:
-    """Return the arguments that decode and context calls share. Each request has as many keys as rows, or no keys."""
+    """Return the arguments that decode and context calls have in common. Each request has as many keys as query rows,
+    or no keys.
+    """
     q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     heads, batch, page_size = point["group"] * point["num_kv_heads"], point["batch_size"], point["page_size"]
     rows, head_dim = batch * point["q_len"], point["head_dim"]
@@ -128,7 +130,7 @@ def scales_of(form: str) -> dict[str, Any]:
 
 
 def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a call's arguments for its output and LSE."""
+    """Return the arguments of a call that concern its output [num_rows, num_qo_heads, head_dim] (`shape`) and its LSE."""
     rows, heads, _ = shape
     given = {"given": (heads, 1), "strided": (heads + 3, 1)}.get(point["lse"])
     results: dict[str, Any] = {
@@ -142,7 +144,9 @@ def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 
 def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a query [num_rows, num_qo_heads, head_dim] in one of the forms of the axis "query"."""
+    """Return a query [num_rows, num_qo_heads, head_dim] (`shape`) with the strides that a value of the axis "query"
+    describes.
+    """
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)
@@ -152,7 +156,7 @@ def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torc
 
 
 def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
-    """Return a `kv_cache` of 4 pages in one of the forms of the axis "cache"."""
+    """Return a `kv_cache` of 4 pages with the layout that a point describes."""
     heads, page_size = point["num_kv_heads"], point["page_size"]
     token = width + amount(point["gap"], "# elements a token")
     starts = {name: amount(point["kv_start"], f"{name} # bytes on") for name in ("K", "V")}
@@ -172,7 +176,9 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
 
 
 def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an NVFP4 cache's scale factors, in the cache's layout, in one of the forms of the axis "factors"."""
+    """Return the scale factors of K and V of an NVFP4 cache, with the strides that the point's value of the axis "factors"
+    describes.
+    """
     heads, page_size, form = point["num_kv_heads"], point["page_size"], point["factors"]
     page = heads * page_size * width
     nhd = (form == "NHD") != ("NHD" in point["cache"])
@@ -189,7 +195,9 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def amount(form: str, pattern: str) -> int:
-    """Return the number in a value of an axis: 16 of "V 16 bytes on" by "V # bytes on"; 0 if the value has another form."""
+    """Return the number that stands in `form` where `pattern` has "#": 16 for "V 16 bytes on" and "V # bytes on". Return 0 if
+    the text does not match.
+    """
     found = re.fullmatch(pattern.replace("#", r"(\d+)"), form)
     return int(found[1]) if found else 0
 

@@ -1,6 +1,8 @@
-"""DeepSeek-V4's call in the sweep: its axes, the calls of its points as in `lab.dry_run.sweep_axes`, and what launches read.
+"""Define the axes of DeepSeek-V4's call in the sweep, make the calls that points describe (see `lab.dry_run.sweep_axes`), and
+find pools that a launch misreads.
 
-The address of `sparse_indices` has no axis: the lab refuses one that is no multiple of 16 bytes, and the launcher takes any.
+The address of `sparse_indices` is not varied: the lab refuses an address that is not a multiple of 16 bytes, and the launcher
+accepts any address.
 """
 
 from collections.abc import Sequence
@@ -79,8 +81,9 @@ def _pool(point: Point, page_size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def misread_pools(maps: dict[str, TensorMap], problem: TwoPools) -> str | None:
-    """Return a sentence about the first pool whose address or step between tokens a launch misreads; None if it reads both.
-    FlashInfer turns places into rows of a pool whose pages have gaps.
+    """Return a sentence about the first pool whose address or token stride differs in the launch's descriptor; None if both
+    pools are read correctly. For a pool whose pages have gaps, FlashInfer converts the places of entries to rows of the whole
+    pool.
     """
     for name, pool in (("tmaKSlidingWindowKvPool_", problem.window_cache), ("tmaK_", problem.k_cache)):
         row_bytes = pool.shape[3] * pool.element_size()

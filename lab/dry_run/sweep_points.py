@@ -1,4 +1,4 @@
-"""The points of the sweep, one value on each axis of a trtllm-gen call, and the calls that they describe."""
+"""Choose the points of the sweep. A point has a value for each axis (argument) of a trtllm-gen call and describes one call."""
 
 import itertools
 import random
@@ -22,11 +22,11 @@ PAGED_BASES: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class SweptCall:
-    """What the sweep makes of one of FlashInfer's calls."""
+    """How the sweep chooses and makes calls of one function."""
 
-    model: Model  #: the call's axes and the rules between them
-    bases: tuple[Point, ...]  #: points that trtllm-gen supports. Random points differ from one of them.
-    make: Callable[[Point], Any]  #: makes the call of a point, as an object of its class in `lab.calls`
+    model: Model  #: the axes of the call, with constraints on their values
+    bases: tuple[Point, ...]  #: points that trtllm-gen supports. A random point differs from one of them on some axes.
+    make: Callable[[Point], Any]  #: returns the call that a point describes, as an object of its class in `lab.calls`
 
 
 SWEPT: Mapping[AttentionCall, SweptCall] = {
@@ -57,9 +57,9 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points of a call of `SWEPT`: each value of each axis alone, with all other arguments at their default; all
-    combinations of the axes in `Model.triples`; then `drawn` random points, each with 1 to 5 axes unlike one of the call's
-    bases.
+    """Yield distinct points of a call in `SWEPT`: first each value of each axis, with all other axes at their default; then all
+    combinations of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of the call's bases on
+    1 to 5 axes.
     """
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
@@ -76,7 +76,8 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
     """Return a random point that differs from one of the call's bases on 1 to 5 axes; None if the model's constraints
-    forbid it."""
+    forbid it.
+    """
     model = SWEPT[call].model
     names = rng.sample(list(model.axes), rng.randint(1, 5))
     return model.completed(rng.choice(SWEPT[call].bases) | {name: rng.choice(model.axes[name]) for name in names})

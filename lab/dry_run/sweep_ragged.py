@@ -1,4 +1,6 @@
-"""The ragged context call in the sweep: its axes, and the calls of its points, as in `lab.dry_run.sweep_axes`."""
+"""Define the axes of the ragged context call in the sweep, and make the calls that points describe (see
+`lab.dry_run.sweep_axes`).
+"""
 
 from collections.abc import Sequence
 from typing import Any
