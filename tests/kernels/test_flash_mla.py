@@ -81,8 +81,8 @@ def flash_mla_sparse_fwd(
 def sparse(
     q_len: int = 1, *changed: Change, rope: int = 64, lens: list[int] | None = None, **changes: Any
 ) -> Arguments:
-    """A call of three requests with 0, 9 and 150 keys; a row selects positions from the first on, -1 in the fourth column."""
-    kv_lens = [q_len - 1, 9, 150]
+    """A call of three requests with few keys or none, 9 and 150. A row selects the first positions; its fourth column is -1."""
+    kv_lens = [q_len // 3, 9, 150]
     batch = latent_batch([q_len] * 3, kv_lens, heads=HEADS, rank=512, rope=rope, dtype=BF16)
     columns = [
         [-1 if column == 3 or column >= kv_len else column for column in range(COLUMNS)]
@@ -103,6 +103,9 @@ RIGHT: dict[str, Case] = {
     "sinks": lambda: sparse(2, sinks=SINKS),
     "lengths, and places after them outside the pool": lambda: sparse(lens=[0, 2, 100]),
     "no rotary part": lambda: sparse(rope=0, lens=[0, 3, COLUMNS]),
+    "columns that are not whole 128": lambda: remade("sparse_mla_top_k", lambda _: 68)(
+        remade("block_tables", lambda table: table[..., :68])(sparse(2))
+    ),
     "rows of entries apart": lambda: sparse(2, width=COLUMNS + 3),
     "a strided query": lambda: sparse(2, gapped("query", 8)),
     "requests apart": lambda: sparse(2, remade("query", lambda q: torch.stack((q, q), 1)[:, 0])),
@@ -167,9 +170,8 @@ REFUSED: list[tuple[Any, Case, str | None]] = [
     (
         SM90,
         lambda: mla(heads=64),
-        "reads entries chosen for each row, in whole 128 columns: not a sparse_mla_top_k of 0",
+        "sparse_mla_top_k must not be 0",
     ),
-    (SM90, lambda: cut(sparse(), 64), "not a sparse_mla_top_k of 64"),
     (SM90, lambda: mla(heads=16), "query heads of 64 and 128, not 16"),
     (SM90, lambda: mla(heads=64, rank=256), "(512, 64) or (512, 0), not (256, 64)"),
     (SM90, lambda: mla(heads=64, dtype=FP16), "takes bf16 queries, not torch.float16"),
@@ -183,10 +185,6 @@ REFUSED: list[tuple[Any, Case, str | None]] = [
     (SM90, lambda: misplaced(sparse()), "K must begin at a multiple of them, not 2 bytes after one"),
     *[(SM90, case, None) for case in RIGHT.values()],
 ]
-
-
-def cut(arguments: Arguments, columns: int) -> Arguments:
-    return arguments | {"block_tables": arguments["block_tables"][..., :columns], "sparse_mla_top_k": columns}
 
 
 def by_offsets(arguments: Arguments) -> Arguments:

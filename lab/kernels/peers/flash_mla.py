@@ -6,8 +6,9 @@ decode kernel reads packed entries of 656 bytes, which the lab does not model. T
 the fork that SGLang 0.5.23 uses, which keeps the kernels for SM90 under the name "legacy".
 
 The kernel stops at a number of columns for each row. One small launch writes these numbers before each call, so that the host
-reads no length. The kernel has no `out`: its result is copied, and a call's time includes the copy. Its LSE is a natural
-logarithm without the sink, and +inf for a row without entries: more launches convert it to the lab's.
+reads no length. It reads whole 128 columns: a table of another width is copied before each call. The kernel has no `out`: its
+result is copied, and a call's time includes the copy. Its LSE is a natural logarithm without the sink, and +inf for a row
+without entries: more launches convert it to the lab's.
 """
 
 import math
@@ -24,6 +25,7 @@ from lab.kernels.support.packages import FLASH_MLA
 from lab.kernels.support.stored_cache import share_memory, token_list
 
 FUNCTION, WRITTEN_FOR = "flash_mla.flash_mla_sparse_fwd", "sgl-flash-mla 1.0.0"
+BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 
 
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
@@ -37,13 +39,18 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
     """
     out, lse = problem.results()
     refuse_unsupported(FLASH_MLA, problem)
-    arguments = _arguments(problem)
+    selected = problem.selected
+    assert selected is not None
+    columns = whole_blocks(selected)
+    arguments = _arguments(problem) | {"indices": columns.unsqueeze(1)}
     attend = installed_function(__name__, FUNCTION, WRITTEN_FOR, frozenset(arguments))
 
     def run() -> Any:
         if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
             problem.query.view(call.query.shape).copy_(call.query)
         write_columns_in_use(problem, arguments["topk_length"])
+        if columns is not selected:
+            columns[:, : selected.shape[1]].copy_(selected)
         rows, _, natural = attend(**arguments)
         out.view(rows.shape).copy_(rows)
         if lse is not None:
@@ -57,11 +64,9 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
 
 
 def _arguments(problem: PagedAttention) -> dict[str, Any]:
-    assert problem.selected is not None
     return {
         "q": problem.query,
         "kv": token_list(problem.k_cache),
-        "indices": problem.selected.unsqueeze(1),
         "sm_scale": float(problem.bmm1_scale),
         "d_v": problem.v_head_dim,
         "attn_sink": problem.sinks,
@@ -69,6 +74,12 @@ def _arguments(problem: PagedAttention) -> dict[str, Any]:
         "use_legacy": True,
         "return_log2_lse": None if problem.return_lse else False,  # False: writes none
     }
+
+
+def whole_blocks(selected: torch.Tensor) -> torch.Tensor:
+    """Return the table of selected entries, int32 [num_rows, num_columns], or a new one of the next whole 128 columns."""
+    more = -selected.shape[1] % BLOCK_COLUMNS
+    return torch.nn.functional.pad(selected, (0, more), value=-1) if more else selected
 
 
 def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:

@@ -145,9 +145,8 @@ VLLM_TRITON = paged_kernel(
 
 def _flash_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
     """Refuse by the limits of `sparse_prefill.cpp` and of `sm90/prefill/sparse/phase1.cuh`."""
-    top_k = 0 if problem.selected is None else problem.selected.shape[1]
-    if not top_k or top_k % 128:
-        return f"reads entries chosen for each row, in whole 128 columns: not a sparse_mla_top_k of {top_k}"
+    if problem.selected is None:
+        return "reads entries chosen for each row: sparse_mla_top_k must not be 0"
     sides = (("query", problem.query), ("K", problem.k_cache))
     return positive_bmm1_scale(problem) or no_token_list(problem) or first_misaligned(sides)
 
