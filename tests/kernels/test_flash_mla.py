@@ -95,6 +95,10 @@ def sparse(
     return arguments
 
 
+def narrow(arguments: Arguments) -> Arguments:
+    return arguments | {"block_tables": arguments["block_tables"][..., :68], "sparse_mla_top_k": 68}
+
+
 RIGHT: dict[str, Case] = {
     "decode": sparse,
     "without LSE": lambda: sparse(return_lse=False, return_lse_base=None),
@@ -103,9 +107,7 @@ RIGHT: dict[str, Case] = {
     "sinks": lambda: sparse(2, sinks=SINKS),
     "lengths, and places after them outside the pool": lambda: sparse(lens=[0, 2, 100]),
     "no rotary part": lambda: sparse(rope=0, lens=[0, 3, COLUMNS]),
-    "columns that are not whole 128": lambda: remade("sparse_mla_top_k", lambda _: 68)(
-        remade("block_tables", lambda table: table[..., :68])(sparse(2))
-    ),
+    "columns that are not whole 128": lambda: sparse(2, narrow),
     "rows of entries apart": lambda: sparse(2, width=COLUMNS + 3),
     "a strided query": lambda: sparse(2, gapped("query", 8)),
     "requests apart": lambda: sparse(2, remade("query", lambda q: torch.stack((q, q), 1)[:, 0])),
@@ -147,9 +149,10 @@ def test_a_cache_with_gaps_is_refused_and_a_pool_is_not_copied(on_hopper: list[A
         getattr(flash_mla, MLA)(**with_gaps(arguments))
 
 
-@pytest.mark.parametrize("lens", [None, [1, 1, 2, 2, 100, 100]])
-def test_a_prepared_call_follows_contents(lens: list[int] | None) -> None:
-    arguments = sparse(2, remade("query", lambda q: torch.stack((q, q), 1)[:, 0]), lens=lens)
+@pytest.mark.parametrize("change", [remade("query", lambda q: torch.stack((q, q), 1)[:, 0]), narrow])
+@pytest.mark.parametrize("lens", [None, [1, 1, 2, 2, 60, 60]])
+def test_a_prepared_call_follows_contents(change: Change, lens: list[int] | None) -> None:
+    arguments = sparse(2, change, lens=lens)
     ready = prepare(flash_mla, MLA, **arguments)
     ready()
     arguments["query"].mul_(-2.0)

@@ -14,9 +14,9 @@ from lab.calls.problem import AttentionCall
 from lab.gpus import capability_of
 from lab.kernels import PlannedOnce, prepare
 from lab.kernels.implementations import modules_of
-from lab.kernels.peers import flash_attention_4, flashinfer_paged, flex_attention, sglang_triton, vllm_triton
+from lab.kernels.peers import flash_attention_4, flash_mla, flashinfer_paged, flex_attention, sglang_triton, vllm_triton
 from lab.kernels.support import why_not
-from lab.kernels.support.packages import FLASH_ATTENTION_4
+from lab.kernels.support.packages import FLASH_ATTENTION_4, FLASH_MLA
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from lab.references import assert_close_to_reference
 from lab.timing import method_named
@@ -26,13 +26,20 @@ from tests.cases import Arguments
 from tests.devices import ON_GPU, graph_of
 from tests.kernels.adapter_calls import function_of, posed
 from tests.kernels.held import on
+from tests.kernels.test_flash_mla import RIGHT as RIGHT_FLASH_MLA
 from tests.kernels.test_peers import RIGHT, RIGHT_FA4
 
 pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-KERNELS = {flashinfer_paged.fa2: FA2_PAGED, flashinfer_paged.fa3: FA3_PAGED, flash_attention_4: FLASH_ATTENTION_4}
+KERNELS = {
+    flashinfer_paged.fa2: FA2_PAGED,
+    flashinfer_paged.fa3: FA3_PAGED,
+    flash_attention_4: FLASH_ATTENTION_4,
+    flash_mla: FLASH_MLA,
+}
 CASES = {
     **{name: (module, case) for name, (module, _, _, case) in RIGHT.items() if module in KERNELS},
     **{f"FlashAttention-4, {name}": (flash_attention_4, case) for name, case in RIGHT_FA4.items()},
+    **{f"FlashMLA, {name}": (flash_mla, case) for name, case in RIGHT_FLASH_MLA.items()},
 }
 
 
