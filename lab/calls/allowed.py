@@ -1,11 +1,15 @@
-"""The values of single arguments that the lab takes, and why it refuses others. Line numbers are FlashInfer 0.7.2.post1's."""
+"""Arguments of FlashInfer's calls that the lab takes at some values only, and the reasons. Line numbers are FlashInfer
+0.7.2.post1's.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-Reasons = Mapping[str, tuple[tuple[Any, ...], str]]  # by argument: the values that are taken, and why no other is
+Reasons = Mapping[
+    str, tuple[tuple[Any, ...], str]
+]  # argument -> (allowed values, reason why no other value is allowed)
 
 # Arguments that select one of several kernels with equal results. They change no result, but must have one of these values.
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -53,9 +57,9 @@ REFUSED: Reasons = {
     ),
     "request_order_plan": ((None,), "it goes with request_order, which only the backend cake takes (decode.py 3988)"),
 }
-# Arguments that exclude block-sparse attention: the values that it allows, and why no other (FlashInfer 0.7.2, decode.py
-# 3911-3918 and 4074, trtllm_fmha_kernel_launcher.cu 274-287). Only XQA reads a mask.
-BESIDE_BLOCK_SPARSE: Reasons = {
+# The values of other arguments that a block-sparse call allows (FlashInfer 0.7.2, decode.py 3911-3918 and 4074,
+# trtllm_fmha_kernel_launcher.cu 274-287).
+WITH_BLOCK_SPARSE: Reasons = {
     "backend": (("auto", "trtllm-gen"), "only trtllm-gen has block-sparse attention"),
     "window_left": ((-1,), "block-sparse attention has no window"),
     "mask": ((None,), "only XQA reads a draft mask, and it has no block-sparse attention"),
@@ -66,14 +70,21 @@ BESIDE_BLOCK_SPARSE: Reasons = {
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for a value that FlashInfer supports and the lab does not; `remedy` says what to pass."""
+    """Raise NotImplementedError for an argument's value that only FlashInfer supports. `remedy` says what to pass instead."""
     raise NotImplementedError(f"{name}={_shown(value)} is not modelled by the lab; {remedy}")
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Raise an error unless the lab takes the call's backend, one of `backends`, and its values of the arguments in `CHOICES`
-    and `REFUSED`. It is NotImplementedError if FlashInfer has the value or the backend, one of `others`; else TypeError or
-    ValueError.
+    """Check a call's backend and its values of the arguments in `CHOICES` and `REFUSED`.
+
+    Args:
+        call: a call object.
+        backends: the backends that the lab models.
+        others: further backends of FlashInfer.
+
+    Raises:
+        NotImplementedError: FlashInfer supports the backend or value, and the lab does not.
+        TypeError, ValueError: FlashInfer does not support it either.
     """
     for name, choices in CHOICES.items():
         value = getattr(call, name, choices[0])
@@ -93,11 +104,11 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
         raise ValueError(f"backend={call.backend!r} is unknown; {remedy}")
 
 
-def check_beside(call: Any, argument: str, excluded: Reasons) -> None:
-    """Raise ValueError if a call has `argument`, and another argument does not have one of the values that `excluded` allows
-    beside it. `argument` is text such as "cp_world=2".
+def check_combination(call: Any, argument: str, required: Reasons) -> None:
+    """Raise ValueError if an argument of the call does not have one of the values in `required`. `argument`, such as
+    "cp_world=2", is the argument that requires these values, for the message.
     """
-    for name, (allowed, why) in excluded.items():
+    for name, (allowed, why) in required.items():
         value = getattr(call, name)
         if isinstance(value, torch.Tensor) or value not in allowed:
             raise ValueError(f"{name} is {_shown(value)} with {argument}, but {why}: pass {_listed(allowed)}")
@@ -112,7 +123,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text, without the contents of tensors, which may be on a GPU."""
+    """Return a value as text. A tensor becomes "a tensor", because its contents may be on a GPU."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))})"
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,7 +1,7 @@
-"""Decode context parallelism: each rank of a group attends to its own keys of a request, and all results are merged.
+"""Decode context parallelism: the keys of a request are divided among ranks, and the ranks' results are merged by their LSEs.
 
-Rank r of W ranks has the keys at positions r, r + W, r + 2 W, … of a request, without gaps in its cache. The result of a rank
-is the softmax over its keys alone, with its LSE. A row sees the rank's keys up to the row's position.
+Rank r of W ranks has the keys at positions r, r + W, r + 2 W, … of a request, without gaps in its cache. A rank's call computes
+the softmax over the rank's keys alone. A row sees the rank's keys up to the row's position in the whole request.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lab.calls import arguments
-from lab.calls.allowed import Reasons, check_beside
+from lab.calls.allowed import Reasons, check_combination
 
-# FlashInfer 0.7.2, decode.py 3992 and 4043-4089.
-BESIDE_DECODE: Reasons = {
+# The values that other arguments of a rank's decode call must have (FlashInfer 0.7.2, decode.py 3992 and 4043-4089).
+WITH_RANK_DECODE: Reasons = {
     "backend": (("auto", "trtllm-gen"), "only its Cake kernel takes a rank's keys"),
     "kv_layout": (("HND",), "a rank's cache is HND"),
     "kv_cache_sf": ((None,), "a rank's cache is not NVFP4"),
@@ -27,8 +27,8 @@ BESIDE_DECODE: Reasons = {
     "o_scale": ((1.0, None), "the output is not e4m3"),
     "enable_pdl": ((None, False), "the kernel has no programmatic launch"),
 }
-# mla/_core.py 3082-3095, and 3186 and 3204 of the only kernel, CuTe DSL's.
-BESIDE_MLA: Reasons = {
+# The same for an MLA decode (mla/_core.py 3082-3095, and 3186 and 3204 of the only kernel, CuTe DSL's).
+WITH_RANK_MLA: Reasons = {
     "backend": (("auto", "cute-dsl"), "only CuTe DSL takes a rank's keys, which auto selects"),
     "sinks": ((None,), "a sink would count once for each rank"),
     "skip_softmax_threshold_scale_factor": ((None,), "a rank's keys are not skipped"),
@@ -38,10 +38,14 @@ BESIDE_MLA: Reasons = {
 }
 
 
-def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> None:
-    """Check the arguments of context parallelism of a call that has one of them, after `takes_rank`. `argument` is the text of
-    the argument that selects it, such as "enable_dcp=True", or ""; `excluded` are the arguments that go without it. Raises
-    TypeError or ValueError.
+def check_rank(call: Any, argument: str, batch_size: int, required: Reasons) -> None:
+    """Raise TypeError or ValueError unless the arguments of one rank's call fit each other.
+
+    Args:
+        call: a call for which `lab.calls.arguments.takes_rank` returned True.
+        argument: the argument that selects context parallelism, such as "enable_dcp=True"; "" if the call lacks it.
+        batch_size: number of requests.
+        required: the values that other arguments must have.
     """
     if not argument:
         raise ValueError(
@@ -50,9 +54,9 @@ def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> 
         )
     if call.cp_rank >= call.cp_world:
         raise ValueError(f"cp_rank={call.cp_rank} must be below cp_world={call.cp_world}")
-    check_beside(call, argument, excluded)
+    check_combination(call, argument, required)
     arguments.check_vector("causal_seqlens_kv_global", call.causal_seqlens_kv_global, batch_size, (torch.int32,))
-    for name in ("bmm1_scale", "bmm2_scale") if "bmm1_scale_log2" in excluded else ():
+    for name in ("bmm1_scale", "bmm2_scale") if "bmm1_scale_log2" in required else ():
         if isinstance(getattr(call, name), Tensor):
             raise ValueError(f"{name} is a tensor with {argument}, but scales are numbers: pass a float")
     if not call.return_lse and call.lse is None:
@@ -62,13 +66,12 @@ def check_rank(call: Any, argument: str, batch_size: int, excluded: Reasons) -> 
 
 
 def keys_of_rank(call: Any, ends: Tensor, first_rows: Tensor) -> Tensor:
-    """Return how many of the rank's keys each row sees, int32 [num_rows]. They are at most those that the rank has of its
-    request, as in CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979). Rows after the last request's rows
-    are undefined.
+    """Return the number of the rank's keys that each row sees, int32 [num_rows], at most `seq_lens` of the row's request as in
+    CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979). Values of padding rows are undefined.
 
     Args:
         call: a call that `check_rank` has checked.
-        ends: [batch_size], the keys of all ranks that each request's newest row sees.
+        ends: [batch_size], the number of keys on all ranks that the newest row of each request sees.
         first_rows: [batch_size + 1], the first row of each request, and the end of the last one.
     """
     first_rows = first_rows.to(torch.int64)

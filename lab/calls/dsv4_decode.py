@@ -1,7 +1,7 @@
 """FlashInfer's sparse MLA call of DeepSeek-V4 as data: its parameters, and the problem over two pools that it defines.
 
-A request has two kinds of cache entries: one per token, of which a row sees the most recent, and one per group of tokens, which
-the model compressed. They lie in two pools. A row selects entries of both, and one softmax goes over all of them.
+A request has one cache entry per token in the pool of recent tokens, and one entry per group of tokens in the pool of
+compressed tokens. A row selects entries of both pools, and one softmax goes over all of them.
 """
 
 from dataclasses import dataclass, field, fields
@@ -14,14 +14,14 @@ from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked
 from lab.calls.selection import WINDOW_COLUMNS, Names, check_selection, columns_in_use
 
 BACKENDS = ("auto", "trtllm-gen")
-OTHER_BACKENDS = ("cute-dsl", "sparse", "cake")  # FlashInfer has them, with other arguments
+OTHER_BACKENDS = ("cute-dsl", "sparse", "cake")  # FlashInfer has these backends, and the lab does not model them
 COLUMNS_STEP = 4  # the number of columns is a multiple of it (mla/_core.py 1127)
 NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sparse_indices", WINDOW_COLUMNS)
 
 
 @dataclass(frozen=True, eq=False)
 class TwoPools(PagedAttention):
-    """The problem of a DSV4 call. A row at position p uses at most p + 1 of its first `WINDOW_COLUMNS` columns."""
+    """The problem of a DSV4 call. Of its first `WINDOW_COLUMNS` columns a row at position p uses only the first p + 1."""
 
     #: the first `WINDOW_COLUMNS` columns are places in `window_cache`, and the others places in `k_cache`
     selected: torch.Tensor = field(kw_only=True)
@@ -29,7 +29,7 @@ class TwoPools(PagedAttention):
     window_cache: torch.Tensor = field(kw_only=True)
 
     def of_one_pool(self) -> PagedAttention:
-        """Return the same problem over one pool, which has copies of all entries of both."""
+        """Return an equal problem over one pool, into which the entries of both pools are copied."""
         pools = [cache[:, 0].flatten(0, 1).view(torch.uint8) for cache in (self.window_cache, self.k_cache)]
         pool = torch.cat(pools).view(self.kv_dtype)[:, None, None]
         is_entry = self.columns_in_use() & (self.selected >= 0)
@@ -60,11 +60,11 @@ class TwoPools(PagedAttention):
 class DSV4DecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_sparse_mla_dsv4`: same names, order and defaults.
 
-    Every query head reads the same cache entries, and an entry is both key and value. A row sees the entries that its cells of
-    `sparse_indices` name, in two pools, and no others. It decodes, and prefills with `cum_seq_lens_q` (SGLang 0.5.23,
-    `deepseek_v4_trtllm_backend.py` 357 and 501). `lab.calls.selection` has the rule by which cells are entries. The last
-    dimension of tensors is contiguous, and `sinks`, lengths, offsets and `out` are contiguous. Line numbers below are those
-    of FlashInfer 0.7.2.post1's mla/_core.py.
+    Every query head reads the same cache entries, and an entry is both key and value. A row sees exactly the entries that its
+    cells of `sparse_indices` name (`lab.calls.selection` defines which cells are entries). SGLang 0.5.23 decodes and prefills
+    with this call (`deepseek_v4_trtllm_backend.py` 357 and 501). The last dimension of tensors is contiguous, and `sinks`,
+    lengths, offsets and `out` are contiguous. `DecodeCall` documents the attributes that are not listed here. Line numbers
+    below are those of FlashInfer 0.7.2.post1's mla/_core.py.
 
     Attributes:
         query: [batch_size, q_len_per_request, num_qo_heads, head_dim]; with `cum_seq_lens_q` [num_rows, num_qo_heads,
@@ -72,32 +72,27 @@ class DSV4DecodeCall:
             take more.
         swa_kv_cache: the pool of recent tokens, [num_pages, 1, page_size, head_dim] or the same without the dimension of the
             only head; with kv_layout "NHD" [num_pages, page_size, 1, head_dim]. The query's dtype (1153).
-        workspace_buffer: memory for FlashInfer's kernels. Other implementations ignore it.
         sparse_indices: int32 [num_rows, num_columns]: the places of each row's entries. The first 128 columns are places
             page * page_size + offset in `swa_kv_cache`, and the others places in `compressed_kv_cache`; -1 is no entry (2020).
-            num_columns is at least 128 and a multiple of 4 (1122). Only other backends go without this tensor and the next
-            three.
+            num_columns is at least 128 and a multiple of 4 (1122). Only other backends take None for this tensor and for the
+            next three.
         compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, with pages of its own size. It may be
             the same tensor.
-        sparse_topk_lens: int32 [num_rows], columns in use, from 128 to num_columns: all 128 first columns count (1203). Later
-            columns may hold anything.
-        seq_lens: int32 [batch_size], tokens of each request, at least as many as it has rows (2673). Of the first 128 columns
-            a row at position p uses at most p + 1 (2017), and the others may hold anything. It bounds nothing else.
+        sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns; it counts all of the
+            first 128 columns (1203). Later columns may contain any values.
+        seq_lens: int32 [batch_size], number of tokens of each request, at least its number of rows (2673). Of the first 128
+            columns a row at position p uses only the first p + 1 (2017). Lengths bound nothing else.
         out: where the output is written, the query's shape, contiguous. None makes a bfloat16 tensor for any dtype of the
             query. FlashInfer writes bf16 alone (1219).
-        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
-        sinks: float32 [num_qo_heads], as in `DecodeCall`.
         kv_layout: "HND" or "NHD", of both pools.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths.
-        max_q_len: upper bound of the rows of a request on the host, required with `cum_seq_lens_q`. Without it None or
-            q_len_per_request.
-        remapped_sparse_indices_buffer: memory for FlashInfer's kernels; it changes no result.
-        sparse_indices_are_storage_offsets: False says that `sparse_indices` are places as above. It is required if the tokens
-            of a pool do not lie next to each other (2751).
+        max_q_len: upper bound of the rows of a request on the host, required with `cum_seq_lens_q`. Without `cum_seq_lens_q` it
+            is None or q_len_per_request.
+        sparse_indices_are_storage_offsets: False: `sparse_indices` are places as above. False is required if the tokens of a
+            pool are not contiguous (2751).
 
-    There is no LSE. `backend` is "auto" or "trtllm-gen". `lab.calls.allowed.REFUSED` has the other parameters, which the lab
-    takes only at their default: another value raises NotImplementedError. The lab also wants one row of `sparse_indices` for
-    each query row; FlashInfer leaves the output of query rows without one as it is (2697).
+    There is no LSE. `backend` is "auto" or "trtllm-gen". The lab requires one row of `sparse_indices` for each query row;
+    FlashInfer does not write the output of query rows without one (2697).
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.DSV4_DECODE
@@ -137,9 +132,7 @@ class DSV4DecodeCall:
     kv_cache_format: str = field(default="fp8", kw_only=True)
 
     def problem(self) -> TwoPools:
-        """Check the arguments and return the attention problem that they define. Its results have one row per query row.
-        Raises the errors of `DecodeCall.problem`.
-        """
+        """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
         rows = arguments.query_rows(self)
         for name in ("sparse_indices", "compressed_kv_cache", "sparse_topk_lens", "seq_lens"):
@@ -203,7 +196,7 @@ class DSV4DecodeCall:
         return pages
 
     def _batch(self) -> tuple[int, int]:
-        """Return the number of requests, and the upper bound of the rows of one."""
+        """Return the number of requests, and the upper bound of the query rows of a request."""
         if self.cum_seq_lens_q is None:
             batch_size, q_len = self.query.shape[:2]
             if self.max_q_len not in (None, q_len):

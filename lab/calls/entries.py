@@ -1,11 +1,9 @@
 """The entries of K and V that each request of a call reads: the keys that its rows may see.
 
-A *place* names an entry: page * page_size + offset in the page, or the index of a key of a ragged call. The keys of a request
-are counted in the order of its page table. If rows select entries, they are the entries that at least one of its rows selects,
-each once, sorted by place.
-
-References, records and timing read a call through these functions. A block-sparse call has no keys of a request as a whole: ask
-for each problem of `PagedAttention.of_kv_heads`.
+A *place* is the index of an entry in its pool: page * page_size + offset in the page, or the index of a key of a ragged call.
+The keys of a request are in the order of its page table. If rows select entries, the keys of a request are the entries that at
+least one of its rows selects, each once, sorted by place. For a block-sparse problem, call these functions with each problem of
+`PagedAttention.of_kv_heads`.
 """
 
 from collections.abc import Sequence
@@ -17,8 +15,8 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return the cells of the call's tables that name a page or an entry which is read: bool [batch_size,
-    max_num_pages_per_seq], or [num_rows, num_columns] if rows select entries.
+    """Return which cells of the page table name a page that is read, bool [batch_size, max_num_pages_per_seq]. If rows select
+    entries, return which cells of `selected` name an entry that is read, bool [num_rows, num_columns].
     """
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
@@ -27,14 +25,15 @@ def live_cells(problem: PagedAttention) -> Tensor:
 
 
 def num_keys(problem: AttentionProblem) -> list[int]:
+    """Return the number of keys of each request."""
     if not isinstance(problem, PagedAttention) or problem.selected is None:
         return problem.kv_lens()
     return [len(places) for places, _ in selections_of(problem, range(problem.batch_size))]
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return how many keys the offsets `cu_seqlens_kv` of a checked problem count as one: `page_size` if they count pages, else
-    1. Without offsets it is 1.
+    """Return the unit of the offsets `cu_seqlens_kv` in keys: `page_size` if they count pages, 1 if they count keys or are
+    None.
     """
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
@@ -43,8 +42,8 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of keys of requests in K's pool and in V's, int64. Both tensors equal `requests`, int64, in shape;
-    `keys` counts within each request.
+    """Return the places of keys in K's pool and in V's pool, int64 in the shape of `requests`. `requests`, int64, are the
+    requests of the keys; `keys`, of the same shape, are the indices of the keys in their requests.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None
@@ -64,7 +63,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the places of all keys of each of these requests, in K's pool and in V's, int64 [num_keys] each."""
+    """Return, for each of the requests, the places of all its keys in K's pool and in V's pool, int64 [num_keys] each."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
@@ -74,8 +73,8 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the entries that the rows of requests select: their places, int64, sorted, each once; and for each row the indices
-    of its entries among these places, int64 [q_len, num_columns], -1 for none. The problem must have `selected`.
+    """Return, for each of the requests, (places, indices) of the entries that its rows select. `places`, int64 [num_keys], are
+    sorted and distinct. `indices`, int64 [q_len, num_columns], are positions in `places`; -1 is no entry. Requires `selected`.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

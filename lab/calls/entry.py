@@ -1,4 +1,4 @@
-"""Decorators that give a function the parameters of one of FlashInfer's calls."""
+"""Decorators that change the parameters of functions which compute or prepare a call."""
 
 import functools
 import inspect
@@ -10,8 +10,8 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator that gives a function the parameters of FlashInfer's function. The decorated function gets them as one
-    object of `call_type`, such as `DecodeCall`.
+    """Return a decorator for a function of one `call_type` object, such as a `DecodeCall`. The decorated function has the
+    parameters of FlashInfer's function instead.
     """
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -26,8 +26,8 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
 
 
 def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that replaces the `**` parameter in a function's signature by the fields of a dataclass, as
-    keyword-only parameters. Only `inspect.signature` and the documentation change.
+    """Return a decorator that shows the fields of a dataclass in place of a function's `**` parameter in `inspect.signature`
+    and in the documentation.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
@@ -42,11 +42,8 @@ def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
-    """Return a function that prepares a call, runs the prepared call once and returns its results.
-
-    Args:
-        prepare: a function that checks a call's arguments and returns the ready call. The new function has the same parameters
-            and documentation, and the same name without `prepare_` or `plan_`.
+    """Return a function that prepares a call with `prepare`, makes it once and returns its results. The function has the
+    parameters and documentation of `prepare`, and its name without `prepare_` or `plan_`.
     """
 
     @functools.wraps(prepare)

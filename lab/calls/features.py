@@ -1,7 +1,7 @@
-"""Features of attention problems: what a kernel may or may not support.
+"""Features of attention problems that some kernels do not support.
 
 `FIELDS` lists, for every field of a problem, the features that the field may require. A field that is not listed requires
-`Feature.UNDECLARED`, which no kernel supports. So a kernel refuses a new argument until the kernel's row in
+`Feature.UNDECLARED`, which no kernel supports. So every kernel refuses a new argument until the kernel's row in
 `lab.kernels.support` lists the argument's feature.
 """
 
@@ -42,17 +42,15 @@ class Feature(enum.Enum):
     STRIDED_LSE = "an lse that is not contiguous"
 
 
-Asks = Mapping[Feature, Callable[[Any], bool]]
-
-
-STRUCTURE: Asks = {}  # every call has it: shapes, dtypes, lengths and bounds, which a kernel's row limits one by one
+Asks = Mapping[Feature, Callable[[Any], bool]]  # feature -> whether a problem requires it
+STRUCTURE: Asks = {}  # no feature: a kernel's row limits shapes, dtypes, lengths and bounds one by one
 
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-# Field of `PagedAttention` or `RaggedAttention` -> the features that it may ask for, each with the test of a problem.
+# Field of `PagedAttention` or `RaggedAttention` -> the features that it may require.
 FIELDS: dict[str, Asks] = {
     **dict.fromkeys(("k_cache", "key", "value"), STRUCTURE),
     **dict.fromkeys(("call", "seq_lens", "cu_seqlens_kv", "max_kv_len", "out_dtype"), STRUCTURE),
@@ -94,7 +92,6 @@ FIELDS: dict[str, Asks] = {
     },
     "return_lse": {Feature.LSE: lambda problem: problem.return_lse},
 }
-
 
 UNDECLARED: Asks = {Feature.UNDECLARED: lambda problem: True}
 

@@ -10,16 +10,16 @@ from lab.calls import allowed, arguments, context_parallel
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, checked
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
-OTHER_BACKENDS = ("cake", "sparse")  # FlashInfer has them, with rules of their own
+OTHER_BACKENDS = ("cake", "sparse")  # FlashInfer has these backends, and the lab does not model them
 LSE_BASES = (None, "base2", "basee")
-BESIDE_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
+WITH_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
     "skip_softmax_threshold_scale_factor": ((None,), "selected entries are not skipped")
 }
 
 
 def lse_is_base_e(given: Mapping[str, Any]) -> bool:
-    """Return True if the LSE of a call with these arguments is to the base e: as `return_lse_base` says, or by default with
-    CuTe DSL (FlashInfer 0.7.2, mla/_core.py 3994).
+    """Return True if a call with the arguments `given` returns the LSE in base e, False for base 2. Without `return_lse_base`
+    only CuTe DSL uses base e (FlashInfer 0.7.2, mla/_core.py 3994).
     """
     default = "basee" if given.get("backend") == "cute-dsl" else "base2"
     return (given.get("return_lse_base") or default) == "basee"
@@ -30,62 +30,54 @@ class MLADecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache_mla`: same names, order and defaults.
 
     Multi-head latent attention after absorption: every query head reads the same cache entries. A key is a whole entry, the
-    latent vector and then the rotary part; its value is the latent vector, the entry's first `kv_lora_rank` elements. Which
-    keys rows see, and which memory may hold anything, is as in `DecodeCall`. The last dimension of `query`, `kv_cache` and
-    `block_tables` is contiguous. Their other strides are free as long as no elements overlap. Other tensors are contiguous.
-    Alignments are as in `DecodeCall`.
+    latent vector and then the rotary part; its value is the latent vector, the entry's first `kv_lora_rank` elements. The last
+    dimension of `query`, `kv_cache` and `block_tables` is contiguous. Their other strides are free as long as no elements
+    overlap. Other tensors are contiguous. `DecodeCall` documents which keys rows see, which memory may contain any values, the
+    alignment of tensors, and the attributes that are not listed here.
 
     Attributes:
         query: [batch_size, q_len_per_request, num_qo_heads, kv_lora_rank + qk_rope_head_dim], the latent part first; with
-            `cum_seq_lens_q` [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]. fp16, bf16 or e4m3 (the
-            references: float32 and float64 too).
+            `cum_seq_lens_q` [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]. Dtypes are as in `DecodeCall`.
         kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or the same with a second dimension of 1 for
             the only head. The query's dtype, or e4m3.
-        workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
         qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
         kv_lora_rank, qk_rope_head_dim: elements of the latent vector, and of the rotary part.
-        block_tables: int32 [batch_size, max_num_pages_per_seq]; pages as in `DecodeCall`. With `sparse_mla_top_k` the entries
-            that each query row sees, int32 [batch_size, q_len_per_request, sparse_mla_top_k], or with `cum_seq_lens_q`
-            [num_rows, sparse_mla_top_k]: places page * page_size + offset in the page. -1 is no entry, in any column.
-        seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
-        max_seq_len: upper bound of `seq_lens` on the host, as in `DecodeCall`.
-        sparse_mla_top_k: columns of the entries in `block_tables`; 0: `block_tables` has pages, and rows are causal. A row at
-            position p uses its first p + 1 columns (`lab.calls.selection` has the rule and its sources). The order of entries
-            changes no result, an entry that stands twice counts twice, and a row without entries sees no key.
+        block_tables: int32 [batch_size, max_num_pages_per_seq]. With `sparse_mla_top_k` the entries that each query row sees,
+            int32 [batch_size, q_len_per_request, sparse_mla_top_k], or with `cum_seq_lens_q` [num_rows, sparse_mla_top_k]:
+            places page * page_size + offset in the page. -1 in any column is no entry.
+        sparse_mla_top_k: number of columns with entries in `block_tables`; 0: `block_tables` has pages, and rows are causal. A
+            row at position p uses its first p + 1 columns (`lab.calls.selection` has the rule and its sources). The order of
+            entries changes no result, an entry in two columns counts twice, and a row without entries sees no key.
         out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. None makes a
             bfloat16 tensor for any dtype of the query, as FlashInfer does.
-        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         sinks: float32 [num_qo_heads] (the form that trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer
             annotates it). The meaning is as in `DecodeCall`.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows after the last
             offset are padding, as in `ContextCall`.
-        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`. If it is None, the host reads the
-            offsets and waits for the GPU.
+        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`. None: the host reads the offsets,
+            which synchronises.
         lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
             [batch_size, q_len_per_request, num_qo_heads]. It requires `return_lse`: without it FlashInfer's trtllm-gen does not
             write the LSE.
         return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
         return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink included.
-            None is "basee" with backend "cute-dsl", else "base2". With `cum_seq_lens_q` or `enable_dcp` backend "auto" needs a
-            given base: FlashInfer then has only CuTe DSL. Else "auto" on SM100 and SM103 is the first of trtllm-gen and CuTe
-            DSL, or the faster if FlashInfer's autotuner ran (mla/_core.py 4728-4845): give a base, since None is then either.
-        sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of its first columns, and later columns may hold
-            anything. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
+            None is "basee" with backend "cute-dsl", else "base2". Backend "auto" with `cum_seq_lens_q` or `enable_dcp`, for
+            which FlashInfer has only CuTe DSL, requires a base. In other calls "auto" on SM100 and SM103 selects trtllm-gen or
+            CuTe DSL, after autotuning the faster (mla/_core.py 4728-4845), so that the base of None is not known.
+        sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of first columns. Later columns may contain any
+            values. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
             entry, and refuses it otherwise.
-        skip_softmax_threshold_scale_factor: as in `DecodeCall`. FlashInfer excludes it with `sparse_mla_top_k`.
-        enable_dcp: True makes the call one rank's part of context parallelism, as in `DecodeCall`. FlashInfer requires
-            `return_lse` and excludes sinks.
-        causal_seqlens_kv_global: int32 [batch_size], the keys of each request, on all ranks, that its newest row sees; None
-            without `enable_dcp`.
-        cp_world, cp_rank: number of ranks, and this rank; 1 and 0 without `enable_dcp`.
+        skip_softmax_threshold_scale_factor: None with `sparse_mla_top_k`.
+        enable_dcp: True makes the call one rank's part of context parallelism, as in `DecodeCall`. It requires `return_lse` and
+            excludes sinks.
+        causal_seqlens_kv_global: int32 [batch_size], the number of keys, on all ranks, that the newest row of each request
+            sees; None without `enable_dcp`.
         is_var_seq: False promises FlashInfer that all requests have equally many keys. The lab does not rely on it.
         cute_dsl_impl: "auto", "modular" or "monolithic": which kernels of CuTe DSL run. It changes no result.
         kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32": the scales of a packed (uint8) cache, which the lab refuses.
             Kernels of other caches ignore it.
 
-    `backend` is "auto", "xqa", "trtllm-gen" or "cute-dsl". `lab.calls.allowed.REFUSED` has the parameters that the lab takes
-    only at their default, with the reasons: another value raises NotImplementedError. Parameters that change no result
-    (`lab.calls.arguments.FREE_ARGUMENTS`) may have any value.
+    `backend` is "auto", "xqa", "trtllm-gen" or "cute-dsl".
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.MLA_DECODE
@@ -163,7 +155,7 @@ class MLADecodeCall:
         arguments.check_bool("enable_dcp", self.enable_dcp)
         if arguments.takes_rank(self) or self.enable_dcp:
             argument = "enable_dcp=True" if self.enable_dcp else ""
-            context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_MLA)
+            context_parallel.check_rank(self, argument, batch_size, context_parallel.WITH_RANK_MLA)
             assert self.causal_seqlens_kv_global is not None
             first_rows = self.cum_seq_lens_q
             if first_rows is None:
@@ -173,8 +165,8 @@ class MLADecodeCall:
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the results in the shapes that the call returns: the output, or (output, LSE) with `return_lse`. `out` and
-        `lse` are those of `problem().results()`, the LSE converted to `return_lse_base`.
+        """Return the call's result, (output, LSE) with `return_lse`, else the output, in the caller's shapes. `out` and `lse`
+        are the tensors of `problem().results()`, with the LSE in `return_lse_base`.
         """
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
@@ -247,7 +239,7 @@ class MLADecodeCall:
         return batch_size
 
     def _selected(self, num_rows: int) -> torch.Tensor | None:
-        """Return the entries of each row, [num_rows, sparse_mla_top_k] in the caller's memory; None with a page table."""
+        """Return the entries of each row, a view [num_rows, sparse_mla_top_k]; None if `block_tables` has pages."""
         top_k, lens = self.sparse_mla_top_k, self.sparse_mla_top_k_lens
         if not top_k:
             if lens is not None:
@@ -255,7 +247,7 @@ class MLADecodeCall:
                     "sparse_mla_top_k_lens counts entries of sparse_mla_top_k, which is 0: pass both or neither"
                 )
             return None
-        allowed.check_beside(self, f"sparse_mla_top_k={top_k}", BESIDE_TOP_K)
+        allowed.check_combination(self, f"sparse_mla_top_k={top_k}", WITH_TOP_K)
         if lens is not None:
             arguments.check_vector("sparse_mla_top_k_lens", lens, num_rows, (torch.int32,))
         table = arguments.check_tensor("block_tables", self.block_tables, (torch.int32,))

@@ -8,7 +8,7 @@ import torch
 from lab.calls import allowed, arguments, context_parallel
 from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked, mask_words
 
-BESIDE_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
+WITH_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -16,57 +16,54 @@ KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class DecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache`: same names, order and defaults.
 
-    Rows are causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. If a request
-    has fewer keys than rows, its first rows see no key. The output of a row that sees no key is zero. Its LSE is log2(e) *
-    sink, or -inf without a sink.
+    Rows are causal: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position.
+    If a request has fewer keys than rows, its first rows see no key. The output of a row that sees no key is zero. Its LSE is
+    log2(e) * sink, or -inf without a sink.
 
-    A block-sparse call (`enable_block_sparse_attention`) selects whole pages for each K/V head, which sees only these.
-    To a head, its L selected keys are the whole request: row i of q rows sits at position L - q + i among them (FlashInfer
-    0.7.2, trace/templates/attention.py 3760). These are the keys up to the row's own token if the head selects the pages of all
-    q rows. FlashInfer does not document the following, which is the lab's choice: a row of a head without pages, or of one with
-    fewer keys than rows, may see no key, as above; `cum_seq_lens_q`, sinks and the LSE mean the same as in other calls. SGLang
-    0.5.23 sends one row per request, and at least one key, because FlashInfer does not write the output of a row without keys
-    (its kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
+    A block-sparse call (`enable_block_sparse_attention`) selects pages of each request for each K/V head. A head sees only the
+    keys of its pages. If these are L keys, row i of q rows is at position L - q + i among them (FlashInfer 0.7.2,
+    trace/templates/attention.py 3760). FlashInfer does not document rows that see no key, `cum_seq_lens_q`, sinks and the LSE
+    of such calls. The lab's choice is that they mean the same as in other calls. SGLang 0.5.23 sends one row per request and at
+    least one key, because FlashInfer does not write the output of a row without keys
+    (kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
 
-    Memory that no row sees may hold anything, including NaN, and must not affect a result: the rest of a request's last page,
-    pages of no request, keys before every row's window, and cells of `block_tables` after a request's last page. Query rows of
-    a request without keys may hold anything too. NaN that one row sees may affect other rows of its request, but no other
-    request.
+    The following may contain any values, including NaN, and must not affect a result: the rest of a request's last page, pages
+    of no request, keys before the windows of all rows, cells of `block_tables` after a request's last page, and query rows of a
+    request without keys. NaN that one row sees may affect other rows of its request, but no other request.
 
-    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides, and the
-    strides of `lse`, are free as long as no elements overlap. V may have other strides than K. Other tensors are contiguous.
-    `query`, `kv_cache`, `kv_cache_sf`, `out` and `lse` begin at a multiple of 16 bytes, as vector loads and TMA need; other
-    tensors may begin at any element of a larger tensor.
+    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides and those of
+    `lse` are free as long as no elements overlap; K's and V's may differ. Other tensors are contiguous. `query`, `kv_cache`,
+    `kv_cache_sf`, `out` and `lse` begin at a multiple of 16 bytes, as vector loads and TMA need, other tensors at any element.
 
     Attributes:
-        query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (the references: float32 and float64 too); the rows of a
-            request are consecutive and in order.
+        query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (references also take float32 and float64). The rows of a
+            request are consecutive.
         kv_cache: (K, V), each [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
             [num_pages, page_size, num_kv_heads, head_dim] ("NHD"); or one tensor with a second dimension of 2 (K and V)
             or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4.
         workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
         block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate K and V
-            page ids when `uses_shared_paged_kv_idx` is False. A page may occur in the rows of several requests, even if only
-            one of them has filled it, and several times in a row. Cells up to a request's last page are pages of the pool, also
-            the cells before a window. In a block-sparse call contiguous [num_kv_heads, batch_size, max_num_pages_per_seq]: the
-            pages that each K/V head selects, ascending in the request and packed in front. Later cells may hold anything.
-        seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included. In a block-sparse call
-            contiguous [num_kv_heads, batch_size]: the keys in the selected pages. Only the last page may be partly filled.
-        max_seq_len: upper bound of `seq_lens` on the host. It may exceed the table; 0 for an empty batch.
+            page ids when `uses_shared_paged_kv_idx` is False. A page may occur several times in a row and in the rows of
+            several requests. All cells up to a request's last page are pages of the pool, also those before a window. In a
+            block-sparse call contiguous [num_kv_heads, batch_size, max_num_pages_per_seq]: the pages that each K/V head
+            selects, in the order of the request's tokens, in the first columns.
+        seq_lens: int32 or uint32 [batch_size]: number of keys of each request, its query tokens included. In a block-sparse
+            call contiguous [num_kv_heads, batch_size]: number of keys in the selected pages. Only the last page may be partly
+            filled.
+        max_seq_len: upper bound of `seq_lens` on the host. It may exceed the table's capacity; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
-        window_left: how many keys before its own position a row sees; -1 for all.
+        window_left: number of keys before its own position that a row sees; -1 for all.
         out, out_dtype: the output tensor, or the dtype of a new one.
-        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator, as exp(sink): `bmm1_scale` does not
-            multiply it. It is finite, or -inf for a head without a sink.
+        sinks: float32 [num_qo_heads]: exp(sink) of each head is added to the softmax's denominator. `bmm1_scale` does not scale
+            it. A sink is finite, or -inf for a head without one.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
         max_q_len, cum_seq_lens_q: upper bound of the rows of a request, and int32 [batch_size + 1] row offsets, as in
             `ContextCall`.
-        mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; if bit b of word w of
-            row j is set, row j sees draft token 16 w + b. Without a mask the rows are causal. The draft is the request's last
-            q_len keys: token t is the key at position L - q_len + t, if there is one. Every row sees all keys before the draft.
-            A row sees exactly the draft tokens whose bits are set, also later tokens, and its own token only if its bit is set.
-            A window applies as well. Bits from q_len on have no meaning.
+        mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]. The draft is the
+            request's last q_len keys: token t is the key at position L - q_len + t, if there is one. Row j sees draft token
+            16 w + b if and only if bit b of its word w is set; this includes its own token and later ones. Every row sees all
+            keys before the draft. A window applies as well. Bits from q_len on have no meaning. None: rows are causal.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
         multi_ctas_kv_counter_buffer: bytes for trtllm-gen's counters, zero before a call and after it.
         lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
@@ -139,9 +136,9 @@ class DecodeCall:
             NotImplementedError: FlashInfer takes an argument's value, and the lab does not.
         """
         if self.bf16q_fp8kv_transform_mode is not None:
-            allowed.check_beside(self, "bf16q_fp8kv_transform_mode", BESIDE_TRANSFORM_MODE)
+            allowed.check_combination(self, "bf16q_fp8kv_transform_mode", WITH_TRANSFORM_MODE)
         if self.enable_block_sparse_attention:
-            allowed.check_beside(self, "enable_block_sparse_attention=True", allowed.BESIDE_BLOCK_SPARSE)
+            allowed.check_combination(self, "enable_block_sparse_attention=True", allowed.WITH_BLOCK_SPARSE)
         allowed.check_modelled(self, ("auto", "xqa", "trtllm-gen"))
         batch_size = arguments.batch_size_of(
             self.block_tables, self.uses_shared_paged_kv_idx, self.enable_block_sparse_attention
@@ -170,7 +167,7 @@ class DecodeCall:
         if not is_of_rank:
             return problem
         argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
-        context_parallel.check_rank(self, argument, batch_size, context_parallel.BESIDE_DECODE)
+        context_parallel.check_rank(self, argument, batch_size, context_parallel.WITH_RANK_DECODE)
         assert self.causal_seqlens_kv_global is not None
         first_rows = torch.arange(batch_size + 1, device=self.query.device) * max_q_len
         ends = self.causal_seqlens_kv_global + max_q_len

@@ -16,10 +16,8 @@ MIRROR_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class RaggedAttention(AttentionProblem):
-    """One attention problem in which query rows, keys and values of the requests are stored without gaps.
-
-    Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys after the
-    last offsets belong to no request.
+    """An attention problem over contiguous K/V: request r has the query rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the
+    keys cu_seqlens_kv[r] … cu_seqlens_kv[r + 1] - 1. Rows and keys after the last offsets belong to no request.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -40,7 +38,7 @@ class RaggedAttention(AttentionProblem):
         return self.key.dtype
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the key and value of each request. Copies `cu_seqlens_kv` to the host."""
+        """Return K and V of each request, views of `key` and `value`. Synchronises."""
         spans = itertools.pairwise(self.cu_seqlens_kv.tolist())
         return [(self.key[first:end], self.value[first:end]) for first, end in spans]
 
@@ -55,47 +53,35 @@ class RaggedAttention(AttentionProblem):
 class RaggedContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_ragged_attention_deepseek`: same names, order and defaults.
 
-    The call computes a prefill's attention before absorption, over contiguous K/V. One call is causal over the new tokens.
-    Further calls each take a chunk of a cached prefix, which every row sees whole. The results are merged by the LSE.
+    The call computes attention of an MLA prefill before absorption, over contiguous K/V. An engine makes one causal call over
+    the new tokens, and one call without a causal mask over each chunk of a cached prefix, and merges the results by their LSEs.
     FlashInfer has kernels for the head_dims (192, 128) of DeepSeek, (128, 128) and (256, 256); the references take any.
 
-    The result of a row that sees no key is as in `DecodeCall`. Query rows of a request without keys may hold anything. The last
-    dimension of `query`, `key` and `value` is contiguous. Their other strides, and the strides of `lse`, are free as long as no
-    elements overlap. Other tensors are contiguous. `out` and `lse` begin at a multiple of 16 bytes, other tensors at any
-    element of a larger tensor.
+    The last dimension of `query`, `key` and `value` is contiguous. Their other strides and those of `lse` are free as long as
+    no elements overlap. Other tensors are contiguous. `out` and `lse` begin at a multiple of 16 bytes, other tensors at any
+    element. `DecodeCall` documents the result of a row that sees no key and the attributes that are not listed here.
 
     Attributes:
-        query: [num_rows, num_qo_heads, head_dim]; fp16, bf16 or e4m3 (the references: float32 and float64 too). Rows
-            after the last offset are padding, as in `ContextCall`.
+        query: [num_rows, num_qo_heads, head_dim], with the dtypes of `DecodeCall`. Rows after the last offset are padding, as
+            in `ContextCall`. Rows of a request without keys may contain any values.
         key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head h // (num_qo_heads /
-            num_kv_heads); in DeepSeek both numbers are equal. Tokens after the last offset may hold anything.
+            num_kv_heads); in DeepSeek both numbers are equal. Tokens after the last offset may contain any values.
         value: [num_tokens, num_kv_heads, v_head_dim], with the key's dtype and padding.
-        workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
-        seq_lens: int32 or uint32 [batch_size]: keys of each request.
         max_q_len, max_kv_len: upper bounds on the host of the rows and keys of one request; 0 for an empty batch.
-        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
-        o_sf_scale: number for outputs of 4 bits. This call has no such outputs, so it changes no result. SGLang passes 1 for
-            new tokens and -1 for chunks.
-        batch_size: number of requests.
-        window_left: a row at position p sees no key before p - window_left; -1 is no window. A window needs `is_causal`.
+        o_sf_scale: a number. It scales 4-bit outputs, which this call does not have, so it changes no result.
+        window_left: as in `DecodeCall`. A window requires `is_causal`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.
-        enable_pdl: a launch hint.
-        is_causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. False is
-            as in `ContextCall.causal`.
+        is_causal: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position.
+            False: every row sees every key of its request.
         return_lse: return (out, lse).
         attention_sinks: as `sinks` of `DecodeCall`, or None.
-        out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim]; any dtype of a query but e4m3, which
-            FlashInfer's ragged kernels do not write. None makes a tensor in the query's dtype, bfloat16 for e4m3.
+        out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim], in any dtype of a query except e4m3,
+            which FlashInfer's ragged kernels do not write. None makes a tensor in the query's dtype, bfloat16 for e4m3.
         lse: where the LSE is written, with or without `return_lse`: float32 [num_rows, num_qo_heads], log2 of the
             softmax's denominator, the sink included (FlashInfer's lse.cuh).
-        q_seq_lens_cpu, kv_seq_lens_cpu: the rows and keys of each request on the host, int32 or int64, both or neither. They
-            tell the host which requests are empty. With them there must be no row or key after the last offset.
+        q_seq_lens_cpu, kv_seq_lens_cpu: number of rows and of keys of each request on the host, int32 or int64, both or
+            neither. With them there must be no row or key after the last offset.
         skip_all_rows_active_check: True promises FlashInfer that no request is empty. The lab does not rely on it.
-
-        skip_softmax_threshold_scale_factor: as in `DecodeCall`.
-
-    `lab.calls.allowed.REFUSED` has the parameters that the lab takes only at their default, with the reasons: another value
-    raises NotImplementedError.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.RAGGED_CONTEXT
@@ -172,7 +158,7 @@ class RaggedContextCall:
         return problem
 
     def host_lengths(self) -> tuple[list[int], list[int]] | None:
-        """Return (rows, keys) of each request if the caller has them on the host, else None. Call `problem()` first."""
+        """Return (numbers of rows, numbers of keys) of the requests from `q_seq_lens_cpu` and `kv_seq_lens_cpu`, or None."""
         if self.q_seq_lens_cpu is None or self.kv_seq_lens_cpu is None:
             return None
         return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()
@@ -213,8 +199,8 @@ class RaggedContextCall:
         return arguments.check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
 
     def _check_mirrors(self) -> None:
-        """Check `q_seq_lens_cpu` and `kv_seq_lens_cpu`, the lengths on the host, as FlashInfer does. Raise ValueError if they
-        exceed the bounds or their sums are not the numbers of rows and keys.
+        """Raise ValueError if a length in `q_seq_lens_cpu` or `kv_seq_lens_cpu` exceeds its bound, or if their sums are not the
+        numbers of rows and keys, as FlashInfer does.
         """
         if (self.q_seq_lens_cpu is None) != (self.kv_seq_lens_cpu is None):
             raise ValueError("q_seq_lens_cpu and kv_seq_lens_cpu go together: pass both or neither")

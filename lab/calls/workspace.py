@@ -1,11 +1,11 @@
-"""The workspace of FlashInfer's calls: 8 MiB that are zero between calls, followed by scratch that may hold anything.
+"""The workspace of FlashInfer's calls: 8 MiB that are zero between calls, followed by scratch memory with any contents.
 
 The first 8 MiB are XQA's semaphores, which it leaves zero (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache` and
 `xqa_batch_decode_with_kv_cache_mla`). trtllm-gen uses the whole workspace as scratch: the statistics of a call with LSE, then
 the partial results of splits (trtllm_fmha_kernel_launcher.cu, `softmaxStatsPtr` and `multiCtasKvScratchPtr`; kernelParams.h,
 `ptrPartialStats`). Its counters are in `multi_ctas_kv_counter_buffer`, which it leaves zero. FlashInfer allocates and fills
-this buffer in each call that has none. So `lab.kernels.trtllm` passes the scratch to trtllm-gen as its workspace, and the first
-8 MiB as its counters. Calls of every backend can then use one workspace.
+this buffer in each call without one. `lab.kernels.trtllm` passes the scratch to trtllm-gen as its workspace and the first 8 MiB
+as its counters, so that calls of every backend can use one workspace.
 """
 
 import torch
@@ -22,7 +22,7 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return True if a call with this `backend` on this device has counters in the workspace. trtllm-gen has none there: its
-    whole workspace is scratch. On a CPU "auto" is not trtllm-gen.
+    """Return True if a call with this `backend` on this device keeps its counters in the workspace: any but trtllm-gen's. On a
+    CPU "auto" is not trtllm-gen.
     """
     return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"

@@ -42,7 +42,7 @@ def assert_close_to_reference(
         lse: the LSE tensor that the kernel filled, in the base and shape that the call defines; None: no LSE is compared.
         arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3 cache;
             None: the query's dtype.
-        check_dtype: False accepts another dtype of `out` than the call's; the bound stays that of the call's dtype.
+        check_dtype: False accepts an output of another dtype than the call's, with the bound of the call's dtype.
         the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's calls the kernel
             implements (`lab.calls.CALL_TYPES`). Their present contents are read, and none is written. `workspace_buffer` may be
             left out.
@@ -78,7 +78,7 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the call object of FlashInfer's call with these argument names. Raise TypeError if there is none."""
+    """Return the object of the FlashInfer call that has these arguments. Raise TypeError if there is no such call."""
     errors: dict[type[Any], TypeError] = {}
     for call in CALL_TYPES.values():
         try:
@@ -137,7 +137,7 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def lse_in_base_2(lse: Tensor, is_base_e: bool) -> Tensor:
-    """Return an LSE of a call in base 2, as in `Truth.lse_log2`. It is in base 2 already unless `is_base_e`."""
+    """Return an LSE converted to base 2. With `is_base_e` False it is in base 2 already and returned unchanged."""
     return lse.to(torch.float64) / math.log(2.0) if is_base_e else lse
 
 
@@ -156,8 +156,7 @@ def truth_of_problem(
         arithmetic: dtype of the operands of both products in the low-precision computation that sets the error bound; None: the
             query's dtype.
         requests: the requests whose rows are computed, in this order; None: all.
-        histories: what `histories_of` returns for the same requests, if the caller has it already. A block-sparse call has
-            other histories for each K/V head, and does not use these.
+        histories: the result of `histories_of` for the same requests; None: it is computed. Ignored for block-sparse calls.
     """
     if isinstance(problem, PagedAttention):
         problem = problem.of_one_pool()
@@ -190,9 +189,9 @@ def truth_of_problem(
 
 
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
-    """Return K and V of requests of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables or
-    offsets. None: all requests. If rows select entries, a request's K and V are the entries that its rows select
-    (`lab.calls.entries`).
+    """Return (K, V) of each request of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables
+    or offsets. If rows select entries, they are the entries that the request's rows select (`lab.calls.entries`). `requests`
+    None is all requests.
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if isinstance(problem, PagedAttention):
@@ -202,7 +201,9 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return a request's K and V with zeros for the keys before every row's window. An engine may have freed their pages."""
+    """Return K and V of a request with zeros for the keys before the windows of all rows. An engine may have freed their
+    pages.
+    """
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
     for side in (k, v):

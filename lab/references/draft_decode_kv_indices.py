@@ -1,6 +1,4 @@
-"""The slots in the K/V pool that each step of a multi-step draft reads, computed in plain loops over steps, requests, branches
-and tokens.
-"""
+"""The slots of the K/V pool that each step of a multi-step draft reads, in loops over steps, requests, branches and tokens."""
 
 import torch
 from torch import Tensor

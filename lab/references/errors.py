@@ -20,23 +20,25 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 
-# An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
-# differ from the control's one long sum by less. On normally distributed bf16 inputs that allows 0.010; losing one of n
-# keys costs about 1/sqrt(n), 0.011 at 8,192, more or less with the key's weight. Beyond, only coded inputs can tell.
+# An output's error may be this multiple of the control's error. The tiles and splits of a right kernel cause less. For normally
+# distributed bf16 inputs the bound is 0.010. Without one of n keys the error is about 1/sqrt(n), 0.011 for 8,192 keys: among
+# more keys, only inputs such as needles show a missing key.
 CONTROL_FACTOR = 4.0
-# No control, however bad, allows an error near that of an output of zeros, which is 1; only the rounding of an output that
-# underflows may.
+# Upper limit of a bound, whatever the control's error. An output of zeros has the error 1. Only the rounding of tiny elements
+# may exceed it.
 LARGEST_BOUND = 0.5
 # Allowed distance of a slope from 1, in standard deviations of the rounding error. results/bias.md has the measured distances.
 DEVIATIONS = 4.0
-# ... and by a common error of float32 sums. Tensor cores cut their sums (Fasi et al. 2021, 10.7717/peerj-cs.330), by
-# up to 2**-24 of them in the mean, at each of the 8,192 steps of 16 that 131,072 keys take: 3e-4, as earlier sums are smaller.
+# Allowed bias of float32 sums, in addition. Tensor cores truncate their sums (Fasi et al. 2021, 10.7717/peerj-cs.330), on
+# average by up to 2**-24 of the sum, at each of the 8,192 steps of 16 keys that 131,072 keys take: 3e-4, as earlier sums are
+# smaller.
 COMMON = 3e-4
-# Standard deviation of one rounding to nearest, in units of eps / 2: uniform in its interval, of numbers that are
-# log-uniform. A vector may meet one as a whole, that of a weight which outweighs all others.
+# Standard deviation of one rounding to nearest, in units of eps / 2, for numbers with log-uniform sizes. If one weight
+# outweighs all others, its rounding scales the whole vector.
 ROUNDING_DEVIATION = 0.42
-# Rows whose LSEs (base e) agree so far, in units of eps, may have weights that agree, and these then one rounding in common:
-# two roundings are independent from a fifth of their interval on, which is eps or half of it.
+# Rows whose LSEs (base e) differ by less than this, in units of eps, count as rows with equal weights, whose roundings are
+# equal. Roundings of two numbers are independent if the numbers differ by a fifth of the rounding interval, which is eps or eps
+# / 2.
 EQUAL_LSE = 1 / 8
 LN2 = math.log(2.0)
 SHOWN_VECTORS = 3
@@ -65,7 +67,7 @@ def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
 
 
 def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
-    """Compute `relative_l2` of an output and expected vectors of these norms, both float64."""
+    """Return `relative_l2` of `out` and `expected`, float64, whose norms are `size`."""
     difference = (out.to(torch.float64) - expected).norm(dim=-1)
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
     return torch.where(difference.isfinite(), ratio, math.inf)
@@ -73,9 +75,8 @@ def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of vectors in one output. The five kinds of groups are: all vectors; those of one head;
-    those of one request; those of the rows with one index in their request, counted from its first row; and the same counted
-    from its last row.
+    """The mean slope of each group of vectors in one output. There are five kinds of groups: all vectors; the vectors of one
+    head; of one request; of the i-th row of every request; and of the i-th row from the end of every request.
     """
 
     #: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name
@@ -101,7 +102,7 @@ class Regression:
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
-        """Return a sentence that says by how much the outputs of the group with the worst ratio are too large or small."""
+        """Return a sentence with the factor by which the outputs of the group with the worst ratio are too large or small."""
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
         size, limit = ("large", f"at most {1 + bound:.4f}") if slope > 1 else ("small", f"at least {1 - bound:.4f}")
@@ -124,8 +125,8 @@ class Comparison:
 
     @property
     def faulty(self) -> Tensor:
-        """Return the vectors to report as wrong, bool [num_rows, num_heads]: those above their bounds or, if only a slope of
-        the regression exceeds its bound, those of the worst group.
+        """Return which vectors are reported as wrong, bool [num_rows, num_heads]: the vectors above their bounds and, if a
+        slope of the regression exceeds its bound, the vectors of the worst group.
         """
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
@@ -143,26 +144,26 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio of an error to its bound, over all vectors and all slopes of the regression. It is at most 1
-        if the output is right, and 0 if the output is empty.
+        """Return the largest ratio of an error to its bound, over all vectors and all slopes: at most 1 for a right output, 0
+        for an empty one.
         """
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of the `count` vectors with the largest ratio of error to bound, first the wrong ones."""
+        """Return (row, head) of `count` vectors: first the `faulty` ones, then others, each by descending ratio."""
         ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
         indices = ranked.flatten().topk(min(count, self.error.numel())).indices.tolist()
         return [divmod(index, self.error.shape[1]) for index in indices]
 
 
 def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None = None) -> Comparison:
-    """Return the error of each vector of an output, and its bound: CONTROL_FACTOR times the control's error.
+    """Return the error of each vector of an output and its bound: CONTROL_FACTOR times the control's error, at most
+    LARGEST_BOUND.
 
-    One vector's control error is random, so all vectors of a group get the bound of the largest control error in the group. A
-    group is the rows of one request, with all heads. A vector that is expected to be zero must be exactly zero, and the
-    control's error in this vector does not count. A vector of tiny elements may always have the error of rounding to the
-    control's dtype: half its smallest number in each element.
+    One vector's control error is random, so the largest control error of a request's vectors bounds all of them. A vector that
+    is expected to be zero must be exactly zero; its control error is ignored. A bound is never less than the error of rounding
+    each element to a multiple of the smallest number of the control's dtype.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
@@ -194,8 +195,8 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
 
 
 def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return, for each vector, the largest relative L2 error of rounding its elements to multiples of the dtype's smallest
-    number, float64 [num_rows, num_heads], from the vectors' norms `size`; 0 for a vector of zeros.
+    """Return the largest relative L2 error of vectors with norms `size` if each element is rounded to a multiple of the dtype's
+    smallest number, float64 [num_rows, num_heads]; 0 for a vector of zeros.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps
@@ -205,13 +206,13 @@ def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dty
 def regress(
     out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
 ) -> Regression:
-    """Return the mean slopes of all groups of vectors (`Regression` names the groups), with the bounds of the slopes.
+    """Return the mean slope of each group of vectors (`Regression` names the groups) and its bound.
 
-    A slope's bound is `DEVIATIONS` times the standard deviation of the group's mean. One vector's standard deviation is that of
-    one rounding, in `arithmetic` or the control's dtype, plus that of the control's slopes; the mean divides it by the square
-    root of the number of vectors. Vectors with equal LSE count as one vector, because their weights may be equal. The bias of
-    the control is added to the bound. Vectors of zeros are in no group. There are no groups if e4m3 rounds the weights: its few
-    bits cause a bias of some percent, which differs from kernel to kernel.
+    A bound is `DEVIATIONS` times the standard deviation of the group's mean, plus the control's bias and `COMMON`. The standard
+    deviation of one vector's slope is that of one rounding, in `arithmetic` or the control's dtype, plus that of the control's
+    slopes. The standard deviation of the mean is this divided by the square root of the number of vectors, where vectors with
+    equal LSEs count once, because their weights may be equal. Vectors of zeros are in no group. There are no groups if
+    `arithmetic` is e4m3, whose few bits cause a bias of some percent that differs from kernel to kernel.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
@@ -250,7 +251,9 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield, for each kind of groups, the groups' names and each vector's group, broadcast to [num_rows, num_heads]."""
+    """Yield, for each kind of groups, the groups' names and the index of each vector's group, which broadcasts to [num_rows,
+    num_heads].
+    """
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)
@@ -265,7 +268,9 @@ def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or a pass, and the control, a low-precision result whose error bounds the kernel's."""
+    """The expected results of a call or a pass, and the control: a low-precision result whose error bounds the kernel's
+    error.
+    """
 
     expected: Tensor  #: float64 [num_rows, num_qo_heads, head_dim]
     control: Tensor  #: the same output computed in low precision, in the output's dtype
@@ -273,15 +278,15 @@ class Truth:
     request_of_row: Tensor  #: int64 [num_rows], the request of each row
     arithmetic: torch.dtype  #: dtype of the control's operands
     shared_error: float = 0.0  #: relative bias, common to all vectors, that a right kernel may have
-    #: float64 [num_rows, num_qo_heads, 2], what skip-softmax allows: the share of the softmax's denominator that may be left
-    #: out, and the relative L2 error that this may cause; None: nothing is left out
+    #: float64 [num_rows, num_qo_heads, 2] or None: the share of the softmax's denominator that skip-softmax may leave out, and
+    #: the relative L2 error that this may cause
     skipped: Tensor | None = None
     #: int64 [num_rows], the index of each row among the rows of the call; None if no row is left out
     rows: Tensor | None = None
 
     @classmethod
     def of_heads(cls, parts: Sequence["Truth"]) -> "Truth":
-        """Return the expected results of all heads of a call, from those of the same rows for some consecutive heads each."""
+        """Return the expected results of a call from `parts`, each of which has some of the call's heads, in order."""
         if len(parts) == 1:
             return parts[0]
         by_head = [(part.expected, part.control, part.lse_log2) for part in parts]  # of block-sparse calls: none skip
@@ -299,10 +304,11 @@ class Truth:
         return row if self.rows is None else int(self.rows[row])
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
-        """Compare an output by `compare`. If all vectors are within their bounds, check it for a bias too (`regress`).
+        """Return the errors and bounds of an output (`compare`) and, if all vectors are within their bounds, its bias
+        (`regress`).
 
-        The bound is at least one rounding, because the control may have almost no error, while a right kernel such as FA3's MLA
-        rounds the results of its splits, and at least `least_bound`. What skip-softmax allows is added to it.
+        Each bound is at least `least_bound` and at least one rounding, because a right kernel such as FA3's MLA rounds the
+        results of its splits while the control may have almost no error. The error that skip-softmax may cause is added.
         """
         comparison = compare(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2
@@ -316,7 +322,7 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Return a sentence about an output's wrong vectors (number, requests, largest errors), or about its bias."""
+        """Return a sentence about a wrong output: its bias, or the number, requests and largest errors of its wrong vectors."""
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()
@@ -343,9 +349,7 @@ class Truth:
         return f"{defect}: {'rows that see no key' if sees_no_key else 'it'} must be zero"
 
     def lse_ratio(self, lse: Tensor) -> Tensor:
-        """Return the error of an LSE divided by its bound, float64 [num_rows, num_qo_heads]. It is log2 of the softmax's
-        denominator, including the sink; -inf where a row sees no key.
-        """
+        """Return the error of an LSE (base 2) divided by its bound, float64 [num_rows, num_qo_heads]."""
         expected, lse = self.lse_log2, lse.to(torch.float64)
         bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
         if self.skipped is not None:  # without a share s of the denominator, the LSE is log2(1 - s) lower
@@ -354,7 +358,7 @@ class Truth:
         return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)
 
     def wrong_lse(self, lse: Tensor) -> str:
-        """Return a sentence about the errors of an LSE, by `lse_ratio`; empty if it is right."""
+        """Return a sentence about the wrong elements of an LSE (base 2); "" if it is right."""
         expected = self.lse_log2
         if lse.shape != expected.shape:
             return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"

@@ -1,8 +1,7 @@
-"""The metadata that a TRT-LLM kernel (MHA or MLA) needs in each forward mode, computed one request at a time. It defines the
-right result for `lab.metadata`.
+"""The expected metadata of attention calls in each forward mode, in plain loops over requests. `lab.metadata` must equal it.
 
-The batch and the pool are read by attribute name, so any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and
-``KVPool`` can be passed. The host reads device tensors, because this code need not be fast.
+``batch`` and ``pool`` are any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and ``KVPool``. The host reads
+device tensors.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The right metadata of a pass on the MHA kernels, as Python numbers. A page table lists live pages alone."""
+    """The expected metadata of a pass on the MHA kernels. A page table has only pages with tokens of the request."""
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -43,7 +42,7 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
 
 
 def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], key_lens: list[int]) -> ForwardMetadata:
-    """Return the metadata of a call over requests with these rows of ``req_to_token`` and these lengths."""
+    """Return the metadata of requests with these rows of ``req_to_token``, numbers of query rows and numbers of keys."""
 
     def tables(*full_to_swa: Tensor) -> list[list[int]]:
         return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
@@ -61,12 +60,12 @@ def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], 
 
 
 def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) -> tuple[list[int], ForwardMetadata]:
-    """Return one rank's query rows of an extend that zigzag context parallelism divides, and the metadata of the rank's call
-    (SGLang 0.5.23).
+    """Return one rank's query rows of a prefill with zigzag context parallelism, and the metadata of the rank's call (SGLang
+    0.5.23).
 
-    The new tokens of each request are divided into 2 * num_ranks consecutive blocks. Dealing the tokens to the blocks one by
-    one determines the blocks' lengths. Rank r has block r from the front and block r from the back. Its call has the front
-    blocks of all requests, then the back blocks, each as a request of its own.
+    The new tokens of each request are divided into 2 * num_ranks consecutive blocks, whose lengths differ by at most 1, the
+    longer ones first. Rank r has the r-th block from the front and the r-th from the back. Its call has the front blocks of all
+    requests, then their back blocks, each block as one request.
 
     Args:
         batch, pool: as in `forward_metadata`. The mode is a prefill.
@@ -89,9 +88,8 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
-    """Return the number of keys and the live pages of each query row in a verification on an encoder-only layer.
-
-    A row sees all keys of its request, also the keys of later rows. So each row is a request of one row (SGLang 0.5.23).
+    """Return the number of keys and the pages of each query row of a target verify on an encoder-only layer, in which each row
+    is a request that sees all keys, also those of later rows (SGLang 0.5.23).
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):
@@ -103,7 +101,7 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The right metadata of a pass on the MLA decode kernel. A block table lists only pages that rows may see."""
+    """The expected metadata of a pass on the MLA decode kernel. A block table has only pages that rows may see."""
 
     seq_lens_k: list[int]
     seen_lens: list[int]
@@ -115,15 +113,15 @@ class MLAForwardMetadata:
 def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
     """Return the metadata of one pass on the MLA decode kernel (SGLang 0.5.23).
 
-    Each request has a block of rows: its own rows, then padding up to the longest request's number of rows. In a ragged
-    verification a block has the rows of a whole draft, even if fewer rows are verified. The kernel puts a block's last row at
-    the last key. So a length counts the padding, and pages that only padding reads are page 0.
+    Each request has a block of rows: its own rows, then padding up to the longest request's number of rows. In a ragged verify
+    a block has the rows of a whole draft. The kernel puts a block's last row at the last key, so `seq_lens_k` counts the
+    padding, and pages that only padding rows read are page 0.
 
     Args:
         batch, pool: as in `forward_metadata`.
-        counts_draft: True if a draft step's length counts the tokens drafted so far, including its own. SGLang's length does
-            not.
-        block: number of rows in a block, which a graph fixes; None: the longest request's number of rows.
+        counts_draft: True if the length in a draft step counts the tokens drafted so far, the step's own included. SGLang's
+            length does not.
+        block: number of rows in a block, as a CUDA graph fixes it; None: the longest request's number of rows.
 
     Raises:
         ValueError: the mode runs no attention.
@@ -146,8 +144,8 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
-    """Return, for each chunk of a prefill and each request, the slots of the cached tokens in the chunk. The batch has
-    extend_prefix_lens too. A chunk has at most `capacity` tokens, and each request gets an equal part. Raises ValueError if
+    """Return the slots of the cached tokens in each chunk of an MLA prefill, as [chunk][request][token]. A chunk has at most
+    `capacity` tokens, divided equally among the requests. The batch also has extend_prefix_lens. Raises ValueError if
     `capacity` is below the number of requests.
     """
     remaining = [
@@ -164,9 +162,14 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
-    """Return how many of a request's `keys` tokens are on one rank of decode context parallelism, and the pages of these tokens
-    in order. The request's row in ``req_to_token`` is `row`. Position p belongs to rank p % size. A page holds ``page_size /
-    size`` tokens of each rank.
+    """Return the number of a request's tokens that one rank of decode context parallelism has, and the pages of these tokens.
+    Position p belongs to rank p % size. A page holds ``page_size / size`` tokens of each rank.
+
+    Args:
+        keys: number of tokens of the request on all ranks.
+        row: the request's row of ``req_to_token``.
+        pool: as in `forward_metadata`.
+        size, rank: number of ranks, and this rank.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
@@ -175,7 +178,9 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 @dataclass(frozen=True)
 class DSAForwardMetadata:
-    """The right lengths and places of a pass on the sparse MLA decode call, one entry per query row, as Python numbers."""
+    """The expected lengths and entries of a pass on the sparse MLA decode call, one item per query row. A place is the index of
+    an entry in the pool.
+    """
 
     seq_lens: list[int]
     places: list[list[int]]
@@ -186,14 +191,13 @@ def dsa_forward_metadata(
 ) -> DSAForwardMetadata:
     """Return the metadata of one pass of DeepSeek sparse attention (SGLang 0.5.23).
 
-    Each query row is a request of its own, which sees only selected entries. A place is the index of an entry in the pool. Rows
-    after the requests' rows select nothing.
+    Each query row is a request that sees only selected entries. Padding rows select no entry.
 
     Args:
         batch, pool: as in `forward_metadata`. The mode gives all drafts the same number of rows.
-        topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Missing rows select nothing.
-        index_topk: largest number of positions that are selected in whole groups.
-        index_kpool: positions in a group. The positions after a request's last whole group are always selected.
+        topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Missing rows select no position.
+        index_topk: largest number of positions in the selected groups.
+        index_kpool: number of positions in a group. Positions after a request's last whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
     is_decode = batch.forward_mode.name in ("DECODE", "IDLE")
@@ -215,12 +219,10 @@ def dsa_forward_metadata(
 
 @dataclass(frozen=True)
 class DSV4ForwardMetadata:
-    """The right metadata of a pass on DeepSeek-V4's call, as Python numbers. Lengths and columns in use are of each query row,
-    the last two of each request.
-    """
+    """The expected metadata of a pass on DeepSeek-V4's call."""
 
-    seq_lens: list[int]
-    sparse_indices: list[list[int]]
+    seq_lens: list[int]  # of each query row
+    sparse_indices: list[list[int]]  # the used columns of each query row
     cum_seq_lens_q: list[int]
     request_lens: list[int]
 
@@ -230,15 +232,15 @@ def dsv4_forward_metadata(
 ) -> DSV4ForwardMetadata:
     """Return the metadata of one pass of DeepSeek-V4 (SGLang 0.5.23).
 
-    The first 128 columns of a row are its token and those before it, in the sliding-window pool. The others are compressed
-    entries of its request: an entry is on the page of its tokens, in a pool whose pages have fewer entries. A row that sees no
-    entry has one column more with -1, if an entry stands for 4 or 128 tokens.
+    The first 128 columns of a row are its token and the tokens before it, in the sliding-window pool. The other columns are
+    compressed entries of its request. An entry is on the page of its tokens, in a pool whose pages have fewer entries. If an
+    entry represents 4 or 128 tokens, a row without entries has one column with -1.
 
     Args:
         batch, pool: as in `forward_metadata`. The mode is not the first draft extend.
-        compress_ratio: tokens of a compressed entry; 0: there are none.
-        topk_indices: int [num_rows, index_topk], numbers of the entries that a row selects, as many of index_topk as there are;
-            None: all entries.
+        compress_ratio: number of tokens of a compressed entry; 0: there are no such entries.
+        topk_indices: int [num_rows, index_topk]: the first n numbers of a row are the entries that it selects, if n entries
+            have no token after the row; None: all entries.
     """
     mode, rows, lasts = batch.forward_mode.name, list[tuple[int, int]](), list[int]()
     for i, request in enumerate(batch.req_pool_indices.tolist()):
@@ -265,17 +267,17 @@ def dsv4_forward_metadata(
 
 @dataclass(frozen=True)
 class BlockSparseForwardMetadata:
-    """The right lengths of a block-sparse decode by query row, and the slots that each K/V head of each row attends to."""
+    """The expected lengths of a block-sparse decode by query row, and slots as [K/V head][query row][key]."""
 
     seq_lens: list[int]
     slots: list[list[list[int]]]
 
 
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
-    """Return the metadata of one decode or verification of MiniMax-M3 (SGLang 0.5.23).
+    """Return the metadata of one decode or target verify of MiniMax-M3 (SGLang 0.5.23).
 
-    Each query row is a request of its own. A length counts the tokens on the row's own page and on at most 15 pages before it,
-    and is 1 for a row that sees none.
+    Each query row is a request. A length counts the tokens up to the row on its own page and on at most 15 pages before it. The
+    length of a row that sees no token is 1.
 
     Args:
         batch, pool: as in `forward_metadata`.
@@ -296,7 +298,7 @@ def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> 
 
 
 def query_length(batch: Any, i: int) -> int:
-    """Return the number of query rows of request ``i``, its new tokens in this pass. Raise ValueError for PREBUILT."""
+    """Return the number of query rows of request ``i``. Raise ValueError in the mode PREBUILT."""
     mode = batch.forward_mode.name
     if mode in ("DECODE", "IDLE"):
         return 1
@@ -309,10 +311,10 @@ def query_length(batch: Any, i: int) -> int:
 
 
 def key_length(batch: Any, i: int) -> int:
-    """Return how many keys the last query row of request ``i`` may see, including its own.
+    """Return the number of keys that the last query row of request ``i`` may see, its own key included.
 
-    In draft steps and verification ``seq_lens`` stops at the last accepted token. Step s of a draft adds the tokens of steps 0
-    to s; verification adds all its rows. A frozen-KV draft (step -1) has no tokens to add.
+    In draft steps and verifications ``seq_lens`` counts tokens up to the last accepted one. Step s of a draft adds s + 1
+    tokens, a verification its rows, and a frozen-KV draft (step -1) none.
     """
     mode, length = batch.forward_mode.name, int(batch.seq_lens[i])
     if mode in ("DECODE", "IDLE") and batch.spec_info is not None:
@@ -324,10 +326,10 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Return the pages of the first ``length`` tokens of a request, in order, and no more pages than a full context has.
+    """Return the pages of the first ``length`` tokens of a request, at most ``max_context_len``, in order.
 
-    With ``full_to_swa`` they are pages of the sliding-window pool. Division rounds down: slot -1 is in page -1. If slots are
-    virtual, ``v2p`` gives the full pool's page. It is page 0, the sink, for slot -1 and for a virtual page that has none.
+    With ``full_to_swa`` they are pages of the sliding-window pool. Slot -1 is in page -1. If slots are virtual, ``v2p`` maps
+    pages to the full pool's pages; slot -1 and a virtual page without a physical page map to page 0.
     """
     pages = []
     v2p = getattr(pool, "v2p", None)

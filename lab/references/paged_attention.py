@@ -1,8 +1,8 @@
 """FlashInfer's TRT-LLM attention functions over a paged K/V cache in float64, with the same names and parameters.
 
-Keys are looked up through a page table. Requests are padded and computed together, so that a GPU has enough work at a time.
-Keys that no row sees are set to zero first, because 0 times NaN is NaN. If a call selects entries for each row, a row becomes a
-request whose keys are these entries.
+Requests are padded and computed together in pieces, so that a GPU has enough work. Keys that no row sees are set to zero first,
+because 0 times NaN is NaN. If a call selects entries for each row, each row is computed as a request whose keys are its
+entries.
 """
 
 import math
@@ -98,10 +98,14 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
 
 
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`. Return out
-    [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None. Rows after the last request's
-    rows are padding. Their output is zero and their LSE is -inf, even if there are sinks. Raises ValueError if
-    `PagedAttention.check_values` refuses a length, an offset, a page id or a place.
+    """Compute the attention of a checked problem in float64, and round the result once.
+
+    Returns:
+        (out, `problem.out_dtype` [num_rows, num_qo_heads, v_head_dim]; lse_log2, float32 [num_rows, num_qo_heads], or None).
+        Padding rows have the output zero and the LSE -inf, also with sinks.
+
+    Raises:
+        ValueError: `PagedAttention.check_values` refuses a length, an offset, a page id or a place.
     """
     if len(problem.query) == 0:
         return problem.results()
@@ -134,7 +138,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _planned_on_host(problem: PagedAttention) -> PagedAttention:
-    """Return the problem with lengths, offsets and tables on the host, where indices need no GPU launches."""
+    """Return the problem with lengths, offsets and tables on the host, where computing indices launches no kernels."""
     k_tables = problem.k_block_tables.cpu()
     shared = problem.v_block_tables is problem.k_block_tables
     given = {
@@ -147,7 +151,7 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
 
 
 def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:
-    """Return the same problem without `selected`: each row is a request of its own, whose pages are single entries."""
+    """Return the same problem without `selected`. Each row is a request, and each of its entries a page of one token."""
     cells = problem.columns_in_use() & (selected >= 0)
     entries_first = (~cells).to(torch.int8).argsort(dim=1, stable=True)
     places = selected.gather(1, entries_first)
@@ -173,21 +177,19 @@ class _Block(NamedTuple):
     """Consecutive query rows of one request, and the range of keys that at least one of them may see."""
 
     request: int
-    first_row: int  # in the query
+    first_row: int  # index of the first row in the query
     num_rows: int
-    first_position: int  # of that row in its request; negative before the first key
-    kv_len: int
-    key_start: int
+    first_position: int  # position of the first row in its request; negative before the first key
+    kv_len: int  # number of keys of the request
+    key_start: int  # the range of keys
     key_end: int
-    first_page: int  # column of the page table
+    first_page: int  # the page table's column of the first key
     num_pages: int
 
 
 class _Piece:
-    """Blocks of query rows that are computed together, padded to the longest. Indices are computed on the host, where reading
-    is fast.
-
-    Keys of a block are counted from its first page on.
+    """Blocks of query rows that are computed together, padded to the largest block. Key 0 of a block is the first key of its
+    first page.
 
     Attributes:
         tiles: tiles of the blocks' keys, in whole pages.
@@ -195,8 +197,7 @@ class _Piece:
             int64 [len(blocks)].
         positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
             Values after a block's last row are undefined.
-        places, rows: two indices of each row that is not padding, int64: in the piece (block * num_rows + row), and in the
-            query.
+        places, rows: index of each row that is not padding in the piece (block * num_rows + row), and in the query, int64.
         k_pages, v_pages: page ids of each tile, int64 [requests * pages]; 0 if no row of a block may see the page.
     """
 
@@ -243,7 +244,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return the keys of a tile that no row of their block sees, int64 (requests, keys); () if all keys are seen."""
+        """Return (blocks, keys), int64, of the keys of a tile that no row of their block sees; () if there are none."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -262,7 +263,7 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Yield blocks of rows with similar numbers of keys, in pieces of at most `PIECE_ELEMENTS` elements."""
+    """Yield all rows of a problem in pieces of blocks with similar numbers of keys, of at most `PIECE_ELEMENTS` elements."""
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + v_head_dim)  # of one key
@@ -325,7 +326,7 @@ def _solve(problem: PagedAttention, piece: _Piece, v_head_dim: int) -> tuple[tor
 
 
 def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tensor:
-    """Return the keys that each row of a piece sees: bool [len(blocks), num_rows, kv_len]; padding rows are undefined."""
+    """Return the keys that each row of a piece sees, bool [len(blocks), num_rows, kv_len]; undefined for padding rows."""
     key_positions = piece.first_key.unsqueeze(1) + torch.arange(kv_len, device=piece.first_key.device)
     visible = visible_keys(
         piece.positions,
@@ -342,7 +343,7 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return K or V of a tile, dequantised: float64 [requests * num_kv_heads, keys, head_dim]. A tile has whole pages."""
+    """Return K or V of a tile of whole pages, dequantised, float64 [requests * num_kv_heads, keys, head_dim]."""
     num_keys = tile.end - tile.start
 
     def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]
@@ -357,7 +358,7 @@ def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: tor
 
 
 def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
-    """Return the keys that XQA's packed draft mask leaves visible: bool [batch, q_len, kv_len].
+    """Return the keys that each row sees with XQA's packed draft mask, bool [batch, q_len, kv_len].
 
     Args:
         mask: the mask's words as int32 [batch, q_len, words].
@@ -373,7 +374,7 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
 
 
 def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
-    """Return V's scale factors in token order, also if the problem has them interleaved."""
+    """Return V's NVFP4 scale factors in token order, or None for another cache."""
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
     return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)

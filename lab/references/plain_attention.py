@@ -1,6 +1,6 @@
 """Softmax attention over contiguous K/V with checked arguments: `attention` in float64, `eager_attention` in low precision.
 
-`attention` is the definition. An end-to-end check passes it a request's K/V history as it was written.
+`attention` defines the right result of all of FlashInfer's calls.
 """
 
 from typing import Any
@@ -53,11 +53,10 @@ def eager_attention(
     out_dtype: torch.dtype,
     **softmax: Any,
 ) -> Tensor:
-    """Compute the control for the error bound: attention as a matrix unit computes it, operands in `arithmetic`, sums in
-    float32.
+    """Compute the control, whose error bounds a kernel's error: attention in low precision.
 
-    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per row,
-    as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
+    The query and the softmax's weights are rounded to `arithmetic` before each product; for e4m3 each row is first scaled to
+    the dtype's range. Scores, softmax and sums are float32. The output is rounded to `out_dtype`.
 
     Args:
         query, keys, values, visible, softmax: as in `attention`.

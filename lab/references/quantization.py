@@ -1,4 +1,4 @@
-"""Convert K/V to the stored form of a quantised cache, e4m3 or NVFP4, and from NVFP4 to float64."""
+"""Quantise K/V to e4m3 or NVFP4, as caches store them, and dequantise NVFP4 to float64."""
 
 import torch
 
@@ -11,12 +11,12 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return `values / scale` in e4m3, same shape, saturated at ±448 as an engine does when it writes a cache."""
+    """Return `values / scale` in e4m3, saturated at ±448 as engines do."""
     return rounded(values / scale, E4M3)
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4 values in float64, without the global scale, which is part of bmm1_scale and bmm2_scale.
+    """Return NVFP4 values in float64. They are not multiplied by the cache's global scale.
 
     Args:
         packed: uint8 [..., head_dim // 2]. The even element of a pair is in the low four bits.

@@ -14,9 +14,8 @@ from lab.references.truth import Rules, solved_requests
 
 @takes(RaggedContextCall)
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Compute attention of each request's rows over contiguous K/V: MLA's prefill before absorption.
-
-    The keys are the new tokens, or a chunk of the prefix.
+    """Compute attention of each request's rows over contiguous K/V: the new tokens of an MLA prefill before absorption, or a
+    chunk of their prefix.
 
     `lab.calls.RaggedContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out` may
     be float64, so that the result is not rounded, and head_dims may have any size. The host reads lengths.
@@ -33,9 +32,8 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`. Results and
-    padding are as in `lab.references.paged_attention.paged_attention`. Raises ValueError if `RaggedAttention.check_values`
-    refuses a length or an offset.
+    """Return (out, lse_log2) of a checked problem as `lab.references.paged_attention.paged_attention` does. Raises ValueError
+    if `RaggedAttention.check_values` refuses a length or an offset.
     """
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already

@@ -20,15 +20,15 @@ from torch import Tensor
 from lab.calls.problem import E4M3, Softmax
 
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
-# Most elements of K and V, or of scores, in one piece, by the device. Scores are float64: 0.5 GiB of them, little on any
-# device. K and V are never there at once, but few of them keep a short request from being padded to a long one. Launches, not
-# memory, are what a GPU is short of.
+# Largest number of elements of K and V, or of scores, that are computed together, by the type of device. Float64 scores then
+# take 0.5 GiB on a CPU. The limit on K and V keeps short requests from being padded to long ones. It is larger on a GPU, where
+# the number of launches limits the speed.
 PIECE_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
-# Most elements of K or V that are in float64 at a time. A CPU's cache holds 4 MiB of them. A GPU gains nothing from a tile that
-# its L2 holds, and each tile costs seven launches (results/nvidia-h200/README.md): 256 MiB.
+# Largest number of elements of K or V in float64 at a time: 4 MiB, which a CPU's cache holds. On a GPU it is 256 MiB, because a
+# tile that fits its L2 is no faster, and each tile costs seven launches (results/nvidia-h200/README.md).
 TILE_ELEMENTS = 2**19
 GPU_TILE_ELEMENTS = 2**25
-# With a threshold above 1 all weights may be left out, and the result may be anything finite
+# Upper limit of the share of weights that skip-softmax leaves out. A threshold above 1 would leave out all.
 LARGEST_SHARE = 1 - 2.0**-40
 SKIP_ROUNDING = 1.01  # a kernel may round a weight by this factor before it compares it with the threshold
 
@@ -44,8 +44,8 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to float32 or float64, contiguous; no conversion rounds. e4m3 is looked up in a table on a CPU,
-    where torch converts it one element at a time.
+    """Return `values` converted to float32 or float64 without rounding, contiguous. On a CPU e4m3 is looked up in a table,
+    because torch converts it one element at a time.
     """
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
@@ -56,7 +56,7 @@ def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def unchecked_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Compute `lab.references.attention` of checked arguments. NaN in a query gives NaN in its output."""
+    """Return (out, lse_log2) as `lab.references.attention` does, without checks of the arguments."""
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
 
@@ -76,7 +76,7 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """The keys `start` to `end` - 1 of requests sorted by length; those before `first_request` are too short."""
+    """The keys `start` to `end` - 1 of the requests from `first_request` on. Requests are sorted by length."""
 
     first_request: int
     start: int
@@ -84,8 +84,8 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """A protocol: K and V of a batch. `keys` and `values` return one tile, contiguous float64 [requests * num_kv_heads, keys,
-    head_dim], so that the matrix products do not copy it again. Values must be finite.
+    """K and V of a batch, read one tile at a time. `keys` and `values` return a tile, contiguous float64 [requests *
+    num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
     """
 
     keys: Callable[[Tile], Tensor]
@@ -97,8 +97,13 @@ class TiledKV(NamedTuple):
 
 
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
-    """Return tiles that divide the keys of all requests, as large as the limit of float64 elements of K or V allows. The
-    requests' numbers of keys are ascending multiples of `step`, and so are tiles; one key has `elements` in K or in V.
+    """Divide the keys of all requests into tiles of at most `TILE_ELEMENTS` elements of K or V (`GPU_TILE_ELEMENTS` on a GPU).
+
+    Args:
+        kv_lens: number of keys of each request, ascending multiples of `step`.
+        elements: number of elements of one key in K or in V, whichever has more.
+        device: where the tiles are computed.
+        step: tiles begin at multiples of `step` keys.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
     found = []
@@ -112,20 +117,17 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
     return found
 
 
-@torch.no_grad()  # scores and sums are written where they are to be
+@torch.no_grad()  # scores and sums are written in place
 def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Compute `lab.references.attention` with at most one tile of K or V in float64 at a time.
+    """Return (out, lse_log2) as `lab.references.attention` does, with at most one tile of K or V in float64 at a time.
 
     Args:
         query: [batch, q_len, num_qo_heads, head_dim].
         kv: K and V of the batch.
-        visible: returns bool [batch, q_len or 1, kv_len]. It is called while a GPU is busy with the scores.
+        visible: returns bool [batch, q_len or 1, kv_len]. It is called while a GPU computes the scores.
         softmax: scales and sinks.
-
-    Returns:
-        out and lse_log2, as `lab.references.attention` returns them.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -165,7 +167,7 @@ def attention_by_tiles(
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write matrix products to a part of a tensor. On a CPU torch would write to a strided part one matrix at a time."""
+    """Write the products of batches of matrices to a view. On a CPU torch writes to a strided view one matrix at a time."""
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
     else:
@@ -196,7 +198,7 @@ def visible_keys(
 def unchecked_eager_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> Tensor:
-    """Compute `lab.references.eager_attention` of checked arguments, and return it in float32, not rounded."""
+    """Return the output of `lab.references.eager_attention` in float32, not rounded, without checks of the arguments."""
     weights, denominator = _weights(query, keys, visible, softmax, arithmetic)
     values = values.to(torch.float32).transpose(1, 2)
     sums = _of_each_group(_as_operand(weights, arithmetic), values)
@@ -213,15 +215,15 @@ def skippable(
     threshold: float,
     out: Tensor,
 ) -> Tensor:
-    """Return how much an output and an LSE may differ if a kernel leaves out any of the weights below `threshold` times a row's
-    largest weight. `AttentionProblem.skip_softmax` has the rule.
+    """Return the largest errors of the denominator and of the output if a kernel leaves out any of the weights below
+    `threshold` times a row's largest weight (`AttentionProblem.skip_softmax`).
 
-    If the weights left out are the share s of the denominator, the output's error is (s * out - sum(weight * value)) / (1 - s).
-    Its size is at most (s * ‖out‖ + sum(weight * ‖value‖)) / (1 - s), for these weights and for any part of them.
+    If the left-out weights are the share s of the denominator, the output's error is (s * out - sum(weight * value)) / (1 - s).
+    Its norm is at most (s * ‖out‖ + sum(weight * ‖value‖)) / (1 - s), for these weights and for any subset of them.
 
     Args:
         query, keys, values, visible, softmax, arithmetic: as in `unchecked_eager_attention`.
-        threshold: of a weight; 0: nothing is left out.
+        threshold: a weight relative to the row's largest; 0: no weight is left out.
         out: the exact output, float64 [batch, q_len, num_qo_heads, v_head_dim].
 
     Returns:
@@ -245,8 +247,8 @@ def skippable(
 def _weights(
     query: Tensor, keys: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of the keys before they are divided, float32 [batch, num_qo_heads, q_len, kv_len], and the
-    denominators, the sinks included, with 1 where a row sees no key.
+    """Return the softmax's weights before the division, float32 [batch, num_qo_heads, q_len, kv_len], and its denominators with
+    the sinks, float32 [batch, num_qo_heads, q_len, 1]. The denominator of a row that sees no key is 1.
     """
     keys = keys.to(torch.float32).transpose(1, 2)
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
@@ -264,7 +266,7 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply the rows of each query head by its K/V head's matrix, query heads of one K/V head together."""
+    """Return rows [batch, num_qo_heads, q_len, n] times each head's K/V matrix, `side` [batch, num_kv_heads, n, m]."""
     q_len = rows.shape[2]
     by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
     return (
@@ -273,6 +275,7 @@ def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
 
 
 def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 values rounded to `dtype`. For e4m3 each vector is scaled to the dtype's range before it is rounded."""
     if dtype != E4M3 or values.shape[-1] == 0:
         return values.to(dtype).to(torch.float32)
     largest = values.abs().amax(dim=-1, keepdim=True)

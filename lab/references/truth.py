@@ -21,27 +21,27 @@ from lab.references.softmax_attention import (
     widened,
 )
 
-TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
+# K and V of requests that are computed together are copied, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
+TOGETHER = 16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rules(Softmax):
-    """The rules of attention for the rows of a request: masks, the softmax's terms, and precision."""
+    """The masks, the softmax's terms and the dtypes with which the rows of requests attend to keys."""
 
-    #: dtypes of the control's operands and of the output
-    arithmetic: torch.dtype
-    out_dtype: torch.dtype
-    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    arithmetic: torch.dtype  #: dtype of the control's operands
+    out_dtype: torch.dtype  #: dtype of the output
+    window_left: int = -1  #: number of keys before its own position that a row sees; -1 for all
     causal: bool = True  #: False: every row sees every key
-    #: factor of the weights that a kernel may leave out, as in `AttentionProblem`; 0 for none
+    #: threshold of the weights that a kernel may leave out, as in `AttentionProblem`; 0 for none
     skip_softmax: float = 0.0
-    #: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the causal
-    #: rule; None: no such mask.
+    #: bool [num_requests, q_len, q_len] or None: a draft mask, the keys that each row sees among its request's last q_len keys.
+    #: It replaces the causal rule.
     shown: Tensor | None = None
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem. The control's operands have the query's dtype, or float32 for float64."""
+        """Return the rules of a problem. `arithmetic` None is the query's dtype; float64 becomes float32."""
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),
@@ -58,10 +58,10 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
     """Return the expected results of the rows of consecutive requests.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim]. Rows after the requests' rows have no expected results.
+        query: [num_rows, num_qo_heads, head_dim]. Rows after the requests' rows are padding, without expected results.
         histories: (K, V) of each request, [kv_len, num_kv_heads, head_dim]. V's head_dim may differ from K's.
-        q_lens: query rows of each request, which belong to its newest tokens.
-        rules: how rows attend to keys.
+        q_lens: number of query rows of each request, which belong to its newest tokens.
+        rules: the rules by which rows attend to keys.
     """
     pieces = list(solved_requests(query, histories, q_lens, rules, with_control=True))
     places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))
@@ -73,16 +73,19 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
-    """Return the request of each row, int64 [sum(q_lens)], if consecutive requests have `q_lens` rows."""
+    """Return the request of each row, int64 [sum(q_lens)]. Request i has `q_lens[i]` rows, after those of request i - 1."""
     return torch.arange(len(q_lens), device=device).repeat_interleave(torch.tensor(q_lens, device=device))
 
 
 def truth_of_selected(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], selected: Sequence[Tensor], rules: Rules
 ) -> Truth:
-    """Return the expected results of the rows of consecutive requests as `truth_of_requests` does. Each row attends to the keys
-    that it selects, as if it were a request with no other keys: `selected` are their positions, int64 [q_len, num_columns] for
-    each request. A negative number is no key; a key that is selected twice counts twice.
+    """Return the expected results of rows that each attend only to selected keys. The other arguments are as in
+    `truth_of_requests`.
+
+    Args:
+        selected: positions of the selected keys, int64 [q_len, num_columns] per request. A negative number is no key. A key
+            that is selected twice counts twice.
     """
     of_rows = [
         (keys[row[row >= 0]], values[row[row >= 0]])
@@ -94,15 +97,18 @@ def truth_of_selected(
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return expected results that were computed with each row as a request, as those of requests with `q_lens` rows."""
+    """Return `truth`, computed with each row as a request, with `request_of_row` of requests that have `q_lens` rows."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
 def truth_of_heads(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
-    """Return the expected results of the rows of consecutive requests as `truth_of_requests` does. To each K/V head, the keys
-    that it sees are the whole request: `seen` are these keys of each request, bool [kv_len, num_kv_heads].
+    """Return the expected results of a block-sparse call, in which each K/V head sees only some keys. The positions of rows
+    count only these keys. The other arguments are as in `truth_of_requests`.
+
+    Args:
+        seen: the keys that each K/V head sees, bool [kv_len, num_kv_heads] per request.
     """
     num_kv_heads = seen[0].shape[1]
     parts = []
@@ -117,12 +123,12 @@ def truth_of_heads(
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
-    """Return a relative error that all outputs may share: that of a kernel which multiplies a quantised cache's values by
-    bmm2_scale and rounds the products.
+    """Return the largest relative bias of a right kernel that multiplies a quantised cache's values by bmm2_scale and rounds
+    the products: half of the largest rounding error.
 
-    A quantised cache's values have few different mantissas, so their roundings do not average out. Half of the largest rounding
-    error is allowed: with normally distributed values in e4m3 or NVFP4 and any bmm2_scale, the mean error was at most 2.0e-3 in
-    bfloat16. A scale that is a power of two causes no rounding.
+    A quantised cache's values have few different mantissas, so their roundings do not average out. With normally distributed
+    values in e4m3 or NVFP4 and any bmm2_scale, the mean error was at most 2.0e-3 in bfloat16. A power of two causes no
+    rounding.
     """
     is_quantised = any(values.dtype != query.dtype for _, values in histories)
     is_power_of_two = abs(math.frexp(float(rules.bmm2_scale))[0]) == 0.5
@@ -137,17 +143,16 @@ def solved_requests(
     *,
     with_control: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Compute attention of the rows of consecutive requests, one piece at a time: some rows of requests with equal numbers of
-    keys and rows.
+    """Compute attention of the rows of consecutive requests, one piece at a time. A piece is some rows of requests that have
+    equal numbers of keys and of rows.
 
     Args:
         query, histories, q_lens, rules: as in `truth_of_requests`.
-        with_control: compute the control too, and what `rules.skip_softmax` allows.
+        with_control: compute the control and `Truth.skipped` too; otherwise both are None.
 
     Yields:
-        The index of each row of the piece in the query, int64 [rows]; its output, float64 [rows, num_qo_heads, v_head_dim]; its
-        LSE in base 2, float64 [rows, num_qo_heads]; the control, float32 in the output's shape, or None; and `Truth.skipped` of
-        the rows, or None.
+        (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in base 2, float64
+        [rows, num_qo_heads]; control, float32 in the output's shape; `Truth.skipped`) of one piece.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
@@ -173,8 +178,8 @@ def solved_requests(
 def _together(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield lists of requests to compute together. The requests of a list have equal numbers of keys and rows, and at most
-    `most` elements of K and V or of scores. Requests without rows are left out.
+    """Yield lists of requests that are computed together. The requests of a list have equal numbers of keys and of rows, and
+    together at most `most` elements of K and V or of scores. Requests without rows are in no list.
     """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
@@ -189,15 +194,16 @@ def _together(
 def visible_to(
     rows: range, q_len: int, kv_len: int, rules: Rules | Problem, shown: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Return the keys that rows of requests with equal lengths see, up to the last key that one of the rows may see.
+    """Return the keys that some rows of requests with equal lengths see.
 
     Args:
-        rows: the rows' indices in a request of `q_len` rows and `kv_len` keys.
-        rules: what says if the rows are causal and have a window.
-        shown: the requests' part of `Rules.shown`, or None.
+        rows: indices of the rows in a request of `q_len` rows and `kv_len` keys.
+        rules: its `causal` and `window_left` are used.
+        shown: `Rules.shown` of the requests, or None.
 
     Returns:
-        bool [num_requests, len(rows), keys]; the first axis is 1 without `shown`.
+        bool [num_requests, len(rows), keys], without the keys after the last one that a row may see. Without `shown` the first
+        axis is 1.
     """
     first = kv_len - q_len  # position of a request's first row
     last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
@@ -216,6 +222,6 @@ def visible_to(
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:
-    """Stack K or V of several requests. One request's K or V is not copied, except e4m3, which becomes float32 once for all."""
+    """Return K or V of requests as one tensor. A single request's K or V is not copied. e4m3 becomes float32."""
     stacked = sides[0].unsqueeze(0) if len(sides) == 1 else torch.stack(sides)
     return widened(stacked, torch.float32) if stacked.dtype == E4M3 else stacked

@@ -26,7 +26,7 @@ from lab.timing.forward import TimedCase, TimedPasses, case_facts, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import Method
 from lab.timing.roofline import measure_ceilings
-from lab.timing.statistics import IN_TURNS, Rule, Speed, compare_samples
+from lab.timing.statistics import INTERLEAVED, Rule, Speed, compare_samples
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def measure_sides(
     return sides
 
 
-def ab_report(sides: Sequence[Side], rule: Rule = IN_TURNS) -> TableReport:
+def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
     """Return a table of both sides, and a line that says whether the second side is SLOWER, FASTER, the SAME or UNSURE, by how
     many percent, and within which confidence interval. The exit status is WRONG if the second side is SLOWER.
     """

@@ -16,7 +16,7 @@ from lab.files import read_json, without_suffix
 from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import interquartile_range
 from lab.timing.method import Clock
-from lab.timing.statistics import IN_TURNS, Speed, compare_samples
+from lab.timing.statistics import INTERLEAVED, Speed, compare_samples
 
 GPU_CLOCKS = frozenset(clock.value for clock in Clock)
 # Two rows measure the same thing if they have the same scenario, and the same values of these facts and of `TIMED_BY`.
@@ -220,7 +220,7 @@ class Rivals:
         uses the rule for interleaved samples.
         """
         fastest = self.rows[0].samples_us
-        return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
+        return tuple(compare_samples(fastest, row.samples_us, INTERLEAVED).speed for row in self.rows[1:])
 
     @property
     def as_fast(self) -> list[str]:

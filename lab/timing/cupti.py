@@ -1,7 +1,7 @@
 """Kernel times from CUPTI's activity records, each attributed to the run that launched it.
 
-Every run is bracketed by an external correlation id. So work between two runs, such as a flush of L2, is not counted, and a run
-that launched nothing is noticed. If CUPTI cannot be used, an error is raised; no other clock is used instead.
+Every run has an external correlation id, so that work between two runs, such as a flush of L2, is not counted, and a run that
+launched nothing is an error.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def span_us(activities: Iterable[Activity]) -> float:
 
 
 def busy_us(activities: Iterable[Activity]) -> float:
-    """Return the time in µs during which at least one activity ran. Gaps do not count; overlaps count once."""
+    """Return the time in µs during which at least one activity ran."""
     total_ns, end_ns = 0, 0
     for each in sorted(activities, key=lambda activity: activity.start_ns):
         total_ns += max(0, each.end_ns - max(each.start_ns, end_ns))

@@ -9,8 +9,8 @@ from typing import Any
 import pynvml
 import torch
 
-# Throttle reasons that make a time wrong, by NVML's names. Idle clocks and clocks that a user set do not make it wrong.
-HOLDING_BACK = {
+# Throttle reasons that make a time wrong, by NVML's names. Idle clocks and clocks that a user set are none of them.
+THROTTLE_REASONS = {
     "SwPowerCap": "software power cap",
     "HwSlowdown": "hardware slowdown",
     "SyncBoost": "sync boost",
@@ -48,7 +48,7 @@ class DeviceState:
         }
 
     def read(self, device_index: int) -> None:
-        """Add a reading of clocks, power, temperature and throttling. It is meaningful only while the GPU executes work."""
+        """Add a reading of clocks, power, temperature and throttling. Call it while the GPU executes the work."""
         handle = _handle(device_index)
         if handle is None:
             return
@@ -67,13 +67,13 @@ class DeviceState:
 def throttle_reasons(bits: int) -> set[str]:
     """Return, in words, the clock event reasons in NVML's bit mask that make a time wrong, such as a power cap."""
     return {
-        words for name, words in HOLDING_BACK.items() if bits & int(getattr(pynvml, f"nvmlClocksEventReason{name}"))
+        words for name, words in THROTTLE_REASONS.items() if bits & int(getattr(pynvml, f"nvmlClocksEventReason{name}"))
     }
 
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield a state that the block fills by `read`. When the block ends, add the limits that have reduced the clocks."""
+    """Yield an empty `DeviceState`. When the block ends, add the limits that reduced the clocks during the block."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state

@@ -39,8 +39,8 @@ class TimedPasses:
 
     Attributes:
         forward: the pass or the call.
-        plain, planned: two objects that draw new contents for the pass's inputs. `planned` serves implementations that plan on
-            the host: it has separate tensors, and keeps page ids and lengths.
+        plain: draws new contents for the pass's inputs.
+        planned: the same for implementations that plan on the host. It has separate tensors, and keeps page ids and lengths.
     """
 
     forward: EnginePass | RecordedPass
@@ -59,7 +59,7 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Return a pass ready for timing. The K/V histories of its requests are dropped."""
+        """Return the `TimedPasses` of a pass, without the K/V histories of its requests."""
         bare = replace(forward, histories=())
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
@@ -78,34 +78,31 @@ def is_planned(implementation: Any, forward: EnginePass | RecordedPass) -> bool:
 
 
 class DeclinedError(Exception):
-    """An implementation declines a pass. The message is the reason."""
+    """An implementation does not support a pass, or a recording cannot be read. The message is the reason."""
 
 
 TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build one pass, and time it on an implementation. The output is checked before and after. An error that `time_in_turns`
-    returns is raised.
-    """
-    (found,) = time_in_turns(case, [implementation], method)
+    """Build one pass, and time it on one implementation as `time_interleaved` does. Raise the errors that it returns."""
+    (found,) = time_interleaved(case, [implementation], method)
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def time_in_turns(
+def time_interleaved(
     case: TimedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
-    """Build one pass or read one recorded call, and time it on several implementations with interleaved samples; outputs are
-    checked before and after.
+    """Build one pass or read one recorded call, and time it on several implementations with interleaved samples.
 
-    An implementation's planning on the host (`lab.kernels.PlannedOnce`) is done before the samples; `plan_us` is its host time.
-    All implementations read the same tensors, and each writes a separate output. The contents are drawn from the seed; None
-    draws a new seed.
+    Outputs are checked before and after. All implementations read the same tensors, drawn from the seed (None: a new seed), and
+    each writes a separate output. Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; `plan_us` is its host
+    time.
 
     Returns:
-        For each implementation its GPU time and the fields of a recorded row that need no ceilings; or the error that prevented
+        For each implementation (GPU time, fields of a recorded row without those of `time_facts`), or the error that prevented
         the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
     try:

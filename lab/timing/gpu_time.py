@@ -28,7 +28,7 @@ from lab.timing.sampling import (
     check_clocks,
     driver,
     fresh_seed,
-    refuse_strangers,
+    refuse_foreign_threads,
 )
 from lab.timing.staging import Staged, check_results, renew, stage
 from lab.timing.work import GpuWork, Redraw
@@ -36,12 +36,12 @@ from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds, wipe
 
 SAMPLES = 30
 WARM_UP_RUNS = 3
-# The GPU is idle this long before the first sample. Otherwise the work before decides how near the power limit the samples run:
-# an H200's prefill took 1,980 ± 2 µs after a rest, and 2,151 ± 180 µs right after other work. Rests between samples make the
-# samples slower by 1 to 3 %.
+# The GPU is idle this long before the first sample, because earlier work determines how close to the power limit samples run:
+# an H200's prefill took 1,980 ± 2 µs after a rest, and 2,151 ± 180 µs right after other work. Rests between samples would make
+# the samples slower by 1 to 3 %.
 REST_S = 1.0
 SHUFFLE_SEED = 0
-# The largest number of bytes, and of buffers, whose K, V and pages are redrawn before a sample. Buffers are chosen at random.
+# The largest number of bytes, and of randomly chosen buffers, whose K, V and pages are redrawn before a sample.
 RENEWED_BYTES = 2**29
 MOST_RENEWED = 8
 
@@ -131,7 +131,7 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure the GPU times of several calls with interleaved samples, in an order that is reshuffled each round.
+    """Measure the GPU times of several calls. Each round takes one sample of every call, in random order.
 
     Args:
         works: the calls by name. Each call is made before it is captured, so that objects that it builds at first use exist.
@@ -180,12 +180,12 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure calls that `lab.timing.staging.stage` has made ready for the method; see `measure_interleaved`.
+    """Measure calls that `lab.timing.staging.stage` has prepared for the method, as `measure_interleaved` does.
 
     Between two samples of a call, new contents are drawn for its tensors (`lab.timing.work.Redraw`): all queries and lengths,
     and K, V and pages of some buffers. Outputs are filled with NaN, and persisting lines of L2 become ordinary lines. Results
-    are judged after the last sample of all calls. For each sample, a part of the results of one buffer is judged; for the last
-    sample, a part of the results of every buffer and all results of one buffer.
+    are judged after the last sample of all calls: a part of the results of one buffer for each sample, and for the last sample
+    a part of the results of every buffer and all results of one buffer.
 
     Returns:
         For each call its time, or the error that prevented it: AssertionError for wrong results, or RefusedTimeError.
@@ -227,15 +227,15 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws the contents of buffers that timed calls share, anew in each turn (one sample of each call), from one seed."""
+    """Draws the contents of buffers that timed calls share from one seed. A turn, one sample of each call, has new contents."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
-        # By buffer: the turn in which its K and V were drawn last
+        # Number of a buffer -> the turn in which its K and V were drawn last
         self._tokens = dict.fromkeys(range(len(buffers)), -1)
 
     def renew_tokens(self, turn: int) -> None:
-        """Draw new K, V and pages in some buffers, once per turn; in the first turn, in all buffers."""
+        """Draw K, V and pages of some buffers, or of all buffers in turn 0. Do nothing at a second call in the same turn."""
         if turn == self._turn:
             return
         self._turn, numbers = turn, list(range(len(self._buffers)))
@@ -247,12 +247,12 @@ class BufferContents:
             renew(self._buffers[number], self.seeds(turn, number))
 
     def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
-        """Redraw the queries and lengths in all buffers of a call, and fill its outputs with NaN."""
+        """Draw the queries and lengths in all buffers of a call, and fill its outputs with NaN."""
         for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of a buffer's contents in a turn. A turn has shortened lengths in all buffers or in none."""
+        """Return the seeds of a buffer's contents in a turn. They shorten the lengths in all buffers of a turn or in none."""
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
@@ -277,12 +277,12 @@ def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferCont
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A copy of some results of one sample. It is judged after the last sample of all calls."""
+    """A copy of some results of one sample, to be judged after the last sample of all calls."""
 
-    name: str
+    name: str  # the call
     redraw: Redraw
-    seeds: Seeds
-    whole: bool
+    seeds: Seeds  # of the sample's inputs
+    whole: bool  # `results` are all results of a buffer
     results: Any
 
 
@@ -293,7 +293,7 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
     are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be
     written back during the sample, which cost 7 to 20 µs per millisecond on an H100.
     """
-    refuse_strangers()
+    refuse_foreign_threads()
     contents.renew_tokens(turn)
     staged.run()
     contents.renew_calls(turn, staged.buffers)
@@ -303,8 +303,8 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield copies of the results of a sample that are to be judged, then fill all outputs with NaN, so that no other call can
-    read them.
+    """Yield copies of the results of a sample that will be judged. Then fill all outputs with NaN, so that no call can copy
+    them.
     """
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
@@ -317,7 +317,9 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield the name of each call with wrong results, and its first error. Expected results are computed once for each seed."""
+    """Yield (name, first error) of each call with wrong results. Expected results are computed once for calls with equal
+    inputs.
+    """
     wrong: dict[str, AssertionError] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
@@ -339,7 +341,7 @@ def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterato
 
 
 def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
-    """Return every name once per round, in a new random order each round, so that no name always follows the same name."""
+    """Return every name once per round, in a new random order in each round."""
     generator = random.Random(SHUFFLE_SEED)
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
 

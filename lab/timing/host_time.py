@@ -1,6 +1,6 @@
-"""Host time of calls: the time of Python code, checks and launches.
+"""Measure the host time of calls: the time of Python code, checks and launches.
 
-The calls are interleaved, one batch of each in turn, so that slow phases of the machine affect all calls alike.
+Batches of the calls are interleaved, so that slow phases of the machine affect all calls.
 """
 
 import statistics
@@ -41,12 +41,11 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Measure the host time of each call in µs: Python code and launches. The GPU's work is waited for between batches.
-
-    Each call runs once before it is measured, so that objects that it builds at first use exist. Compare calls of the same
-    measurement only. It needs no GPU if the calls need none.
+    """Return the host time of each call, measured without a wait for the GPU's work. Each call runs once before it is measured,
+    because it may build objects at first use.
 
     Args:
+        calls: the calls by name.
         batches: number of samples of each call, at least 1.
         calls_per_batch: number of calls in one sample, at least 1; all their launches must fit into the driver's queue.
         timer: a clock in nanoseconds.

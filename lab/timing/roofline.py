@@ -32,8 +32,7 @@ class Ceilings:
     """The rates that this GPU reached in this run, and the rates of its datasheet.
 
     Attributes:
-        bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9). A kernel that only reads can
-            be a little faster.
+        bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9).
         matrix_rate_tflops: rate of a large bf16 matrix product on random data, TFLOP/s.
         datasheet: the vendor's rates; None for a GPU that `DATASHEETS` does not have.
     """
@@ -79,7 +78,9 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Return bandwidth and operation rate at a median time, their percentages of the ceilings, and the least time (floor)."""
+    """Return the rates that work reaches in a median time, their percentages of the ceilings, and the work's least time
+    (floor).
+    """
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(
@@ -115,7 +116,7 @@ def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_c
 
 
 def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> tuple[float, float]:
-    """Return two times in µs: the least time of the bytes and the least time of the operations; 0 for an unknown rate."""
+    """Return the least times in µs in which the rates allow the bytes and the operations; 0 for an unknown rate."""
     matrix_rate_tflops = rates.matrix_rate_tflops
     matrix_us = 0.0 if matrix_rate_tflops is None else operations / matrix_rate_tflops / 1e6
     return bytes_moved / rates.bandwidth_gbps / 1e3, matrix_us

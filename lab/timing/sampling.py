@@ -1,7 +1,7 @@
-"""Take samples of timed calls by a clock, and check this clock against a second clock.
+"""Take samples of timed calls by a clock, and check this clock against the host's clock.
 
-The second clock is the host's: the time from a device-wide wait before the work to a device-wide wait after it, minus this time
-without the work. It includes work on every stream. Functions that read time are bound in this module before a kernel is loaded,
+The host's clock measures the time from a device-wide wait before the work to a device-wide wait after it, minus the same time
+without work. It includes work on every stream. Functions that read time are bound in this module before a kernel is loaded,
 so that a kernel cannot replace them.
 """
 
@@ -23,8 +23,8 @@ from lab.timing.device_state import DeviceState
 
 # The GPU spins about a millisecond while the host launches the timed work, so that no sample contains a wait for a launch.
 LEAD_CYCLES = 2_000_000
-# The largest difference between the host's clock and the first clock. The host's clock also sees launches and the end of the
-# wait; the launches of a queued sample are hidden while the GPU spins.
+# The largest allowed difference of the two clocks: a percentage plus a slack. The host's clock also includes launches and the
+# end of the wait; the launches of a queued sample are hidden while the GPU spins.
 AGREE_PERCENT = 3.0
 QUEUED_SLACK_US = 25.0
 IDLE_SLACK_US = 150.0
@@ -40,7 +40,7 @@ _INSTALLED = (
     str(Path(__file__).parents[1]),
 )
 
-# (before, run): a function that is called before the run and is not timed, or None; and the timed run.
+# (before, run): a function that is called before the timed run, or None; and the timed run.
 Step = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
@@ -50,16 +50,16 @@ class RefusedTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: its time by the method's clock, and by the host's clock (None if the host read the GPU's state meanwhile)."""
+    """One sample's time in µs by two clocks."""
 
-    us: float
-    host_us: float | None
+    us: float  # by the method's clock
+    host_us: float | None  # by the host's clock; None if the host read the GPU's state during the sample
 
 
 def between_events(
     steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
 ) -> list[Sample]:
-    """Time each step by CUDA events, and read the device's state during every `read_every`-th step.
+    """Return a sample of each step, timed by CUDA events. Read the device's state during every `read_every`-th step.
 
     With `queued` the host launches a step while the GPU spins. Otherwise the GPU is idle when a step starts, and the sample
     includes the host's launch time.
@@ -79,7 +79,9 @@ def between_events(
 def _one(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return two times of a run in µs: between two events, and between two device-wide waits, which includes `lead`."""
+    """Return the time of `run` in µs between two events, and the time of `lead`, `run` and `meanwhile` between device-wide
+    waits.
+    """
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
@@ -115,7 +117,7 @@ def fresh_seed() -> int:
     return random.SystemRandom().getrandbits(62)
 
 
-def refuse_strangers() -> None:
+def refuse_foreign_threads() -> None:
     """Raise RefusedTimeError if a thread runs code from outside Python, the installed packages and the lab.
 
     Such a thread could slow other kernels down, or do a kernel's work between two samples.

@@ -19,7 +19,7 @@ from lab.timing.sampling import between_events, driver, fresh_seed
 from lab.timing.work import Call, GpuWork, Redraw
 from lab.workloads.inputs.redraw import Seeds, wipe
 
-# A replay lasts about this long. Two events add 2 µs to it. Making persisting lines of L2 ordinary adds 17 µs on an H100.
+# Target duration of a replay. Two events add 2 µs to it, and making persisting lines of L2 ordinary adds 17 µs on an H100.
 REPLAY_US = 2000.0
 MOST_CALLS_PER_REPLAY = 1000
 # A byte counts as cold again after reads of this many times L2's size.
@@ -30,17 +30,14 @@ SHARE_FOR_BUFFERS = 0.2  # share of the free memory for buffers beyond those tha
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """A timed call that is ready for sampling: `run` makes the `number` calls of one sample.
+    """A timed call that is ready for sampling."""
 
-    The calls are stored because a graph does not keep alive what they own, such as a derived table.
-    """
-
-    buffers: Sequence[GpuWork]
-    calls: Sequence[Call]
-    run: Callable[[], object]
-    flush: Callable[[], object] | None
+    buffers: Sequence[GpuWork]  # the call on each set of buffers
+    calls: Sequence[Call]  # the prepared calls; they own tensors, such as a derived table, that the graph uses
+    run: Callable[[], object]  # makes the `number` calls of one sample
+    flush: Callable[[], object] | None  # fills L2 before a sample
     number: int
-    launches: int
+    launches: int  # number of kernels, copies and fills of one call
 
     @property
     def redraw(self) -> Redraw | None:
@@ -48,7 +45,9 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """Redraw a call's inputs, K and V only with `tokens`, and fill its output with NaN; do nothing if it has no `Redraw`."""
+    """Draw a call's queries and lengths, and with `tokens` its K and V, and fill its output with NaN. Do nothing without a
+    `Redraw`.
+    """
     if work.redraw is not None:
         if tokens:
             work.redraw.write_tokens(work.arguments, seeds.tokens)
@@ -56,7 +55,7 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and check the results of calls whose inputs were drawn from these seeds. A failed check raises."""
+    """Wait for the GPU, and raise AssertionError if results of calls, whose inputs were drawn from `seeds`, are wrong."""
     drain()
     for work in works:
         if work.check is not None:
@@ -110,9 +109,8 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Capture the calls, each after a fill of its output with NaN. Replay them, and check one call of the second half.
-
-    So a call that computes the result of a later call in advance is detected.
+    """Capture and replay the calls, with a fill of each call's output with NaN before the call, and check the results of one
+    call of the second half. This detects a call that computes the result of a later call.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -140,8 +138,7 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return how many buffer sets must take turns so that a set has left L2 before its next use; 1 for methods without
-    rotation.
+    """Return the number of buffer sets in rotation with which a set has left L2 before its next use; 1 without rotation.
 
     Raises:
         TooSmallError: the call moves so few bytes that it would need too many sets.
@@ -158,10 +155,8 @@ def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
 
 
 class _Flush:
-    """Fill L2 with lines that no call reads.
-
-    It fills L2 by reads. Writes would leave dirty lines, whose write-back slows the next call: by 3 % of a 270 µs decode on an
-    H200, and by 10 % of a 30 µs copy.
+    """A function that fills L2 with lines that no call reads, by reading them. Writes would leave dirty lines, whose write-back
+    slows the next call: a 270 µs decode on an H200 by 3 %, a 30 µs copy by 10 %.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -201,8 +196,8 @@ def _long_enough(
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls.
 
-    With rotation each call has separate buffers, which are added while memory lasts: otherwise a call could reuse the result of
-    an earlier call on the same contents. With a warm L2 all calls use the same buffers.
+    With rotation each call has separate buffers as far as memory allows, so that no call can reuse the result of an earlier
+    call on the same contents. With a warm L2 all calls use the same buffers.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY
@@ -220,9 +215,8 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return the greatest number of buffer sets: the existing sets, and those that fit in a share of the free memory.
-
-    A copy of all tensors measures the memory of a set, because another call over the same pass may already own the next set.
+    """Return the number of existing buffer sets plus the number of sets that fit in a share of the free memory. The memory of a
+    set is measured with a copy of all its tensors.
     """
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
@@ -238,7 +232,7 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream on which all captures run. A kernel that keeps state for each stream, such as a workspace, then has
-    only one.
+    """Return the stream on which all captures run, so that a kernel with state per stream, such as a workspace, has one
+    state.
     """
     return torch.cuda.Stream(device_index)

@@ -1,11 +1,9 @@
-"""The lab's rule for "faster": the second of two sets of samples is FASTER, SLOWER, the SAME or UNSURE.
+"""Decide whether the second of two sets of time samples is FASTER, SLOWER, the SAME or UNSURE.
 
-A rank test says whether there is a difference, an interval says how large it can be, and a minimum effect says whether it
-matters. The minimum effect is needed because the samples of one run are not independent: they share buffers, clocks and a
-warm-up. Two runs of the same code therefore differ by more than the scatter within a run, and a test alone would call that
-significant. Interleaved variants within one process share all of these, so that a third of the minimum effect is enough.
-
-For a recording without samples, `compare_times` builds the interval from medians and interquartile ranges.
+A rank test shows whether there is a difference, an interval how large it can be, and a minimum effect whether it matters. The
+minimum effect is needed because the samples of one run share buffers, clocks and a warm-up. Two runs of the same code therefore
+differ by more than the scatter within a run, and a rank test alone would call the difference significant. Variants that are
+interleaved within one process share all of these, so their minimum effect is a third.
 """
 
 import enum
@@ -20,7 +18,7 @@ from lab.timing.gpu_time import interquartile_range
 
 # With 5 samples per side the rank test can reach p = 2 / binomial(10, 5) = 0.008; with 4 per side only 0.029.
 FEWEST_SAMPLES = 5
-# With this many runs on each side, a run counts as one sample. Runs are independent, so the rank test is exact.
+# With at least this number of runs on each side, a run counts as one sample. Runs are independent, so the rank test is exact.
 FEWEST_RUNS = 5
 RESAMPLES = 5000
 SEED = 0
@@ -54,7 +52,7 @@ class Rule:
 
 
 BETWEEN_RUNS = Rule()
-IN_TURNS = Rule(minimum_effect_percent=1.0)  # variants that are interleaved within one process
+INTERLEAVED = Rule(minimum_effect_percent=1.0)  # variants that are interleaved within one process
 
 
 class Speed(enum.Enum):
@@ -68,7 +66,7 @@ class Speed(enum.Enum):
 
 @dataclass(frozen=True)
 class Times:
-    """Recorded times of one call in µs; the interquartile range is None if unknown, and the samples may be empty."""
+    """Recorded times of one call in µs: the median, the interquartile range if it is known, and the samples if recorded."""
 
     median_us: float
     iqr_us: float | None = None
@@ -76,7 +74,7 @@ class Times:
 
     @classmethod
     def of(cls, samples_us: Sequence[float]) -> "Times":
-        """Return the median, the interquartile range and the samples of one measurement."""
+        """Return the times of one measurement's samples."""
         return cls(float(np.median(samples_us)), interquartile_range(samples_us), tuple(samples_us))
 
     @classmethod
@@ -104,7 +102,7 @@ class SampleComparison:
         before_us, after_us: the medians.
         effect_percent: the second median over the first, minus 1, in percent; positive is slower.
         interval_percent: confidence interval of the effect, at confidence 1 - significance; None with too few samples.
-        p_value: p-value of the two-sided rank test; None if only medians and interquartile ranges were recorded.
+        p_value: p-value of the two-sided rank test; None without samples.
         reason: the reason for UNSURE, in words; empty for other verdicts.
     """
 

@@ -1,4 +1,4 @@
-"""Timed calls. Each gets all its tensors as arguments, so that a measurement can use copies of them in rotation."""
+"""Timed calls (`GpuWork`). Their tensors are arguments, so that a measurement can make each call on other copies of them."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -15,37 +15,35 @@ class Redraw(Protocol):
     """A protocol: overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results."""
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return all arguments except `out`, from the tensor set with this number, which all calls over a pass share."""
+        """Return all arguments except `out` from the tensor set with this number. All calls over a pass share the sets."""
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Redraw K and V, and place them in other pages."""
+        """Draw K and V from the seed, and write them to other pages."""
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Redraw queries, lengths and some tokens, so that every result changes, and fill the output with NaN."""
+        """Draw queries, lengths and some tokens from the seeds, which changes every result, and fill the output with NaN."""
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
-        """Return a copy of all results with `whole`, else of the part that the seeds choose."""
+        """Return a copy of all results; without `whole`, a copy of the part that the seeds choose."""
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Any], None]:
-        """Return a function that checks results of inputs drawn from these seeds, and raises AssertionError if
-        they are wrong.
-        """
+        """Return a function that raises AssertionError if its argument, from `results`, is wrong for inputs of these seeds."""
 
 
 @dataclass(frozen=True, eq=False)
 class GpuWork:
-    """A call to be timed, with the smallest numbers of bytes and operations that it can need.
+    """A call to be timed, with lower bounds of the bytes that it moves and the operations that it does.
 
     Attributes:
         prepare: takes the arguments, does the preparation that is not timed, and returns the timed call.
-        arguments: every tensor that the call reads or writes, at any depth. A tensor hidden in a closure would stay in L2
-            during rotation.
+        arguments: all tensors that the call reads or writes, also nested ones. A tensor in a closure would not be copied, and
+            would stay in L2 during rotation.
         bytes_moved: bytes of device memory that must move at least once.
         operations: floating-point operations that the call must do; 0 for a negligible number.
-        check: takes the arguments after a call and raises an error if the results are wrong; then overwrites the results, so
-            that the next check sees only later ones. It is called on every set of buffers, before and after the samples.
-        redraw: replaces `check`, and gives each sample other inputs. `out` is then an argument, and calls with the same
-            `Redraw` share all other tensors.
+        check: takes the arguments after a call, raises an error if the results are wrong, and overwrites the results. It is
+            called on every set of buffers, before and after the samples.
+        redraw: draws other inputs for each sample and checks results, instead of `check`. `out` is then an argument, and calls
+            with the same `Redraw` share all other tensors.
     """
 
     prepare: Callable[..., Call]
@@ -61,9 +59,7 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """Return a list of this timed call and `count` - 1 copies with tensors of their own. Tensors that share memory do so in
-        each copy.
-        """
+        """Return this timed call and `count` - 1 copies of it with copied tensors."""
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import Cell, Table, items, markdown_of, table_of_lines
-from lab.timing.statistics import IN_TURNS
+from lab.timing.statistics import INTERLEAVED
 from studies import command_of
 from studies.changes import CHANGES
 from studies.changes.entries import Entry, day_of, held_back
@@ -21,11 +21,11 @@ METHOD = (
     "Written by `lab experiments changes` from the recordings that it links: every measured number and every verdict "
     "below is computed from them, by the lab's one rule for times. A statement *holds* at a point if the change makes the "
     "time shorter, *does not hold* if it makes it longer, and *cannot be told* otherwise. A time is shorter "
-    f"if the whole interval of the ratio of the medians, at {IN_TURNS.confidence_percent:g} % confidence, is more than "
-    f"{IN_TURNS.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; longer likewise. Where a recording "
-    "holds no samples, the interval is that of the quartiles. A saving that is claimed is added to the time with the change. "
-    "Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with it. "
-    "The recordings hold no date: the day is that of the file's commit."
+    f"if the whole interval of the ratio of the medians, at {INTERLEAVED.confidence_percent:g} % confidence, is more than "
+    f"{INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; longer likewise. Where a "
+    "recording holds no samples, the interval is that of the quartiles. A saving that is claimed is added to the time with the "
+    "change. Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and "
+    "with it. The recordings hold no date: the day is that of the file's commit."
 )
 CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at")
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lab.named_enum import NamedEnum
 from lab.reports.recorded import grouped
-from lab.timing.statistics import IN_TURNS, Speed, Times, compare_times
+from lab.timing.statistics import INTERLEAVED, Speed, Times, compare_times
 
 NOT_RECORDED = "not recorded"
 
@@ -36,7 +36,7 @@ BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with
 
 def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Standing:
     """Return the verdict of two times on the statement that more than `least_saved_us` is saved."""
-    return STANDINGS[compare_times(before, after.plus(least_saved_us), IN_TURNS).speed]
+    return STANDINGS[compare_times(before, after.plus(least_saved_us), INTERLEAVED).speed]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lab.provenance import environment
 from lab.recorded.case import recorded_cases
 from lab.reports.judgement import reproduction
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
-from lab.timing.forward import DeclinedError, TimedCase, TimedPass, time_facts, time_in_turns
+from lab.timing.forward import DeclinedError, TimedCase, TimedPass, time_facts, time_interleaved
 from lab.timing.sampling import RefusedTimeError
 from lab.workloads import DEFAULT_SCENARIOS, ForwardCase
 from lab.workloads.scenarios import timed_scenario
@@ -210,7 +210,7 @@ def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
     def all_of(scenario_name: str, case: TimedCase, method: Method) -> dict[str, TimedPass | Exception]:
         found: dict[str, TimedPass | Exception] = {}
         try:
-            timed = time_in_turns(case, modules, method, config.getoption("lab_seed", None))
+            timed = time_interleaved(case, modules, method, config.getoption("lab_seed", None))
             before.check()
             found = dict(zip(names, timed, strict=True))
         except (ChangedBindingsError, RefusedTimeError) as error:

@@ -10,7 +10,7 @@ import torch
 from lab.kernels import portable, prepare
 from lab.recorded.case import recorded_cases
 from lab.timing import method_named
-from lab.timing.forward import time_in_turns
+from lab.timing.forward import time_interleaved
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import write_call
 
@@ -29,7 +29,7 @@ def _stale(**arguments: Any) -> Any:
 def test_a_right_kernel_has_a_time_and_one_that_keeps_its_tables_has_none(tmp_path: Path) -> None:
     (case,) = recorded_cases(write_call(tmp_path, DECODE, decode_arguments(), (torch.zeros(1),)))
     stale = SimpleNamespace(__name__="stale", **{f"prepare_{DECODE}": _stale})
-    right, wrong = time_in_turns(case, [portable, stale], method_named("graph", "warm"))
+    right, wrong = time_interleaved(case, [portable, stale], method_named("graph", "warm"))
     assert isinstance(right, tuple), right
     assert right[0].median_us > 0
     assert right[1]["kv_tokens"] == 55

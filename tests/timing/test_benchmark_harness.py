@@ -30,7 +30,7 @@ from lab.timing.forward import DeclinedError
 NAMES = ("lab.kernels.portable", "lab.kernels.trtllm", "lab.references", "lab.kernels.peers.flex_attention")
 measured = []
 
-def time_in_turns(case, implementations, method, seed):
+def time_interleaved(case, implementations, method, seed):
     assert seed is None
     names = [each.__name__ for each in implementations]
     measured.append((case, names))
@@ -44,7 +44,7 @@ def time_in_turns(case, implementations, method, seed):
         (GpuTime((0.1, 0.1), method, launches=2), facts | {"implementation": names[3]}),
     ]
 
-benchmarks.time_in_turns = time_in_turns
+benchmarks.time_interleaved = time_interleaved
 benchmarks.measure_ceilings = lambda device: Ceilings(4000.0, 800.0)
 benchmarks.implementation_names = lambda config: NAMES
 """

@@ -14,7 +14,7 @@ from lab import references
 from lab.metadata import ForwardMode
 from lab.recorded.case import recorded_cases
 from lab.timing import Ceilings, GpuTime, GpuWork, Method, forward, method_named
-from lab.timing.forward import DeclinedError, time_facts, time_forward, time_in_turns
+from lab.timing.forward import DeclinedError, time_facts, time_forward, time_interleaved
 from lab.timing.host_time import CALLS_PER_BATCH, HostTime
 from lab.timing.sampling import RefusedTimeError
 from lab.timing.staging import check_results, renew
@@ -75,7 +75,7 @@ PLANNING = module(
 
 
 def test_each_has_a_time_or_the_reason_why_it_has_none() -> None:
-    found = time_in_turns(
+    found = time_interleaved(
         CASE,
         [
             references,
@@ -100,13 +100,13 @@ def test_a_recorded_call_is_timed_as_a_pass_is(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(forward.RecordedPass, "of", lambda case, device: of(case, torch.device("cpu")))
     (case,) = recorded_cases(write_call(tmp_path, DECODE, decode_arguments(), (torch.zeros(1),)))
     wrong = module("wrong", **{DECODE: lambda out, **_: out.fill_(1.0)})
-    found = time_in_turns(case, [references, wrong, module("declining", **{DECODE: declines})], METHOD)
+    found = time_interleaved(case, [references, wrong, module("declining", **{DECODE: declines})], METHOD)
     assert [type(each) for each in found] == [tuple, AssertionError, DeclinedError]
     _, facts = found[0]  # type: ignore[misc]
     assert (facts["mode"], facts["requests"], facts["kv_tokens"], facts["kernel"]) == ("decode", 3, 55, "references")
     assert facts["pool_bytes"] == 2 * 9 * 2 * 16 * 64 * 2
     shutil.rmtree(case.path)
-    (unreadable,) = time_in_turns(case, [references], METHOD)
+    (unreadable,) = time_interleaved(case, [references], METHOD)
     assert isinstance(unreadable, DeclinedError)
     assert "call 1: " in str(unreadable)
 
@@ -114,7 +114,7 @@ def test_a_recorded_call_is_timed_as_a_pass_is(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("mode", ["decode/kimi-k2/2q1s70/tp4", "target_verify/kimi-k2/2q2s70/e4m3/page32/tp4"])
 def test_a_pass_of_latent_attention_is_timed_too(mode: str) -> None:
     wrong = module("wrong", **{MLA: lambda out, **_: out.fill_(1.0)})
-    found = time_in_turns(timed_scenario(mode), [references, wrong, module("without", **{DECODE: declines})], METHOD)
+    found = time_interleaved(timed_scenario(mode), [references, wrong, module("without", **{DECODE: declines})], METHOD)
     assert isinstance(found[0], tuple), found[0]
     assert isinstance(found[1], AssertionError)
     assert isinstance(found[2], Exception)
@@ -165,5 +165,5 @@ def test_recorded_times_are_rounded_to_nanoseconds() -> None:
 
 
 def test_nothing_is_timed_where_all_decline() -> None:
-    (found,) = time_in_turns(CASE, [module("declining", **{DECODE: declines})], METHOD)
+    (found,) = time_interleaved(CASE, [module("declining", **{DECODE: declines})], METHOD)
     assert isinstance(found, DeclinedError)

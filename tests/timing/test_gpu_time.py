@@ -13,7 +13,7 @@ from lab.timing import L2, Clock, DeviceClock, GpuTime, Method, cupti
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
 from lab.timing.gpu_time import BufferContents, _from_records, _from_samples, _recorded, _shuffled_rounds
-from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_strangers
+from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_foreign_threads
 from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
 from lab.timing.work import GpuWork
 from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
@@ -172,7 +172,7 @@ def test_a_thread_of_a_kernels_is_refused(tmp_path: Path) -> None:
     """One of an installed package's is not: it waits in Python's own code."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
-        refuse_strangers()
+        refuse_foreign_threads()
     source = tmp_path / "kernel.py"
     source.write_text("def run(begun, over):\n    begun.set()\n    over.wait()\n")
     begun, over, names = threading.Event(), threading.Event(), dict[str, Any]()
@@ -182,8 +182,8 @@ def test_a_thread_of_a_kernels_is_refused(tmp_path: Path) -> None:
     begun.wait()
     try:
         with pytest.raises(RefusedTimeError, match=r"kernel\.py while kernels are timed"):
-            refuse_strangers()
+            refuse_foreign_threads()
     finally:
         over.set()
         thread.join()
-    refuse_strangers()
+    refuse_foreign_threads()
