@@ -1,6 +1,6 @@
 """Kernels under test: FlashInfer's (`trtllm`), portable Triton kernels (`portable`) and other projects' kernels (`peers`).
 
-All of them have FlashInfer's function names. `serving` has the Triton kernels that write metadata:
+Their functions have FlashInfer's names. `serving` has the Triton kernels that write metadata,
 `generate_draft_decode_kv_indices` and `write_forward_metadata`. Importing this package imports none of these modules, because
 each has its own heavy dependency.
 """
@@ -38,10 +38,9 @@ def __getattr__(name: str) -> Any:
 
 
 def default_implementation(device: torch.device | str | None = None) -> ModuleType:
-    """Return `lab.kernels.trtllm` where FlashInfer has TRT-LLM kernels for the GPU, else `lab.kernels.portable`.
+    """Return `lab.kernels.trtllm` if FlashInfer has TRT-LLM kernels for the device, else `lab.kernels.portable`.
 
-    Args:
-        device: where the kernels are to run; by default the GPU if there is one, else the CPU.
+    None as device stands for the GPU if there is one, else the CPU.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     family = family_of(capability_of(where))
@@ -50,18 +49,18 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """Wrap an implementation so that `prepare` plans a call (does its host work) once, and not in each run.
+    """Wrap an implementation so that `prepare` does a call's work on the host once, and not in each run.
 
-    A function `<name>` that plans has a function `plan_<name>` next to it. `plan_<name>` takes the same arguments, reads
-    lengths and page tables on the host, and returns the ready call. An engine plans once for all layers of a pass. The lengths,
-    rows and page ids must therefore not change after the planning. Functions without `plan_<name>` are prepared as usual.
+    Some functions `<name>` read lengths and page tables on the host. Such a module also has `plan_<name>`, which takes the same
+    arguments, does this work, and returns a function that runs the call. This class offers it as `prepare_<name>`. Lengths,
+    numbers of rows and page ids must then not change between runs, as between the layers of an engine's pass.
     """
 
     def __init__(self, implementation: Any) -> None:
         self._implementation = implementation
 
     def plans(self, name: str) -> bool:
-        """Return True if the implementation has `plan_<name>`, which does the host work of `<name>` once."""
+        """Return True if the implementation has `plan_<name>`."""
         return hasattr(self._implementation, f"plan_{name}")
 
     def __getattr__(self, name: str) -> Any:
@@ -73,26 +72,23 @@ class PlannedOnce:
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
     """Return a function without arguments that runs one call of an implementation, any number of times.
 
-    FlashInfer's adapter checks and converts the arguments once; its prepared call is FlashInfer's own. The portable
-    implementation checks and allocates once; its prepared call only launches kernels (`lab.kernels.portable.triton_call`). An
-    implementation that has no `prepare_<name>` does its whole work in each run, and is timed with that work.
+    If the implementation has `prepare_<name>`, that function checks the arguments and allocates memory once, and a run only
+    launches kernels. Otherwise each run does the whole work of `<name>`.
 
-    The returned function holds the tensors that it was prepared with, not copies. Their contents may change from run to run, as
-    the contents of an engine's CUDA-graph buffers do. Addresses, shapes, strides, host numbers and bounds are read at the
-    preparation only. Scratch, workspaces and derived tables of the call belong to the stream on which it was prepared: run the
-    call on that stream. A CUDA graph that captured the call uses this memory: keep the returned function as long as the graph.
-    A call that was prepared during a capture may run inside that graph only.
+    The returned function keeps the given tensors, not copies. Their contents may change from run to run. Addresses, shapes,
+    strides, host numbers and bounds are read at the preparation only. Scratch, workspaces and derived tables of the call belong
+    to the stream on which it was prepared: run the call on that stream. A CUDA graph that captured the call uses this memory:
+    keep the returned function as long as the graph. A call that was prepared during a capture may run only inside that graph.
 
     Args:
-        implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`. It may also have
-            `prepare_<name>`, which takes the same arguments and returns the ready call.
+        implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`.
         name: the function's name, such as "trtllm_batch_decode_with_kv_cache".
         arguments: the function's keyword arguments.
 
     Raises:
         AttributeError: the implementation has no such function.
         NotImplementedError: an argument differs from FlashInfer's default, and the function has no such parameter.
-        Exception: `prepare_<name>` refuses the arguments. Without `prepare_<name>`, the first run raises the error.
+        Exception: `prepare_<name>` raises it for these arguments. Without `prepare_<name>`, the first run raises it.
     """
     prepare_it = getattr(implementation, f"prepare_{name}", None)
     if prepare_it is not None:
@@ -102,14 +98,14 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return `arguments` without those that have FlashInfer's default and for which the function has no parameter.
+    """Return the arguments for which the function has a parameter. The others must have FlashInfer's default.
 
     Raises:
         NotImplementedError: the function has no parameter for an argument that differs from FlashInfer's default.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # some compiled functions have none
+    except ValueError:  # a compiled function may have no signature
         return arguments
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return arguments

@@ -13,11 +13,10 @@ Ready = Callable[[], Any]  # a call, ready to be made
 def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
     """Return the functions `<kind>_<name>`, which prepares a call, and `<name>`, which runs it at once.
 
-    Both have FlashInfer's parameters and the docstring of `make_ready`. A call without query rows returns its results at once
-    and does not reach `make_ready`.
+    Both have FlashInfer's parameters and the docstring of `make_ready`, and handle calls without query rows themselves.
 
     Args:
-        kind: "prepare" (`lab.kernels.prepare`), or "plan" where the host reads lengths and tables (`lab.kernels.PlannedOnce`).
+        kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).
         call_type: the class of the call in `lab.calls`.
         make_ready: takes a call and its checked arguments (the problem), and returns a function that runs the call any number
             of times.

@@ -18,28 +18,26 @@ from lab.gpus import Capability, capability_of
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.trtllm import kernel_for
 
-# Of the lab's own workspace; 512 MiB is SGLang 0.5.23's default.
-SCRATCH_BYTES = 512 * 2**20
-# The least scratch of a call. XQA (FlashInfer 0.7.2, xqa_wrapper.cu) and trtllm-gen (kernelParams.h, `ptrPartialO`)
-# would write past a smaller one without an error.
+SCRATCH_BYTES = 512 * 2**20  # scratch in the lab's own workspace: SGLang 0.5.23's default
+# Smallest scratch of a call. XQA (FlashInfer 0.7.2, xqa_wrapper.cu) and trtllm-gen (kernelParams.h, `ptrPartialO`) would write
+# beyond a smaller one without an error.
 LEAST_SCRATCH_BYTES = 64 * 2**20
 
-Refresh = Callable[[], object]  # one small launch that rewrites what was derived from a tensor's contents
+Refresh = Callable[
+    [], object
+]  # a small launch that computes a tensor again from the current contents of another tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """A checked and converted call. Calling this object calls the package's function with the converted arguments.
-
-    It follows the contract of `lab.kernels.prepare`.
+    """A prepared call (`lab.kernels.prepare`) of an installed package. Calling this object calls the package's function.
 
     Attributes:
         function: the installed function, of FlashInfer or of another package.
         arguments: the function's keyword arguments.
-        refreshes: launches that run before the function. Each rewrites a tensor that depends on another tensor's contents.
-            There are three cases: a page table whose rows are not contiguous, K and V as halves of one allocation under
-            fmha_v2, and `bmm1_scale_log2` under XQA.
-        returned: the result of the call, if the function would return it in another shape; None: the function's result.
+        refreshes: launches before the function that compute arguments from the contents of other tensors: a contiguous page
+            table, fmha_v2's table of K and V as halves of one allocation, and XQA's scale from `bmm1_scale_log2`.
+        returned: the result of the call; None: the function's result.
     """
 
     function: Callable[..., Any]
@@ -55,14 +53,14 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call for a problem without query rows, which returns empty results and never calls FlashInfer."""
+    """Return a prepared call of a problem without query rows: it calls `returned` with the problem's output and LSE."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call on its device with this `backend` argument.
+    """Return the TRT-LLM kernel that FlashInfer runs for a call, on the device of its query, with this `backend` argument.
 
-    Raises NotImplementedError if there is no GPU, or the kernel does not support the call.
+    Raises NotImplementedError if the device is no GPU, or the kernel does not support the call.
     """
     of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
@@ -71,17 +69,16 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a prepared call of a FlashInfer function that takes these keywords. Raise what `installed_taking` raises."""
+    """Return a prepared call of a function of the installed FlashInfer. Errors are those of `installed_taking`."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
 @functools.cache
 def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callable[..., Any]:
-    """Return a function of the installed FlashInfer, after binding these keywords to its real signature.
+    """Return a function of the installed FlashInfer, after checking that it takes exactly these keywords.
 
     Raises:
-        NotImplementedError: the installed version lacks the function or a parameter that is passed, or requires a parameter
-            that is not passed. The message names the parameters and the version.
+        NotImplementedError: the installed version lacks the function or one of these parameters, or requires another one.
     """
     function, signature = installed(module, name)
     try:
@@ -115,7 +112,7 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments after `changes`, without those that equal their default: an older FlashInfer may lack them."""
+    """Return a call's arguments with `changes`, without those that equal their default, which an older FlashInfer may lack."""
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
@@ -142,10 +139,9 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a page table with contiguous rows, and the launches that must copy its contents again before each call.
+    """Return a contiguous page table, and the launches that copy the given table into it: none if that is contiguous itself.
 
-    FlashInfer's kernels ignore a table's strides. A contiguous table, such as an engine's, is returned unchanged and without
-    launches.
+    FlashInfer's kernels ignore a table's strides.
     """
     if table.is_contiguous():
         return table, ()
@@ -154,13 +150,13 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 
 
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
-    """Return a call's workspace after checking it. Without one, return the lab's own for this device and stream.
+    """Return a call's workspace after checking it; for None the lab's own for this device and the current stream.
 
-    The lab's workspace is zeroed once. Each stream has one, so that no two streams share semaphores.
+    Each stream has a workspace of its own, because streams must not share semaphores.
 
     Raises:
-        TypeError, ValueError: no kernel can take the workspace, or it is too small for the semaphores, the statistics and the
-            least scratch.
+        TypeError, ValueError: the workspace is no contiguous tensor on the device, or is too small for the semaphores, the
+            statistics and LEAST_SCRATCH_BYTES.
         RuntimeError: the lab's workspace would have to be allocated while a CUDA graph is captured.
     """
     if workspace is None:
@@ -185,25 +181,25 @@ def workspace_for(workspace: object, device: torch.device, statistics_bytes: int
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the lab's own workspace, uint8, zeroed once. The semaphores come first, then the scratch."""
+    """Return the lab's own workspace of a device and stream, uint8: semaphores, which start as 0, then scratch."""
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the memory arguments of a call that runs XQA: the whole workspace, and None for trtllm-gen's counters."""
+    """Return the workspace argument of a call that runs XQA, and None for trtllm-gen's counters."""
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
 def trtllm_gen_memory(
     call: DecodeCall | ContextCall | MLADecodeCall | DSV4DecodeCall, problem: PagedAttention
 ) -> dict[str, Any]:
-    """Return the memory arguments of a call that runs trtllm-gen: scratch as its workspace, and zeroed counters.
+    """Return the workspace and the counter argument of a call that runs trtllm-gen.
 
-    If the caller gave no counters, the first bytes of the workspace are the counters, so that no call allocates and zeroes its
-    own.
+    If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. FlashInfer would
+    allocate and zero counters in each call.
     """
-    # A decode kernel's partial results come after the statistics, where the launcher does not look at their size.
+    # A decode kernel's partial results come after the statistics; the launcher does not check that they fit.
     statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)
     workspace = workspace_for(call.workspace_buffer, problem.query.device, statistics_bytes)
     given = call.multi_ctas_kv_counter_buffer
@@ -216,28 +212,26 @@ def trtllm_gen_memory(
 def takes_counters() -> bool:
     """Return True if the installed FlashInfer takes trtllm-gen's counters in a separate buffer.
 
-    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), keep the counters in the first 8 MiB of the workspace,
-    which must be zero. Statistics and scratch follow them. All four calls do so.
+    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), have the counters of all four calls in the first 8 MiB of
+    the workspace, which must be zero.
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
     return "multi_ctas_kv_counter_buffer" in signature.parameters
 
 
 def takes_kv_pairs() -> bool:
-    """Return True if the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors.
-
-    FlashInfer does so since 0.6.18 (flashinfer-ai/flashinfer#4124). In older releases a pair raises AttributeError. Before
-    0.6.7 the function does not exist, and the error is that of `installed`.
+    """Return True if the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors: since 0.6.18
+    (flashinfer-ai/flashinfer#4124). Raises NotImplementedError before 0.6.7, which has no such function.
     """
     installed("flashinfer.prefill", "trtllm_fmha_v2_prefill")
     return hasattr(importlib.import_module("flashinfer.prefill"), "_check_paged_kv_non_interleaved")
 
 
 def _statistics_bytes(problem: PagedAttention) -> int:
-    """Return the bytes of trtllm-gen's statistics in a call with LSE (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
+    """Return the number of workspace bytes for trtllm-gen's softmax statistics, 0 in a call without LSE.
 
-    A statistic is two float32. Each request, head and row has one; rows are padded to a multiple of 256. A guard of 1 MiB
-    follows.
+    Each request, head and row has two float32, with rows padded to a multiple of 256; then 1 MiB follows
+    (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
     """
     if problem.lse is None and not problem.return_lse:
         return 0
@@ -245,21 +239,20 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace after the semaphores, uint8, for kernels that may write anywhere in it."""
+    """Return the part of a call's workspace after the semaphores, uint8, which a kernel may write without resetting it."""
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the workspace argument of a ragged call, which trtllm-gen fills with statistics and scratch.
-
-    A FlashInfer without a separate buffer for counters gets the whole workspace, which begins with zeros for them.
+    """Return the workspace argument of a ragged call: the scratch, or the whole workspace if it has the counters too
+    (`takes_counters`).
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured: memory that outlives the graph cannot be allocated inside it."""
+    """Raise RuntimeError if a CUDA graph is being captured, in which `what`, memory for later calls, cannot be allocated."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"

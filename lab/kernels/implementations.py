@@ -28,7 +28,6 @@ class Availability:
     """Whether one function of an implementation can run on one machine.
 
     Attributes:
-        implementation, function: the implementation and its function.
         kernels: names of the kernels that run the function on this machine; () if none does.
         why_not: a sentence that says why the function cannot run there; None if it can.
     """
@@ -42,8 +41,8 @@ class Availability:
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
     """Yield an `Availability` for each function of each implementation, on a machine with a GPU of this compute capability.
 
-    None stands for a machine without a GPU. Packages are looked for, not imported. The answer does not say which arguments a
-    kernel supports: see `lab.kernels.support.why_not`.
+    None stands for a machine without a GPU. The function imports no package. `lab.kernels.support.why_not` says which arguments
+    a kernel supports.
     """
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])
@@ -57,9 +56,8 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
-    """Return each module that has kernels for a call, with the sentence why it cannot run on a GPU of this compute capability.
-
-    None stands for a module that can. The references are left out.
+    """Map each module with kernels for a call, without the references, to the sentence why it cannot run on a GPU of this
+    compute capability; None if it can.
     """
     found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
     return {each.implementation.module: each.why_not for each in found}

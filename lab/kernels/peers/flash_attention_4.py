@@ -1,10 +1,9 @@
-"""FlashAttention-4 (`flash-attn-4`, CuTe DSL) under the names of the decode and context calls: SM90, SM100 and SM103.
+"""FlashAttention-4 (`flash-attn-4`, CuTe DSL) as FlashInfer's decode and context calls: SM90, SM100 and SM103.
 
 The package is imported at the first call. A call that differs from earlier ones in more than lengths compiles for some seconds.
-Lengths and page ids stay on the device: a prepared call reads their current contents, also in a CUDA graph. FlashAttention-4's
-own heuristic chooses how K/V are split, on GPUs where it can split them (not SM90). The lab calls `_flash_attn_fwd` of
-4.0.0b36, which `flash_attn_varlen_func` calls, because the latter has no `out`. The package's LSE is a natural logarithm: one
-more launch converts it to base 2.
+A prepared call reads the current lengths and page ids on the device, also in a CUDA graph. On SM100 and SM103
+FlashAttention-4's heuristic chooses how keys are split. The lab calls `_flash_attn_fwd` of 4.0.0b36, because
+`flash_attn_varlen_func` has no `out`. The package's LSE is a natural logarithm: one more launch converts it to base 2.
 """
 
 import math
@@ -22,19 +21,18 @@ from lab.kernels.support.packages import FLASH_ATTENTION_4
 
 FUNCTION, WRITTEN_FOR = "flash_attn.cute.interface._flash_attn_fwd", "flash-attn-4 4.0.0b36"
 LOG2_E = math.log2(math.e)
-BY_ITS_HEURISTIC = 0  # as `num_splits`
+BY_ITS_HEURISTIC = 0  # value of `num_splits`
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
 
-    If FlashAttention-4 does not support the call, NotImplementedError is raised with the reason of
-    `lab.kernels.support.why_not`.
+    NotImplementedError has the reason of `lab.kernels.support.why_not` if FlashAttention-4 does not support the call.
     """
     out, lse = problem.results()
     refuse_unsupported(FLASH_ATTENTION_4, problem)
     arguments = _arguments(problem) | {"out": _by_request(problem, out)}
-    if lse is not None:  # its heads come before the rows
+    if lse is not None:  # the package's LSE has heads before rows
         arguments["lse"] = torch.empty(_by_request(problem, lse).mT.shape, dtype=lse.dtype, device=lse.device)
     attend = installed_function(__name__, FUNCTION, WRITTEN_FOR, frozenset(arguments))
 
@@ -48,7 +46,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return query rows or results as FlashAttention-4 takes them: without offsets, as [batch_size, q_len, ...]."""
+    """Return a tensor [num_rows, ...] as FlashAttention-4 takes it: as [batch_size, q_len, ...] in a call without offsets."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

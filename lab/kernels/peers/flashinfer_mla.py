@@ -1,8 +1,8 @@
-"""FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call: FA3 on SM90, FA2 elsewhere.
+"""FlashInfer's `BatchMLAPagedAttentionWrapper` as FlashInfer's MLA decode call, for GPUs for which trtllm-gen and XQA have no
+MLA kernel.
 
-It serves GPUs for which trtllm-gen and XQA have no MLA kernel. The wrapper plans on the host from the lengths. So each call of
-`<name>` copies the lengths to the host and waits, and a CUDA graph cannot capture it. `plan_<name>` plans once, for lengths
-that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
+The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
+backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan an MLA decode call, and return it as a ready call. `lab.calls.MLADecodeCall` documents shapes and errors.
+    """Check and plan an MLA decode call. Return a function that runs it. `lab.calls.MLADecodeCall` documents shapes and errors.
 
-    FlashInfer's own planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts.
+    FlashInfer's planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts.
     """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
@@ -53,12 +53,12 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
 
 
 def _scale_of_keys(problem: PagedAttention) -> float:
-    """Return the scale by which the kernel multiplies cached keys and values, rounded to the query's dtype."""
+    """Return bmm2_scale rounded to the query's dtype, by which the kernel multiplies cached keys and values."""
     return float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
 
 
 def _metadata(problem: PagedAttention) -> Any:
-    """Return FlashInfer's `MLAPlanMetadata` of the requests: offsets of query rows, offsets and ids of pages, and lengths."""
+    """Return FlashInfer's `MLAPlanMetadata` of a call: offsets of query rows, offsets and ids of pages, and lengths."""
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     live = live_pages(problem)
     return metadata_type.csr(

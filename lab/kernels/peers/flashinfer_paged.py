@@ -1,10 +1,9 @@
-"""FlashInfer's decode and prefill wrappers over a paged cache under the names of the decode and context calls, with FA2 or FA3.
+"""FlashInfer's decode and prefill wrappers over a paged cache, with FA2 or FA3, as FlashInfer's decode and context calls.
 
-`BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 uses them.
-`BatchPrefillWithPagedKVCacheWrapper` serves all other calls: several rows, masks, sinks, V with other strides than K. Both plan
-on the host from the lengths. So each call of `<name>` copies the lengths to the host and waits, and a CUDA graph cannot capture
-it. `plan_<name>` plans once, for lengths that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge
-lab.kernels.peers.flashinfer_paged:fa2`.
+`BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 does.
+`BatchPrefillWithPagedKVCacheWrapper` serves all other calls: several rows, masks, sinks, V with other strides than K. The
+module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
+backend, as in `lab judge lab.kernels.peers.flashinfer_paged:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.
 """
 
 import importlib
@@ -31,7 +30,7 @@ LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a decode or context call, and return it as a ready call.
+    """Check and plan a decode or context call. Return a function that runs it.
 
     `lab.calls.DecodeCall` and `ContextCall` document shapes and errors.
     """
@@ -59,7 +58,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
 
 
 def _is_plain_decode(problem: PagedAttention) -> bool:
-    """Return True if FlashInfer's decode wrapper can serve the call: one row per request, no mask, no sinks.
+    """Return True if FlashInfer's decode wrapper can serve a call: one row per request, no mask, no sinks.
 
     K and V must have equal strides, because without tensor cores the wrapper reads V with K's strides.
     """
@@ -83,7 +82,7 @@ def _planned_decode(problem: PagedAttention, scratch: torch.Tensor, backend: str
         pages.last_page_len,
         head_dim=problem.head_dim,
         seq_lens=pages.kv_lens,
-        **_planned_alike(problem),
+        **_shared_plan_arguments(problem),
     )
     return wrapper
 
@@ -103,17 +102,16 @@ def _planned_prefill(
         custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, pages),
         causal=problem.causal and problem.mask is None,
         seq_lens=pages.kv_lens,
-        **_planned_alike(problem),
+        **_shared_plan_arguments(problem),
     )
     return wrapper
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return the constructor arguments with which FlashInfer's prefill wrapper computes sinks.
+    """Return the constructor arguments with which FlashInfer's prefill wrapper computes sinks; without them it ignores sinks.
 
-    The `run` of a wrapper without these arguments ignores `sinks` with FA2 and FA3. FlashInfer 0.7.2's
-    `BatchAttentionWithAttentionSinkWrapper` passes the same arguments, but its name of the JIT-compiled module leaves out the
-    head_dim and the dtype of K/V, so that different kernels would overwrite each other in the cache. The name here has both.
+    FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` passes the same arguments. But its name of the JIT-compiled
+    module lacks the head_dim and the dtype of K/V, so that different kernels overwrite each other in the cache.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
     declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl
@@ -133,7 +131,7 @@ def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
     }
 
 
-def _planned_alike(problem: PagedAttention) -> dict[str, Any]:
+def _shared_plan_arguments(problem: PagedAttention) -> dict[str, Any]:
     return {
         "num_qo_heads": problem.num_qo_heads,
         "num_kv_heads": problem.num_kv_heads,
@@ -147,7 +145,7 @@ def _planned_alike(problem: PagedAttention) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
-    """Return draft masks as FlashInfer's custom mask, bool [sum of q_len * kv_len]: rows also see all keys before the draft."""
+    """Return FlashInfer's custom mask, bool [sum of q_len * kv_len], of a call with draft masks. Earlier keys are visible."""
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []

@@ -1,8 +1,7 @@
-"""FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call: FA3 on SM90, else FA2.
+"""FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` as FlashInfer's ragged context call, for GPUs without trtllm-gen.
 
-It serves GPUs for which trtllm-gen has no ragged kernel. The wrapper plans on the host from the offsets. So each call of
-`<name>` copies the offsets to the host and waits, and a CUDA graph cannot capture it. `plan_<name>` plans once, for lengths
-that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab.kernels.peers.flashinfer_ragged:fa2`.
+The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
+backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.
 """
 
 import itertools
@@ -21,7 +20,7 @@ WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
 def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a ragged context call, and return it as a ready call.
+    """Check and plan a ragged context call. Return a function that runs it.
 
     `lab.calls.RaggedContextCall` documents shapes and errors.
     """

@@ -1,4 +1,4 @@
-"""torch's `flex_attention` over a paged cache, under the names of the decode and the context call.
+"""torch's `flex_attention` over a paged cache, as FlashInfer's decode and context calls.
 
 The whole pool is one sequence of tokens, and one page is one block of keys. The mask function looks a token's position in its
 request up in a table, as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). Pages that
@@ -7,9 +7,9 @@ same number of rows, each request is a batch entry. Otherwise all rows are one s
 each request that has rows in it.
 
 Block lists and tables are made on the host from the lengths. `plan_<name>` makes them once (`lab.kernels.PlannedOnce`). On a
-GPU it also compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no `out`: the results are copied
-into it. On a CPU nothing is compiled, and the whole matrix of scores is made. The value of a hidden key is multiplied by 0, so
-that NaN in a page's unused cells reaches the output: the judge's check K4 (poison) reports it.
+GPU it also compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no `out`: the results are copied.
+On a CPU nothing is compiled, and the whole matrix of scores is computed. The weight of a hidden key is 0, so that NaN in its
+value reaches the output: the judge's check K4 (poison) reports it.
 """
 
 import functools
@@ -35,7 +35,7 @@ from lab.kernels.support.stored_cache import token_list
 LOG2_E = math.log2(math.e)
 Q_BLOCK = 128  # rows of a block, torch's default
 MOST_KEYS = 64  # of a tile: torch's default on SM90 does not divide a page of 64
-MOST_ELEMENTS = 32 * 256  # of a tile: torch's default on SM90 for heads of 256; 64 keys of them need more shared memory
+MOST_ELEMENTS = 32 * 256  # of K in a tile: torch's default on SM90 for heads of 256, which fits in shared memory
 
 
 def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
@@ -43,7 +43,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Plan a decode or context call: make its block lists and compile. Return it as a ready call.
+    """Plan a decode or context call: make its block lists and compile. Return a function that runs it.
 
     `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
@@ -66,14 +66,14 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
         "scale": float(problem.bmm1_scale),
         "options": {
             "BLOCK_N": min(problem.page_size, MOST_KEYS, MOST_ELEMENTS // problem.head_dim),
-            # torch splits keys for fewer rows than 128, and has no such kernel if they, times the heads of a group, are more.
+            # For fewer than 128 rows torch splits the keys, by a kernel that supports at most 128 rows times heads of a group.
             "FORCE_USE_FLEX_ATTENTION": rows.request.shape[1] * problem.group > Q_BLOCK,
         },
     }
     attend = _attend
     if problem.query.device.type == "cuda":
         attend = _compiled()
-        # Beyond a limit of shapes torch would stop to compile without a word, and make the whole matrix of scores.
+        # Beyond a number of shapes torch would silently stop compiling, and compute the whole matrix of scores.
         with torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
             attend(**arguments)
     return PreparedCall(attend, arguments, returned=problem.returned(out, lse))
@@ -94,10 +94,7 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Run `flex_attention`, and write its output to `out` and its LSE in base 2 to `lse` unless that is None.
-
-    In both tensors rows come before heads.
-    """
+    """Run `flex_attention`. Write its output to `out` and its LSE in base 2 to `lse` unless None, with rows before heads."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     found, aux = flex_attention(
@@ -124,14 +121,15 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """All query rows, each tensor int32 [entries, rows of an entry]. An entry is an index of `flex_attention`'s batch axis.
+    """All query rows of a call, each tensor int32 [batch entries, rows of an entry].
 
-    There is one entry per request if all requests have equally many rows, otherwise a single entry.
+    There is one batch entry per request if all requests have the same number of rows, otherwise a single entry.
 
     Attributes:
         request: the request of each row.
-        first, last: the first and last position that each row may see. Padding has 0 and -1, so that it sees none.
-        whole_to: the last position up to which a row sees each one from `first` on; behind it, a draft mask decides.
+        first, last: the first and last position that each row may see; 0 and -1 for padding rows.
+        whole_to: the last position before the draft mask applies; `last` without a mask. A row sees all positions from `first`
+            to `whole_to`.
     """
 
     request: torch.Tensor
@@ -140,7 +138,7 @@ class _Rows:
     whole_to: torch.Tensor
 
     def unflattened(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a tensor [num_rows, ...] as a view [entries, rows of an entry, ...]."""
+        """Return a tensor [num_rows, ...] as a view [batch entries, rows of an entry, ...]."""
         return rows.unflatten(0, self.request.shape)
 
 
@@ -160,9 +158,8 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask`: the mask function, and which pages each block of query rows sees in part or in whole.
-
-    Pages that every row of a block sees whole are listed apart: the mask function is not called for them.
+    """Return torch's `BlockMask`: the mask function, the pages of which some row of each block sees a token, and the pages of
+    which every row sees all tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -198,7 +195,7 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
     """Return the index of each page of the pool among a request's pages, int32 [batch_size, num_pages]; -1 for other pages.
 
     Raises:
-        NotImplementedError: a request has a page twice. The mask function finds only one position of a page.
+        NotImplementedError: a request has a page twice.
     """
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
@@ -214,16 +211,15 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (number of pages that are seen, page ids, those first), int32, from bool [entries, 1, blocks, pages]."""
+    """Return, from bool [entries, 1, blocks, pages], the number of True pages and the page ids with these first, int32."""
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the mask function of `flex_attention`: True where a query row sees a token.
+    """Return the mask function of `flex_attention`: True if a query row sees a token.
 
-    It takes (batch entry, head, row of the entry, token), the token as an index into the pool. `pages` is the result of
-    `_page_in_request`.
+    It takes (batch entry, head, row of the entry, index of the token in the pool). `pages` is the result of `_page_in_request`.
     """
     page_size = problem.page_size
 

@@ -14,12 +14,12 @@ from lab.extras import require
 def installed_function(
     part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Return a function of an installed package, after checking that it takes the given keywords.
+    """Return a function of an installed package, after checking that it takes exactly the given keywords.
 
     Args:
         part: the part of the lab that needs the function; errors name it.
-        name: dotted name, which begins with the package. The distribution has the same name as the package.
-        written_for: the release for which the lab was written.
+        name: dotted name, which begins with the package.
+        written_for: the release for which the lab was written; errors name it.
         keywords: the names of all arguments that will be passed; empty: the signature is not checked.
 
     Raises:

@@ -1,4 +1,4 @@
-"""FlashInfer's own wrappers, which plan on the host from the lengths, under the names of TRT-LLM calls."""
+"""FlashInfer's own wrappers, which plan on the host from the lengths, as FlashInfer's TRT-LLM calls."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -15,26 +15,28 @@ from lab.kernels.flashinfer_call import capability_for
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
 
-Plan = Callable[[Any, Any, str], Ready]  # of a call, its problem and a backend
+Plan = Callable[[Any, Any, str], Ready]  # takes a call, its checked arguments and a backend
 
 
 class PlannedWrapper:
     """An implementation of TRT-LLM calls by FlashInfer's own wrappers with one backend, FA2 or FA3.
 
     A function `<name>` copies lengths to the host and waits in each call, so that no CUDA graph can capture it. `plan_<name>`
-    does this once (`lab.kernels.PlannedOnce`) and returns a ready call, which may run any number of times, also in a CUDA
-    graph. Lengths, rows, page ids and masks are read at the planning only; the contents of the other tensors may change.
+    does this once (`lab.kernels.PlannedOnce`) and returns a function that runs the call any number of times, also in a CUDA
+    graph. Lengths, numbers of rows, page ids and masks must not change then; the contents of the other tensors may.
     """
 
     def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
-        """Add the functions `<name>` and `plan_<name>` for each class of calls in `lab.calls` to this object.
+        """Add the functions `<name>` and `plan_<name>` of each call in `call_types` (classes of `lab.calls`) to this object.
 
-        `module` is the name of the module that has the object, which is named after it. `backend` is "fa2" or "fa3"; "" for FA3
-        on SM90 and FA2 elsewhere.
+        Args:
+            module: name of the module that has this object.
+            plan: the body of `plan_<name>`.
+            backend: "fa2" or "fa3"; "": FA3 on SM90 and FA2 on other GPUs.
         """
 
         def planned(call: Any, problem: Any) -> Ready:
-            """Check and plan a call, and return the ready call. The call's class in `lab.calls` documents shapes and errors."""
+            """Check and plan a call. Return a function that runs it. Its class in `lab.calls` documents shapes and errors."""
             return plan(call, problem, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
@@ -49,14 +51,14 @@ class PlannedWrapper:
 
 @dataclass(frozen=True, eq=False)
 class LivePages:
-    """The pages of each request that hold keys, as FlashInfer's plans take them. Only `indices` is on the device.
+    """The pages with keys of each request, as FlashInfer's plans take them. Only `indices` is on the device.
 
     Attributes:
         kv_lens: int32 [batch_size], the number of keys of each request.
         indptr: int32 [batch_size + 1], where each request's pages begin in `indices`.
         indices: int32 [indptr[-1]], page ids.
-        last_page_len: int32 [batch_size], the number of tokens in each request's last page. It is a whole page for a request
-            without pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
+        last_page_len: int32 [batch_size], the number of tokens in each request's last page; `page_size` for a request without
+            pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
     """
 
     kv_lens: torch.Tensor
@@ -66,7 +68,7 @@ class LivePages:
 
 
 def live_pages(problem: PagedAttention) -> LivePages:
-    """Return the pages of each request that hold keys, and their counts. Lengths are copied to the host."""
+    """Return the `LivePages` of a call. Lengths are copied to the host."""
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
@@ -83,8 +85,7 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
     """Return the backend that runs a call: `backend` ("fa2" or "fa3"), or for "" the GPU's default.
 
     Raises:
-        NotImplementedError: there is no GPU, a CUDA graph is being captured, or the backend does not support the call
-            (`lab.kernels.support.why_not` gives the reason).
+        NotImplementedError: the device is no GPU, a CUDA graph is being captured, or the backend does not support the call.
     """
     device = problem.query.device
     backend = backend or fa_backend(capability_for(device))
@@ -94,7 +95,7 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
 
 
 def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    """Raise NotImplementedError if a CUDA graph is being captured, because planning reads lengths on the host."""
+    """Raise NotImplementedError, which names `wrapper`, if a CUDA graph is being captured: a plan reads lengths on the host."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"

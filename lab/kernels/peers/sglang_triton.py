@@ -1,13 +1,13 @@
-"""SGLang's Triton attention under the names of the decode and the context call.
+"""SGLang's Triton attention as FlashInfer's decode and context calls.
 
 The kernels are those of the installed SGLang, which is imported at the first call; the lab is written for 0.5.23. A call with
 one row per request runs `decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
 `extend_attention_fwd_unified`, which reads all keys from the pool. `extend_attention_fwd` and `verify_splitkv_fwd` are not
-used: they take the new tokens' keys as separate tensors, which these calls do not have.
+used, because they take the new tokens' keys as separate tensors.
 
 SGLang's backend makes lists of tokens and numbers of splits once for all layers of a pass (`TritonAttnBackend` in
-`sglang/srt/layers/attention/triton_backend.py`). `plan_<name>` does the same here: it reads lengths and tables, waits for the
-GPU, and returns the call. Lengths, page ids and masks must not change after the planning (`lab.kernels.PlannedOnce`).
+`sglang/srt/layers/attention/triton_backend.py`). `plan_<name>` does the same (`lab.kernels.PlannedOnce`): it reads lengths and
+tables, and waits for the GPU. Lengths, page ids and masks must not change then.
 """
 
 import itertools
@@ -35,7 +35,7 @@ DECODE = "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd"
 EXTEND = "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd_unified"
 NUM_SPLITS = "sglang.kernels.ops.attention.metadata.get_num_kv_splits_triton"
 MOST_SPLITS = 8  # --triton-attention-num-kv-splits
-SCHEDULED_REQUESTS = 256  # of `TritonAttnBackend.get_num_kv_splits`, the least block
+SCHEDULED_REQUESTS = 256  # smallest MAX_NUM_SEQ in `TritonAttnBackend.get_num_kv_splits`
 
 
 def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
@@ -44,11 +44,11 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """The tokens of each request that its rows may see, as indices into the K/V pool.
+    """The list of tokens of each request that its rows may see.
 
     Attributes:
         kv_indptr: int32 [batch_size + 1], where each request's tokens begin in `kv_indices`.
-        kv_indices: int64 [kv_indptr[-1]], indices into the pool.
+        kv_indices: int64 [kv_indptr[-1]], indices of the tokens in the K/V pool.
         starts: position of the first listed token of each request.
         counts: number of listed tokens of each request.
     """
@@ -60,12 +60,12 @@ class _Tokens:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Plan a decode or context call: make its lists of tokens. Return it as a ready call.
+    """Plan a decode or context call: make its lists of tokens. Return a function that runs it.
 
     `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: `lab.kernels.peers.installed.installed_function` cannot use the installed SGLang.
+        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
         NotImplementedError: the kernels do not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph
             is being captured, or a row sees no key.
     """
@@ -90,9 +90,9 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if some row sees neither a token before the draft nor a token of the draft. Waits for the GPU.
+    """Return True if some row sees neither a token before the draft nor a token of the draft, after a wait for the GPU.
 
-    `shown` are draft masks, bool [batch_size, q_len, q_len].
+    `shown` is the draft mask, bool [batch_size, q_len, q_len].
     """
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
@@ -104,7 +104,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return the tokens of a request from the first that its first row sees, as SGLang lists them."""
+    """Return the `_Tokens` of a call: of each request all tokens from the first that its first row sees, as in SGLang."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -150,7 +150,7 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
-    """Return the number of key splits of each request, int32 [batch_size]: SGLang's kernel's, on a CPU `MOST_SPLITS`."""
+    """Return the number of key splits of each request, int32 [batch_size], by SGLang's kernel; `MOST_SPLITS` on a CPU."""
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -193,7 +193,7 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return a request's draft mask as SGLang's custom mask: flat bool, row after row, each of the prefix and the draft."""
+    """Return SGLang's custom mask of a request, flat bool [q_len * (prefix + q_len)], from its draft mask [q_len, q_len]."""
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 

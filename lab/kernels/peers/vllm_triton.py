@@ -1,9 +1,8 @@
-"""vLLM's Triton attention, `unified_attention`, under the names of the decode and the context call.
+"""vLLM's Triton attention, `unified_attention`, as FlashInfer's decode and context calls.
 
 The kernels are those of the installed vLLM, which is imported at the first call; the lab is written for 0.33.0. A call is one
-launch. It is two launches where vLLM splits the keys into 16 segments, which it does for few requests with few rows. The
-thresholds are those of vLLM's `TritonAttentionMetadataBuilder` (`vllm/v1/attention/backends/triton_attn.py`); the builder
-itself is not used, because it takes a server's configuration.
+launch, or two if vLLM splits the keys into 16 segments, for few requests with few rows. The thresholds are those of vLLM's
+`TritonAttentionMetadataBuilder` (`vllm/v1/attention/backends/triton_attn.py`).
 """
 
 from functools import partial
@@ -24,7 +23,7 @@ PART = "lab.kernels.peers.vllm_triton"
 WRITTEN_FOR = "0.33.0"
 UNIFIED = "vllm.v1.attention.ops.triton_unified_attention.unified_attention"
 QUANT_MODE = "vllm.v1.kv_cache_interface.KVQuantMode"
-# Of the builder: NUM_PAR_SOFTMAX_SEGMENTS, MIN_LAUNCH_GRID_SIZE_2D, and the kernel's MAX_3D_QUERY_LEN.
+# The builder's NUM_PAR_SOFTMAX_SEGMENTS and MIN_LAUNCH_GRID_SIZE_2D, and the kernel's MAX_3D_QUERY_LEN.
 SEGMENTS = 16
 LEAST_GRID = 128
 MOST_ROWS_OF_SEGMENTS = 8
@@ -37,11 +36,11 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
 
-    If the kernel does not support the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
+    NotImplementedError has the reason of `lab.kernels.support.why_not` if the kernel does not support the call.
     `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: `lab.kernels.peers.installed.installed_function` cannot use the installed vLLM.
+        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
     """
     out, _ = problem.results()
     refuse_unsupported(VLLM_TRITON, problem)
@@ -82,7 +81,7 @@ def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments with which vLLM splits keys into segments; {} if there are enough programs without a split."""
+    """Return the arguments with which vLLM splits the keys of a call into segments; {} if vLLM does not split them."""
     threshold = LEAST_GRID // problem.num_kv_heads
     if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
         return {}

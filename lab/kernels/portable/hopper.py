@@ -1,8 +1,7 @@
 """Host code of the Gluon kernels for SM90: which calls they serve, which tiles they have, and how they are launched.
 
 The Triton kernels (`paged_kernel`, `mla_decode`) can serve every call. On SM90, the Gluon kernels serve calls that are bound by
-matrix products: they use its asynchronous products from shared memory, without tensor memory. Gluon is imported only where a
-kernel is launched.
+matrix products, with `wgmma`. Gluon is imported only when a kernel is launched.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +22,10 @@ from lab.kernels.support import triton_interprets
 class HopperTiles(NamedTuple):
     """The tiles of the Gluon kernel for one head_dim.
 
-    Tile `shares` is for launches in which one block holds all rows of a request and several programs divide its keys, tile
-    `blocks` is for all other launches. Without shares, `windows` replaces it if a window has at most `few_keys` keys.
+    Attributes:
+        shares: for launches in which one block has all rows of a request and several programs divide its keys.
+        windows: for launches in which a program reads all keys of its rows, in a window of fewer than `few_keys` keys.
+        blocks: for all other launches.
     """
 
     blocks: HopperTile
@@ -34,11 +35,11 @@ class HopperTiles(NamedTuple):
 
 
 # By head_dim. Of 227 KiB of shared memory, queries take 2 * rows * head_dim bytes, each stage of K and V 4 * keys * head_dim.
-# `blocks` are bound by products: large tiles, as many stages as fit. `shares` are bound by reads, and waste the keys of a tile
-# after a request's last one: small tiles. Programs of one consumer, several on a multiprocessor, are for work whose products
-# are short beside its softmax (heads of 64) or its start and end (windows). With heads of 128 they are faster in windows of 512
-# keys and slower in those of 1,024. With heads of 64 `windows` is faster up to 2,048 keys, the longest window that was timed.
-# The record is results/nvidia-h200/kernels.md, "Programs of 64 rows".
+# `blocks` are bound by products: large tiles, and as many stages as fit. `shares` are bound by reads: small tiles, because the
+# keys of a request's last tile are read in vain. Tiles of 64 rows, several programs on a multiprocessor, are for work whose
+# products take less time than its softmax (heads of 64) or its start and end (windows). With heads of 128 they are faster in
+# windows of 512 keys and slower in windows of 1,024. With heads of 64 `windows` is faster up to 2,048 keys, the longest window
+# that was timed (results/nvidia-h200/kernels.md, "Programs of 64 rows").
 TILES = {
     64: HopperTiles(
         blocks=HopperTile(64, 128, stages=3, per_multiprocessor=2),
@@ -57,10 +58,10 @@ TILES = {
         shares=HopperTile(128, 64, stages=2),
     ),
 }
-# By (kv_lora_rank, qk_rope_head_dim). Of 227 KiB, the queries take 72, each of two tiles 72, and the weights 8.
+# By (kv_lora_rank, qk_rope_head_dim). Of 227 KiB of shared memory, queries take 72, each of two tiles 72, and the weights 8.
 MLA_TILES = {(512, 64): HopperTile(64, 64, stages=2, start_keys=256, consumer_registers=232, producer_registers=40)}
-# Over e4m3, by head_dim. Beside each stage in float16 is one as it is loaded, of half as many bytes. A tile of 64 rows has one
-# consumer, which waits for its own products: a multiprocessor runs two programs. Of windows, one of 128 keys was timed.
+# Over e4m3, by head_dim. Each stage has a tile in e4m3, as it is loaded, and one in float16. A tile of 64 rows has one
+# consumer, which waits for its own products: a multiprocessor runs two programs. Only a window of 128 keys was timed.
 E4M3_TILES = {
     head_dim: HopperTiles(
         blocks=HopperTile(128, 64, stages=stages, consumer_registers=208, producer_registers=88),
@@ -69,18 +70,16 @@ E4M3_TILES = {
     )
     for head_dim, stages, one_stages in ((64, 6, 4), (128, 3, 2))
 }
-LEAST_ROWS = 65  # the plain kernel's tiles of 64 rows are bound by reading K/V
-LEAST_E4M3_ROWS = 17  # the plain kernel's tiles of 32 rows and more do not load the next keys while they convert these
-LEAST_MLA_ROWS = 17  # 32 rows are a quarter faster than in the plain kernel, 16 are slower
+# Smallest number of rows of a request and K/V head for which the Gluon kernels are used, over 16-bit K/V, over e4m3, for MLA.
+LEAST_ROWS = 65  # the Triton kernel's tiles of 64 rows are bound by reading K/V
+LEAST_E4M3_ROWS = 17  # the Triton kernel's tiles of 32 rows and more do not load the next keys during a conversion
+LEAST_MLA_ROWS = 17  # with 32 rows the Gluon kernel is a quarter faster, with 16 rows slower
 LEAST_PAGE = 16  # tokens
 REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the paged Gluon kernel, or None if the Triton kernel must serve the call.
-
-    The Triton kernel serves every call with a draft mask or with a page table for each K/V head.
-    """
+    """Return the tiles of the paged Gluon kernel for a call, or None if the kernel does not support it or would be slower."""
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim or problem.is_block_sparse:
@@ -92,10 +91,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of MLA's Gluon kernel, or None if the Triton kernel must serve the call.
-
-    The Triton kernel serves every call with selected entries, which TMA cannot gather.
-    """
+    """Return the tile of MLA's Gluon kernel for a call, or None if the kernel does not support it or would be slower."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     if tile is None or problem.k_cache.dtype != problem.query.dtype or problem.selected is not None:
         return None
@@ -105,10 +101,8 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True if SM90's TMA and matrix products can serve a call with these tiles.
-
-    The call needs at least `least_rows` query rows per request and K/V head (query tokens times query heads of the K/V head), K
-    and V in a dtype that the products take, tiles that are a multiple or a divisor of a page, and pools that TMA can address.
+    """Return True if the GPU is SM90, requests may have `least_rows` rows (query token and head) per K/V head, and TMA can load
+    the tiles from `caches`.
     """
     if triton_interprets():  # the interpreter does not run Gluon
         return False
@@ -122,7 +116,7 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True if a tile of `keys` keys consists of whole TMA boxes (`_boxes`)."""
+    """Return True if a page has whole tiles of `keys` keys, or a tile has whole pages of at least LEAST_PAGE tokens."""
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
 
@@ -137,12 +131,11 @@ def hopper_launches(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call by the paged Gluon kernel.
+    """Return the launches of a call by the paged Gluon kernel: attention, and a merge if programs divide a request's keys.
 
     Args:
-        problem, results: the call, and its output and LSE or None.
         tile: one of `hopper_tiles`.
-        shares: how the keys are divided among programs; None: one program computes all keys of a block of rows and a K/V head.
+        shares: how the keys are divided among programs; None: one program reads all keys of a block of rows and a K/V head.
         least_q_len: as in `with_merge`.
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
@@ -230,7 +223,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. A TMA box holds those keys of a tile that lie in one page, BOX_BYTES of each key."""
+    """Return the TMA descriptor of a pool. A box has BOX_BYTES of each key of a tile that lies in one page."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

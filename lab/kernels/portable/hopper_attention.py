@@ -1,5 +1,4 @@
-"""The Gluon kernel of paged attention for SM90: prefill, extend, and verify of many tokens, where matrix products are the
-limit.
+"""The Gluon kernel of paged attention for SM90, for calls that are bound by matrix products: prefill, extend, long verify.
 
 Glossary:
 
@@ -9,7 +8,7 @@ Glossary:
 * full, empty: the two barriers of a slot. They complete when a tile has arrived in the slot and when it has been read.
 
 A program computes one piece after another. Its warps form three partitions. All of them go through the same pieces and tiles in
-the same order (`piece_at`, `nth_tile`), so they need nothing but barriers between them:
+the same order (`piece_at`, `nth_tile`), and only wait for each other's barriers:
 
     producer (1 warp)              consumer 0 (4 warps, rows 0 to 63)        consumer 1 (rows 64 to 127)
 
@@ -26,8 +25,7 @@ P.V runs, and while the products of the other consumer run. The two consumers do
     consumer     QK n, PV n-1 | softmax n | QK n+1, PV n | softmax n+1
     its products QK n           PV n-1      QK n+1         PV n
 
-A block of 64 rows has only one consumer. Programs then share a multiprocessor, and overlap as two consumers do, and also when
-one begins or ends a block.
+A block of 64 rows has only one consumer. Several programs then run on a multiprocessor, and overlap as two consumers do.
 
 Products take operands of 16 bits. So over an e4m3 cache the producer loads the bytes into separate rings, `loaded`, and two
 more partitions convert them to float16: one converts K, the other V.
@@ -41,7 +39,7 @@ more partitions convert them to float16: one converts K, the other V.
                                    arrive full[slot] ----------------------> wait
 
 Barrier k_full[slot] completes once for each tile in the slot, so the wait for a partition's n-th tile uses the parity of n //
-stages. A wait for an empty slot uses the opposite parity, which counts as completed in a new barrier.
+stages. A wait for an empty slot uses the opposite parity, so that the first one does not wait.
 """
 
 from typing import Any, NamedTuple
@@ -93,7 +91,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Return new `Rings` for K and V tiles of dtype DTYPE, which READERS partitions read."""
+    """Allocate `Rings` for K and V tiles of dtype DTYPE, which READERS partitions read."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -116,7 +114,7 @@ def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE:
 
 @gluon.jit
 def _produce(
-    pools,  # (descriptor of K's boxes, of V's, block tables, their strides)
+    pools,  # (TMA descriptor of K, of V, block tables of K and V, their row strides)
     walk,
     batch,
     rings,
@@ -151,7 +149,7 @@ def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZ
     full, empty = barriers
     pages = box_pages(
         table, begin, piece.kv_len, KEYS, PAGE_SIZE
-    )  # read before the wait, which hides the time that it takes
+    )  # before the wait, which hides the time of these loads
     mbarrier.wait(empty, parity ^ 1)
     mbarrier.expect(full, KEYS * slot.shape[1] * bytes_of(slot.dtype))
     copy_boxes(descriptor, pages, piece, begin, slot, full, 0, PAGE_SIZE)
@@ -172,7 +170,7 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute attention of CONSUMER_ROWS query rows over all tiles of the program, and write the results."""
+    """Compute attention of CONSUMER_ROWS query rows of each block, over all tiles of the program, and write the results."""
     KEYS: gl.constexpr = TILE.keys
     q_slot = q_slots.index(WHICH)
     DIMS: gl.constexpr = q_slot.shape[1]
@@ -247,7 +245,7 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, which must have arrived, and return the incomplete products."""
+    """Launch Q.K^T of the program's `number`-th tile, which must have arrived. Return the scores, to wait for."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -255,21 +253,21 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for V of the program's `number`-th tile, launch P.V, and return the incomplete sums."""
+    """Wait for V of the program's `number`-th tile, and launch P.V. Return the sums, to wait for."""
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, rings.v.index(number % TILE.stages), sums, is_async=True)
 
 
-# As of the plain kernel: what varies from call to call must not compile again.
+# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
 VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"]
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_attention_kernel(
     query,
-    k_tiles,  # descriptors of the pools' boxes
+    k_tiles,  # TMA descriptor of K, result of `_boxes`
     v_tiles,
     block_tables,  # (of K, of V)
     seq_lens,
@@ -277,7 +275,7 @@ def hopper_attention_kernel(
     sinks,  # None: no sink
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
-    partials,  # `PartialResults`; None: no unit is cut
+    partials,  # `PartialResults`; None: a program reads all keys of its rows
     least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
     window_left,
@@ -298,10 +296,10 @@ def hopper_attention_kernel(
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
-    With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share. Without SHARED,
-    programs of any grid take blocks in turn and read all their keys.
+    With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share of the key tiles.
+    Without SHARED, the grid is (programs, 1): programs take blocks in turn, and read all keys of each.
     """
-    if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
+    if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     STORED: gl.constexpr = k_tiles.dtype
     CONVERTS: gl.constexpr = gl.float8e4nv == STORED

@@ -1,6 +1,6 @@
-"""The warps of the paged Gluon kernel that convert e4m3 tiles to float16, because its matrix products take 16 bits.
+"""The warps of the paged Gluon kernel that convert e4m3 tiles to float16, the dtype of its matrix products.
 
-The docstring of `hopper_attention` shows which partition of warps waits for which.
+The docstring of `hopper_attention` shows which group of warps waits for which.
 """
 
 from triton.experimental import gluon
@@ -16,13 +16,13 @@ def convert(
     batch,
     loaded,
     rings,
-    WHICH: gl.constexpr,  # 0: keys; 1: values
+    WHICH: gl.constexpr,  # 0: K; 1: V
     SHARED: gl.constexpr,
     CAUSAL: gl.constexpr,
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Convert all K tiles (WHICH = 0) or V tiles (WHICH = 1) of the program, of the rings `loaded`, into `rings`."""
+    """Convert all K tiles (WHICH = 0) or V tiles (WHICH = 1) of the program from the e4m3 `Rings` `loaded` into `rings`."""
     converted = 0
     while walk[0] < walk[1]:
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
@@ -40,7 +40,7 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Convert a tile that has been loaded, and write it to its slot once that is empty.
+    """Convert a tile once it is loaded, and write it to slot `slot` of the other ring once that is empty.
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """

@@ -1,10 +1,10 @@
-"""The Gluon kernel of latent attention (MLA decode) for SM90: many heads, where matrix products are the limit.
+"""The Gluon kernel of latent attention (MLA decode) for SM90, for calls with many rows, which are bound by matrix products.
 
 A program has 64 packed rows. Their float32 sums of 512 elements need the registers of two warp groups, the consumers. Each
-consumer has half of the columns. A tile of keys is loaded once for both products: K is the whole tile, V is its latent columns.
-Consumer 0 computes the weights, and sends them to consumer 1 through shared memory as a message. `left`, `right` and `message`
-each have a barrier `full`, which completes when the data have arrived, and a barrier `empty`, which completes when they have
-been read:
+consumer computes half of the output columns. A tile of entries is loaded once for both products: K is the whole tile, V its
+latent columns, which are divided into a left and a right half. Consumer 0 computes the softmax weights, and sends them to
+consumer 1 through shared memory (`message`). `left`, `right` and `message` each have a barrier `full`, which completes when the
+data have arrived, and a barrier `empty`, which completes when they have been read:
 
     producer (1 warp)              consumer 0 (4 warps, left columns)         consumer 1 (right columns)
 
@@ -18,16 +18,16 @@ been read:
                                    weights, factors to shared memory
                                    arrive message.full ---------------------> wait message.full
 
-A message has the weights of a tile and the factors by which earlier sums are multiplied. A piece is some key tiles of one
-request. The last message of a piece has the softmax's state instead. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile
-n, so that the slot of tile n is empty early, and two slots hide the time of a load:
+A message has the weights of a tile and the factors by which earlier sums are multiplied. The last message of a piece (some key
+tiles of one request) has the softmax's state instead. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile n, so that the
+slot of tile n is empty early, and two slots hide the time of a load:
 
     consumer 0   PV left n, QK n+1  | softmax n+1, message | PV left n+1, QK n+2
     consumer 1   PV right n         | wait                 | PV right n+1
 
-Consumer 0 sends a tile's weights after its Q.K^T with all columns, so that one arrival is enough to empty each half of a slot.
-All partitions of warps go through the same pieces and tiles in the same order (`piece_at`, `nth_tile`). Parities are those of
-`lab.kernels.portable.hopper_attention`; the one slot of messages completes a phase for each message.
+Consumer 0 sends a tile's weights after it has read all columns of the tile for Q.K^T. So the arrival of consumer 1 means that
+both have read the right columns. All warps go through the same pieces and tiles in the same order (`piece_at`, `nth_tile`).
+Parities are those of `lab.kernels.portable.hopper_attention`; the barriers of `message` complete once for each message.
 """
 
 from typing import Any, NamedTuple
@@ -61,11 +61,11 @@ from lab.kernels.portable.hopper_pieces import (
 from lab.kernels.portable.rows import row_bounds
 from lab.kernels.portable.softmax import rounded, softmax_step
 
-SCORE_PRODUCTS: gl.constexpr = gl.constexpr(3)  # that make the scores of a tile: left, rope, right
+SCORE_PRODUCTS: gl.constexpr = gl.constexpr(3)  # the matrix products of a tile's Q.K^T: left, rope, right columns
 
 
 class Columns(NamedTuple):
-    """Shared memory for K/V entries or queries: the left and the right half of their latent columns, and their rope columns."""
+    """Shared memory for queries or tiles of entries: the left and right half of the latent columns, and the rope columns."""
 
     left: Any
     right: Any
@@ -73,10 +73,7 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A circular buffer of K/V tiles in shared memory, and its barriers.
-
-    Left and rope columns of a slot have one pair of barriers, right columns have another.
-    """
+    """A circular buffer of K/V tiles in shared memory, and the barriers of its slots. Rope columns use those of the left."""
 
     tiles: Any
     left_full: Any
@@ -86,7 +83,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory for one tile's weights [rows, keys], the factors float32 [2, rows] of earlier sums, and its barriers."""
+    """Shared memory for a tile's weights [rows, keys] and the factors of earlier sums, float32 [2, rows], with its barriers."""
 
     weights: Any
     factors: Any
@@ -109,7 +106,9 @@ def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constex
             begin = nth_tile(piece.keys, number, TILE)
             slot = loaded % TILE.stages
             parity = loaded // TILE.stages & 1
-            pages = box_pages(table, begin, piece.kv_len, TILE.keys, PAGE_SIZE)  # beside the wait
+            pages = box_pages(
+                table, begin, piece.kv_len, TILE.keys, PAGE_SIZE
+            )  # before the wait, which hides these loads
             full = ring.left_full.index(slot)
             mbarrier.wait(ring.left_empty.index(slot), parity ^ 1)
             mbarrier.expect(full, TILE.keys * (HALF + ROPE) * 2)
@@ -135,7 +134,9 @@ def _consume_left(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute the softmax weights of all tiles of the program, sent through `message`, and the output's left columns."""
+    """Compute the softmax weights of all tiles of the program, send them through `message`, and compute the left columns of
+    the output.
+    """
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])
@@ -199,7 +200,7 @@ def _consume_left(
 
 @gluon.jit
 def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Write a block's queries to shared memory. All loads begin before the first write, so that one wait covers them."""
+    """Load the query rows of a block and write them to shared memory."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     ROPE: gl.constexpr = q_slots.rope.shape[1]
     left = load_query(query, piece, is_negative, HALF, 0, HEADS, TILE)
@@ -213,7 +214,7 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch the SCORE_PRODUCTS products of Q.K^T with a tile, each after its columns' arrival; return incomplete scores."""
+    """Launch Q.K^T of the program's `number`-th tile, once its columns have arrived. Return the scores, to wait for."""
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -226,14 +227,14 @@ def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Launch P.V of the left columns of the program's `number`-th tile, and return the incomplete sums."""
+    """Launch P.V of the left columns of the program's `number`-th tile. Return the sums, to wait for."""
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, ring.tiles.left.index(number % TILE.stages), sums, is_async=True)
 
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Write a tile's weights, and the factors of the earlier sums, to `message` once the previous message has been read."""
+    """Write a tile's weights and the factors of the earlier sums to `message`, once the previous message has been read."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)
@@ -273,18 +274,18 @@ def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE:
         store_piece(state, piece, (0, 1), place, share_places, terms, 0, HALF, 2 * HALF, SUMS, HEADS, TILE)
 
 
-# As of the plain kernel: what varies from call to call must not compile again.
+# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
 @gluon.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_tiles", "table_stride"])
 def hopper_mla_kernel(
     query,
-    boxes,  # descriptor of the pool's
+    boxes,  # TMA descriptor of the pool, result of `_boxes`
     block_table,
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     sinks,  # None: no sink
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
-    partials,  # `PartialResults`; None: one share, which cuts nothing
+    partials,  # `PartialResults`; None: a program reads all keys of its rows
     max_q_len,
     batch_size,
     num_shares,
@@ -299,7 +300,7 @@ def hopper_mla_kernel(
     OVERLAPS: gl.constexpr,
 ):
     """Compute latent attention of one block of query rows over one share of the batch's keys: grid (q_blocks, shares)."""
-    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+    if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype
     STAGES: gl.constexpr = TILE.stages

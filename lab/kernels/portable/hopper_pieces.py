@@ -1,9 +1,9 @@
-"""The division of a Gluon kernel's work into pieces, and the code that both Gluon kernels use.
+"""The code that both Gluon kernels use: the division of work into pieces, copies of tiles, loads of queries, and masks.
 
-A piece is some key tiles of one request and one K/V head, with the block of query rows that sees them. A program has
-partitions, groups of warps with different work (`hopper_attention`, `hopper_mla`). All partitions go through the same pieces
-and tiles in the same order, which this module defines. It also has the copies of tiles, loads of queries, and masks. A place is
-a position in the sequence of all key tiles (`lab.kernels.portable.key_shares`).
+A piece is some key tiles of one request and one K/V head, with the block of query rows that sees them. The warps of a program
+form groups with different work, partitions (`hopper_attention`, `hopper_mla`). All partitions go through the same pieces and
+tiles in the same order, which this module defines. A place is a position in the batch's sequence of work
+(`lab.kernels.portable.key_shares`).
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ from lab.kernels.portable.partial_results import slot_of, store_share, store_uni
 from lab.kernels.portable.rows import block_at, keys_of_block, q_lens_of_kind, request_rows, tile_begin
 from lab.kernels.portable.softmax import logit_scale
 
-CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)  # rows of one product of SM90
-BOX_BYTES: gl.constexpr = gl.constexpr(128)  # of a key in a box: what the copy engine swizzles
-# The least scale. Any product times this is as good as 0, while a scale of 0 would make NaN of a hidden key's -inf.
+CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)  # rows of one `wgmma`
+BOX_BYTES: gl.constexpr = gl.constexpr(128)  # bytes of each key in a TMA box: the largest swizzle
+# The smallest scale of logits. It stands for 0, because 0 times the -inf of a hidden key is NaN.
 LEAST_SCALE: gl.constexpr = gl.constexpr(1e-30)
 NO_KEY: gl.constexpr = gl.constexpr(2**31 - 1)  # after every key
 
@@ -32,8 +32,7 @@ def bytes_of(dtype):
 class Piece(NamedTuple):
     """Some key tiles of one request and one K/V head, and the block of query rows that sees them: one step of a program's work.
 
-    The tiles are `first_tile` to `end_tile` of `num_tiles`, counted from the first tile that any row may see. `keys` is the
-    `KeyRange` of the block.
+    The tiles are `first_tile` to `end_tile` of the `num_tiles` that some row of the request may see. `keys` is the `KeyRange`.
     """
 
     request: Any
@@ -49,17 +48,17 @@ class Piece(NamedTuple):
 
 
 # Below, `batch` is (seq_lens, kind, window_left, batch_size, num_kv_heads); `lab.kernels.portable.rows` explains `kind`. `walk`
-# is a partition's position. If keys are shared out, it is (place, end, request, request's first place, places of a share), in
-# the words of `lab.kernels.portable.key_shares`. Else a place is a block of rows and a K/V head, and `walk` is (place, end,
-# request, request's first block, number of requests with blocks from it on).
+# is the position of a partition in the program's work. If programs divide the keys (SHARED), it is (place, end, request, the
+# request's first place, places of a share), in the words of `lab.kernels.portable.key_shares`. Otherwise a place is a block of
+# rows and a K/V head, and `walk` is (place, end, request, its first block, number of requests with blocks from this one on).
 
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return `walk`, a program's first position in the sequence of all work.
+    """Return the start of a program's work as the tuple `walk`, which the module's comment describes.
 
-    With SHARED, a program computes its share of the batch's key tiles. Without SHARED, all programs take turns: in each turn a
-    program has one block of rows.
+    With SHARED, a program computes consecutive key tiles of the batch. Without SHARED, it computes one block of rows and K/V
+    head in each turn.
     """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
@@ -108,9 +107,9 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
         )
         walk = (after[0], end, after[1], after[2], last)
     else:
-        # A later causal block sees more keys. The last request is walked from its longest block to its shortest, so that no
-        # long block is left for the end, and the order alternates from request to request, so that neighbours are similar.
-        # Programs alternate too: the one with the longest block of a turn has the shortest of the next.
+        # A later causal block sees more keys. The blocks of the last request are ordered from the longest to the shortest, so
+        # that no long block runs alone at the end. The order alternates from request to request, so that neighbours are
+        # similar. The order of programs alternates too: that with the longest block of a turn has the shortest of the next.
         kv_head = place % num_kv_heads
         q_block = place // num_kv_heads - request_begin
         q_block = gl.where(last % 2 == 1, gl.cdiv(q_len * GROUP, TILE.rows) - 1 - q_block, q_block)
@@ -129,8 +128,10 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the request, from `request` on, to which a block of rows belongs, its first block, and the number of requests that
-    have blocks from there on.
+    """Return the request, at or after `request`, to which a block of rows belongs.
+
+    The result is (request, its first block, number of requests with blocks from this one on). `begin` and `left` are the last
+    two of `request`.
     """
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
@@ -144,7 +145,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange`. Tiles that need a mask come first."""
+    """Return the first key of the `number`-th tile of a `KeyRange`, in an order in which tiles that need a mask come first."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -152,17 +153,16 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return how many of the BOX_KEYS keys of a TMA box, from `key` on, lie after the request's last key."""
+    """Return how many of the BOX_KEYS keys from `key` on lie after the request's last key."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key that each score column of a tile belongs to; NO_KEY for a column that must be ignored.
+    """Return the key of each score column of the tile from key `begin` on; NO_KEY for a column that must be hidden.
 
-    `copy_boxes` loads a tile as TMA boxes, each with keys of one page. A box that would reach beyond the request's last key is
-    loaded from that many keys earlier. Its first columns then hold zeros, or keys that come before the box and count elsewhere:
-    these columns are NO_KEY.
+    `copy_boxes` loads a tile as TMA boxes. A box that would reach beyond the request's last key is loaded from that many keys
+    earlier. Its first columns are then zeros or keys of an earlier box: they are NO_KEY.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
@@ -172,7 +172,7 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Return the page ids of the TMA boxes of a tile from key `begin` on, a tuple of int32; 0 for boxes after the last key."""
+    """Return the page id of each TMA box of the tile from key `begin` on, a tuple of int32; 0 for boxes after the last key."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()
     for box in gl.static_range(KEYS // BOX_KEYS):
@@ -185,20 +185,20 @@ def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr)
 @gluon.jit
 def copy_boxes(
     descriptor,
-    pages,  # of `box_pages`
+    pages,  # result of `box_pages`
     piece,
     begin,
     slot,
-    full,  # the barrier that the bytes complete
-    FIRST_DIM: gl.constexpr,  # the pool's element that is the slot's first
+    full,  # the barrier that counts the arriving bytes
+    FIRST_DIM: gl.constexpr,  # first element of each key that is copied
     PAGE_SIZE: gl.constexpr,
 ):
-    """Fill a slot of shared memory with the tile that begins at key `begin`, one TMA box after another.
+    """Fill a slot of shared memory with the tile from key `begin` on, one TMA box after another.
 
-    A box holds BOX_BYTES of each key of the tile that lies in one page. No key after the request's last one may be read. A box
-    that would reach beyond the last key begins earlier by that number of keys: at keys that `tile_keys` hides, or before the
-    page, where TMA writes zeros. A box outside every row's window lies entirely before its page, because the page may belong to
-    another request by now.
+    A box has BOX_BYTES of each key of the tile that lies in one page. Keys after the request's last key are not read: a box
+    that would reach beyond it begins that many keys earlier, at keys that `tile_keys` hides or before the page, where TMA
+    writes zeros. A box before every row's window is copied from before its page, because the page may belong to another
+    request.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -222,7 +222,7 @@ def copy_boxes(
 
 @gluon.jit
 def consumer_rows(LAYOUT: gl.constexpr):
-    """Return the numbers 0 to CONSUMER_ROWS - 1, one for each query row of a consumer, in the layout of its products."""
+    """Return arange(CONSUMER_ROWS), the query rows of a consumer, in the register layout of the rows of LAYOUT."""
     return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
 
 
@@ -236,7 +236,7 @@ def load_query(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return DIMS elements of each query row of a consumer, [rows, DIMS], negated if `positive_scale` says `is_negative`."""
+    """Load DIMS elements of each query row of consumer number WHICH, [rows, DIMS], negated if `is_negative`."""
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -252,9 +252,9 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (the absolute value of `logit_scale`, at least LEAST_SCALE; True if the scale was negative).
+    """Return (absolute value of `logit_scale`, at least LEAST_SCALE; True if `logit_scale` is negative).
 
-    `softmax_step` requires a positive scale, so `load_query` negates the query instead.
+    `softmax_step` requires a positive scale. `load_query` negates the query instead.
     """
     scale = logit_scale(scales)
     is_negative = scale < 0
@@ -264,15 +264,15 @@ def positive_scale(scales):
 
 @gluon.jit
 def wait_for(full, number, TILE: gl.constexpr, pred=True):
-    """Wait until the `number`-th tile of the program has arrived in its slot. `full` are the barriers of the slots."""
+    """Wait until the program's `number`-th tile has arrived in its slot. `full` are the barriers of all slots."""
     mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
 
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile that begins at key `begin`, with -inf where a row does not see a key.
+    """Return the scores of the tile from key `begin` on, with -inf where a row does not see a key.
 
-    `bounds` are the first key and the end of the keys that each row sees (`row_bounds`).
+    `bounds` is the result of `row_bounds`, and `column` is arange of the tile's keys.
     """
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
@@ -282,10 +282,9 @@ def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def sums_by_thread(weights):
-    """Return float32 [rows, 4], the sum of each row's weights in each of the four threads that hold the row.
+    """Return float32 [rows, 4], the sums of each row's weights in the four threads that hold the row, without a shuffle.
 
-    Each of the four threads holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`), so no thread waits
-    for another. The four sums are added up after the last tile.
+    Each of these threads holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`).
     """
     by_thread = gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(by_thread, 3), 1)
@@ -299,7 +298,7 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return a running softmax's denominator [rows, 4] (`sums_by_thread`) after adding the weights of one more tile."""
+    """Return the softmax's denominator [rows, 4], four partial sums per row (`sums_by_thread`), after one more tile of keys."""
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)
 
 
@@ -307,21 +306,20 @@ def with_weights(denominator, rescale, weights):
 def store_piece(
     state,  # (largest, denominator, sums [CONSUMER_ROWS, elements]) of a softmax
     piece,
-    heads,  # (the piece's K/V head, the number of K/V heads)
+    heads,  # (K/V head, number of K/V heads)
     place,
     share_places,
     terms,  # (sinks, scales, results, partials)
-    FIRST_ROW: gl.constexpr,  # of the block, and
-    FIRST_DIM: gl.constexpr,  # of the output's elements, which `state` begins with
-    ROW_DIMS: gl.constexpr,  # elements of an output row; None: as many as the state has
+    FIRST_ROW: gl.constexpr,  # index in the block of the first row of `state`
+    FIRST_DIM: gl.constexpr,  # index in the output row of the first element of `state`
+    ROW_DIMS: gl.constexpr,  # elements of an output row; None: as many as in `state`
     SUMS: gl.constexpr,
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Write a consumer's rows of one piece.
+    """Write a consumer's result of one piece: output rows if the piece has all keys of the request, else a partial result.
 
-    They go to the output if the piece has all of the rows' keys, otherwise to the slot of a partial result. If several
-    consumers write parts of the same rows, they write the same LSE.
+    Consumers that write parts of the same rows write the same LSE.
     """
     kv_head, num_kv_heads = heads
     sinks, scales, results, partials = terms

@@ -1,19 +1,17 @@
 """A cache of prepared calls: a later call whose arguments differ only in addresses and contents skips checks and preparation.
 
-It also skips the choices of tiles and the search for compiled kernels. A call's *key* is everything that is read from its
-arguments before a launch:
+A call's *key* is everything that its preparation reads from its arguments:
 
-* a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, by which Triton compiles
-* a tuple or list: the key of each part
-* any other argument: type and value
+* of a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, on which Triton's code depends
+* of a tuple or list: the key of each part
+* of any other argument: type and value
 
-The contents of a tensor on a GPU are not read. Calls with the same key therefore pass the same checks, and their launches
-differ in addresses only. A call has no key if a tensor is not on a GPU, or if a check might read an argument's contents.
+The contents of a tensor on a GPU are not read. So calls with the same key pass the same checks, and their launches differ in
+addresses only. A call has no key if a tensor is not on a GPU, or if a check might read an argument's contents.
 
-The first two calls with a key are prepared and made. If the second consists of launches only, what the next call needs is
-cached: the kernels with all arguments except addresses, and the shapes of the tensors that the call allocates. No tensor is
-cached. A refused call is not cached, so that the next call with its key is checked and refused again. A call whose key occurs
-only once is not cached either: in a model of one layer, each batch makes one.
+The second call with a key is cached if it consists of launches only: the kernels with all arguments except addresses, and the
+shapes of the tensors that the call allocates, but no tensor. The first call is not cached, because many keys occur only once. A
+call that raises an error is not cached, so that the next call with its key raises it again.
 """
 
 import functools
@@ -26,7 +24,7 @@ import torch
 from lab.calls import made_at_once
 from lab.kernels.portable.triton_call import Addresses, TritonCall
 
-# Most calls kept per function: the layers of a model, whose scales may differ, times a few batches. Each takes a few kB.
+# Largest number of cached calls per function: the layers of a model, whose scales may differ, times a few batches.
 MOST_KEPT = 512
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -36,14 +34,13 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call cannot be cached: it has no key, or one of its launches takes a tensor that cannot be traced to the arguments."""
+    """A call cannot be cached: it has no key, or a launch takes a tensor that is no view of an argument or new tensor."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return a function that prepares and runs a call and returns its results, and that caches prepared calls by their key.
+    """Return `made_at_once(prepare)`, a function that prepares and runs a call and returns its results, with a cache of calls.
 
-    Its `cache_clear()` empties the cache. It must be called when the choices that a preparation makes have changed. Without the
-    cache the function would be `made_at_once(prepare)`.
+    Its `cache_clear()` empties the cache. A test that changes what `prepare` chooses must call it.
     """
     place_of = functools.lru_cache(maxsize=MOST_KEPT)(_Place)
 
@@ -71,10 +68,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 class _Place:
-    """The cache entry of one key. Two threads that fill it at the same time store equal calls.
-
-    `is_known` is True after the first call with the key. `call` is the cached call, or None.
-    """
+    """The cache entry of one key. `is_known` is True after the first call with the key."""
 
     def __init__(self, _key: Hashable) -> None:
         self.is_known = False
@@ -82,7 +76,7 @@ class _Place:
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return the part of a call's cache key that one argument determines, and append the argument's tensors to `given`.
+    """Return the part of a call's cache key for one argument, and append the argument's tensors to `given`.
 
     Raises:
         NotKeptError: a tensor is not on a GPU, or a check might read the argument's contents.
@@ -100,15 +94,14 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 class KeptCall:
-    """A cached call: the kernel launches of an earlier call. Calling this object repeats the launches with other tensors.
+    """A cached call. Calling this object with the tensors of a later call repeats the kernel launches with them.
 
     Args:
-        device: the GPU of the tensors.
         new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
-        views: other addresses that the launches take: (index of a given or new tensor, bytes after its address).
-        launches: functions of a list of addresses. The list has the addresses of the given tensors, then of the new tensors,
-            then of the views.
-        returned: picks the results from the given and the new tensors.
+        views: (index of a given or new tensor, bytes after its address) for each view that the launches take.
+        launches: functions that launch a kernel from a list of addresses: of the given tensors, then of the new tensors, then
+            of the views.
+        returned: picks the results from the list of given and new tensors.
     """
 
     def __init__(
@@ -134,11 +127,9 @@ class KeptCall:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return the cached form of a call that has been made, or None if its launches may differ in later calls with the same key.
+    """Return the cached form of a call that has run, or None if a later call with the same key may need other launches.
 
-    Args:
-        call: a call that was prepared from the given tensors and has been made.
-        given: the tensors of the call's arguments.
+    `given` are the tensors of the call's arguments.
     """
     launches, results = call.launches, call.returned
     if launches is None or call.reads_contents:
@@ -178,17 +169,16 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index in `sources` of the tensor that a launch's tensor is, or of which it is a view.
+    """Return the index in `sources` of a tensor, or of the tensor of which it is a view.
 
-    Of several sources in the tensor's allocation, the one at the same address is taken. So a view at another address, such as
-    V in a tensor of K and V, is found only if no other source lies in the allocation.
+    If several sources lie in the tensor's allocation, only a source at the same address counts.
 
     Args:
-        memory, address: the addresses of the tensor's allocation and of the tensor.
+        memory, address: the address of the tensor's allocation, and that of the tensor.
         sources: the same two addresses of each source.
 
     Raises:
-        NotKeptError: no source fits, or more than one.
+        NotKeptError: no source counts, or more than one.
     """
     found = [index for index, source in enumerate(sources) if source[0] == memory]
     if len(found) > 1:

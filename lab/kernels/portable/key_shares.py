@@ -6,12 +6,12 @@ Glossary:
 * tile: BLOCK_KEYS keys of a request, which begin at a multiple of BLOCK_KEYS.
 * kind: the requests that a launch serves, chosen by their numbers of query rows (`lab.kernels.portable.rows`). Requests of
   another kind have no places.
-* reach: how many of a request's last keys its rows may see. No row sees an earlier key.
-* place: a position in the sequence of all work. Each unit has START_PLACES empty places, which represent the time to begin and
-  end the unit, followed by one place for each tile within the reach.
+* reach: number of a request's last keys that its rows may see. No row sees an earlier key.
+* place: a position in the sequence of the batch's work. Each unit has one place for each tile within the reach. Before them it
+  has START_PLACES empty places, which represent the time to begin and end the unit.
 * share: the consecutive places of one program. All shares have the same number of places. If query rows fill several blocks,
   each block has a program for every share.
-* partial result: the attention of a unit over only those of its keys that one share has.
+* partial result: the attention of a unit over only the keys in one share.
 * slot: scratch memory for one partial result.
 
 Three units of 5, 5 and 2 tiles (T) with START_PLACES = 2, in three shares of 6 places. The first two units are cut, so that
@@ -24,10 +24,10 @@ share 1 fills two slots, one for the unit in which it begins and one for the uni
 Lengths are known only on the device, so each program finds its share there. A long request is cut where a share ends, a short
 request is usually not cut, and no program waits for another.
 
-A small batch, of at most BLOCK_REQUESTS requests, would take about the time that a program needs to find its share. If its
-units are about equally long, and there are programs for two parts of each, a faster method is used: every unit gets the same
-number of places, a multiple of a share that holds the longest unit. The unit of a share then follows from the share's number,
-and a unit is cut into equal parts.
+A small batch, of at most BLOCK_REQUESTS requests, takes about as long as a program needs to find its share in this way. If its
+units are about equally long, and there are at least two programs per unit, a faster method is used: each unit is cut into the
+same number of equal parts, as if it had the places of the longest unit. The unit of a share then follows from the share's
+number.
 """
 
 from dataclasses import dataclass
@@ -39,33 +39,32 @@ import triton.language as tl
 from lab.kernels.portable.rows import q_lens_of_kind
 from lab.kernels.portable.tiles import HopperTile, ProgramTile
 
-# Lengths that a program reads at a time to find its share: one per thread of 4 warps. They are the most of a small batch.
+# Lengths that a program reads at a time to find its share, one per thread of 4 warps: the largest small batch.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
-# Lengths that a program of a batch with no more requests reads: one per thread of a warp, so that no warp waits for another to
-# add up their places.
+# The same in a batch of at most this many requests: one per thread of one warp, so that no warp waits for another.
 WARP_REQUESTS: tl.constexpr = tl.constexpr(32)
-# Most parts of a unit of a small batch that have a share's least tiles. A unit has more parts only if each has twice the tiles.
+# A unit of a small batch is cut into more parts than this only if each part has at least twice `least_tiles`.
 FEW_PARTS: tl.constexpr = tl.constexpr(4)
-# Keys by which a share may exceed an equal one, if units are then not cut, or cut into equal parts. Cuts cost time: a program
-# that ends one request and begins another waits for its keys anew, and partial results are written, read and merged.
+# Keys by which a share may exceed the equal division, if units are then not cut, or cut into equal parts. A cut costs time: a
+# program that begins another request waits for its first keys, and partial results are written, read and merged.
 CUT_KEYS: tl.constexpr = tl.constexpr(256)
-# The same for each row of a tile: to write and read its float32 results takes the bytes of two keys and values of 16 bits.
+# Further such keys for each row of a tile: its float32 partial result has the bytes of two keys and values of 16 bits.
 CUT_KEYS_OF_ROW: tl.constexpr = tl.constexpr(2)
-# More than the reach of any row: keys of a request are counted in int32.
+# The reach without a window: the largest int32.
 NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The number of shares into which the keys of a call are divided, and the least size of a share.
+    """How the key tiles of a call are divided among programs.
 
     Attributes:
-        count: number of shares. Each block of query rows has one program per share.
-        least_tiles: fewest key tiles for which a program and its partial result are worth their cost.
-        lanes: lengths that a program of a small batch reads at once, WARP_REQUESTS or BLOCK_REQUESTS. The keys of each unit
-            are cut into equal parts if units are about equally long. 0: the batch is not small.
-        merges_at_once: the last program that stores a partial result of a unit merges them (`lab.kernels.portable.merge`);
-            False: a second launch does.
+        count: number of shares (parts of the work). Each block of query rows has one program per share.
+        least_tiles: smallest number of key tiles in a share.
+        lanes: number of lengths that a program of a small batch reads at once, WARP_REQUESTS or BLOCK_REQUESTS; 0: the batch is
+            not small.
+        merges_at_once: True if the last program that stores a partial result of a request and K/V head merges them
+            (`lab.kernels.portable.merge`); False if a second launch merges.
     """
 
     count: int
@@ -75,13 +74,11 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return one share for each program that the GPU runs at the same time, so that all end together. A CPU gets one share.
+    """Divide the keys of a call among as many programs as the GPU runs at the same time. A CPU gets one program.
 
     Args:
-        tile: the tile of a program. A multiprocessor runs `per_multiprocessor` such programs at the same time.
         q_blocks: blocks of query rows per request; each block has its own programs.
-        device: the GPU whose multiprocessors are counted.
-        least_keys: fewest keys of a share.
+        least_keys: smallest number of keys of a program.
     """
     if device.type != "cuda":
         return Shares(1)
@@ -95,16 +92,16 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return the reach of a request's rows, int32: `window_left + max_q_len`, or NO_REACH without a window."""
+    """Return how many of a request's last keys its rows may see, int32; NO_REACH without a window (window_left -1)."""
     reach = tl.minimum(tl.cast(window_left, tl.int64) + max_q_len, NO_REACH).to(tl.int32)
     return tl.where(window_left >= 0, reach, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return (index of the first key tile within the reach, number of tiles from it to the request's last key), int32.
+    """Return the first key tile that some row of a request may see, and the number of tiles from it to the last key, int32.
 
-    There is at least one tile, because rows without keys must be written too.
+    The number is at least 1, because rows without keys must be written too. `reach` is the result of `reach_of`.
     """
     kv_len = kv_len.to(tl.int32)
     first = tl.maximum(kv_len - reach, 0) // BLOCK_KEYS
@@ -112,13 +109,16 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 
 # Below, `batch` is (seq_lens, batch_size, reach, num_kv_heads, kind, lanes). `lab.kernels.portable.rows` explains `kind`.
-# `lanes` are the numbers below BLOCK_REQUESTS, or below WARP_REQUESTS in a batch of no more requests. Callers make them,
-# because Gluon and Triton do so in different ways.
+# `lanes` is arange(BLOCK_REQUESTS), or arange(WARP_REQUESTS) in a batch of at most that many requests. Callers make it, because
+# `arange` differs between Gluon and Triton.
 
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the places of one K/V head of each request `start + lanes`, int32; 0 for requests of another kind."""
+    """Return the work of one K/V head of each request `start + lanes`, int32: START_PLACES and its number of key tiles.
+
+    It is 0 for requests that the launch does not serve (`kind`).
+    """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
     kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
@@ -129,7 +129,7 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 @triton.jit
 def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return (number of places of the whole batch, number of places of one share)."""
+    """Return the number of places (positions in the sequence of work) of the whole batch, and of one program's share."""
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     CUT_TILES: tl.constexpr = (CUT_KEYS + CUT_KEYS_OF_ROW * TILE.rows) // BLOCK_KEYS
@@ -147,7 +147,7 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
     equal_share = tl.maximum(tl.cdiv(total, num_shares), least_tiles)
     num_requests = tl.cast(batch_size, tl.int64) if kind[1] is None else tl.maximum(tl.sum(counts, 0), 1)
     num_units = num_requests * num_kv_heads
-    # As if all units had the most places: a share that holds whole units, or an equal part of one.
+    # A share of whole units, or of an equal part of one unit, if all units had as many places as the longest.
     parts = tl.maximum(num_shares // num_units, 1)
     even_share = tl.maximum(tl.cdiv(most, parts) * tl.cdiv(num_units, num_shares), least_tiles)
     return total, tl.where(even_share <= equal_share + CUT_TILES, even_share, equal_share)
@@ -155,7 +155,7 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (index of the request at a place, the request's first place)."""
+    """Return the index of the request to which a position in the sequence of work belongs, and the request's first position."""
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -171,10 +171,10 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return how each unit of a small batch is cut: (key tiles of a part, number of parts), int32.
+    """Return how the key tiles of each request and K/V head of a small batch are cut: (tiles of a part, parts), int32.
 
-    The number of parts is 0 if the units are too unequal for this method. Empty places are not counted: every part begins its
-    unit, and counting them would only make the first part smaller.
+    The number of parts is 0 if the requests' lengths are too unequal for equal parts. START_PLACES are not counted, because
+    every part has the same time to begin and end.
     """
     _, batch_size, _, num_kv_heads, _, _ = batch
     most_parts = num_shares // (batch_size * num_kv_heads)
@@ -186,7 +186,7 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
         least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_tiles), 2 * least_tiles)
         part = tl.maximum(tl.cdiv(most, most_parts), least)
         excess = part - 1 - CUT_KEYS // BLOCK_KEYS
-        # An int32 sum takes a warp one instruction. It holds 2 ** 35 keys; of more, the parts may be unequal.
+        # A warp sums int32 by one instruction. The sum overflows at 2 ** 35 keys, and the parts may then be unequal.
         if excess * tl.cast(num_shares, tl.int64) < tl.sum(places, 0).to(tl.int64) * num_kv_heads:
             parts = tl.cdiv(most, part)
     return part, parts
@@ -194,10 +194,10 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return where a program's share begins and ends.
+    """Return which places (positions in the sequence of work) the program number `share` computes.
 
-    The result is (first place, end, places of a share, places of a unit or 0 if units differ, request of the first place,
-    that request's first place).
+    The result is (first place, end, places of a share, places of each request and K/V head or 0 if they differ, request of the
+    first place, that request's first place).
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -222,7 +222,7 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return what `begin_share` returns; if the share begins at an empty place, with the place of the next key tile."""
+    """Return the result of `begin_share`, with the place of the first key tile in the share as the first place."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, unit_places, request, request_begin = begin_share(
@@ -237,16 +237,16 @@ def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMA
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return the number of empty places of a unit. `unit_places` is from `begin_share`."""
+    """Return the number of places before the key tiles of a request and K/V head; `unit_places`: result of `begin_share`."""
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
-    """Return (K/V head of a place, index of the place among the places of that head).
+    """Return the K/V head to which a place of a request belongs, and the index of the place among those of that head.
 
-    The division is of 32-bit numbers, which takes fewer instructions than 64 bits. They hold the places of 2**31 keys of 31
-    K/V heads in tiles of 16 keys.
+    A division of 32 bits takes fewer instructions than one of 64 bits. It is enough for 2**31 keys of 31 K/V heads in tiles of
+    16 keys.
     """
     in_request = (place - request_begin).to(tl.uint32)
     places = unit_places.to(tl.uint32)
@@ -255,10 +255,11 @@ def place_in_unit(place, request_begin, unit_places):
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return the start of the next unit: (place of its first key tile, its request, the request's first place).
+    """Return where the next K/V head, or the next request, begins: (place of its first key tile, request, the request's first
+    place).
 
-    The current unit ends at `place`. If the next unit begins after the end of the program's share, another program computes
-    it. That is always the case if each unit is cut into equal parts.
+    The current K/V head ends at `place`. The result may lie after the end of the program's share; another program then computes
+    it.
     """
     if place == request_end:
         request_begin = place

@@ -3,19 +3,19 @@
 A piece is one partial result: the attention of a unit over the keys that one program has read (`partial_results`). A share is
 the consecutive key tiles of one program; its number is also the number of a piece.
 
-A second launch merges the pieces. If units have few rows, the last program that stores a piece of a unit merges them instead
+A second launch merges the pieces. If units have few rows, the program that stores the last piece of a unit merges them instead
 (`paged.merges_at_once`):
 
     pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
                          |___|_______|     |________|     |__|
-    counters               group 0          group 1      group 2         the last program to arrive merges the group,
+    counters               group 0          group 1      group 2         the last program of a group merges the group
                               |________________|____________|
-    counter                                unit                          the last group's program merges the groups: the output
+    counter                                unit                          the last of these merges the groups into the output
 
-Pieces are merged in their own order, whichever program arrives last, so that every call gives the same bits.
+Pieces are merged in the order of their numbers, whichever program merges, so that every call gives the same bits.
 
-The code is kept short: a merge runs once, after many tiles of keys, and its time grows with its number of instructions
-(results/nvidia-h200/kernels.md, "A merge is as long as its code").
+The code is short, because a merge runs once and its time grows with its number of instructions (results/nvidia-h200/kernels.md,
+"A merge is as long as its code").
 """
 
 import triton
@@ -36,15 +36,16 @@ from lab.kernels.portable.partial_results import (
 from lab.kernels.portable.rows import block_at, most_blocks, request_rows
 from lab.kernels.portable.triton_call import TritonLaunch
 
-# Elements of partial results that a program of the merge reads at a time.
+# Elements of partial results that a program of the merge launch reads at a time.
 MERGED_AT_A_TIME = 2048
 MERGE_WARPS = 4
-# Most rows of such a program, and programs that fill a GPU: eight on each of 132 multiprocessors.
+# Largest number of rows of such a program, and number of programs that fill a GPU: eight on each of 132 multiprocessors.
 MOST_MERGED_ROWS = 16
 MERGE_PROGRAMS = 1024
-# Programs that have nothing to do for each that finds its rows: finding them costs several times what such a program does.
+# Largest number of idle programs per program with rows, in a grid over all possible rows. Above it, each program searches for
+# its rows, which takes several times as long as an idle program.
 MOST_IDLE = 4
-# Elements of pieces that the last program of a unit reads at a time, 128 a thread.
+# Elements of pieces that the last program of a unit reads at a time, 128 per thread.
 ELEMENTS_AT_ONCE = 16384
 
 
@@ -56,7 +57,7 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return a call's launches: `attention` alone, or followed by a launch that merges its partial results if there are any.
+    """Return [attention], or [attention, a launch that merges its partial results] if `partials` is not None.
 
     With `least_q_len`, the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens.
     """
@@ -98,10 +99,13 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return what one program of the merge launch computes: (rows, elements of head_dim, lanes). Lanes are groups of threads.
+    """Return what one program of the merge launch computes: (rows, elements of head_dim, lanes).
 
-    If there are few rows of all requests and heads, each has many partial results, which the threads of a program divide among
-    them as lanes. If there are many, a program has more of them: 4 or 16 elements per thread.
+    If a call has few rows, each row has many partial results, and groups of threads (lanes) divide them. If it has many rows, a
+    program computes several, with 4 or 16 elements per thread and one lane.
+
+    Args:
+        num_rows: rows of all requests and heads.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -113,7 +117,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return (rows of a unit, partial results read at a time) of a merge by the last program, both powers of two."""
+    """Return (rows of a request and K/V head, partial results read at a time), both powers of two, for `merge_if_last`."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -122,8 +126,8 @@ def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
 
 @triton.jit
 def merge_if_last(
-    unit,
-    cut,  # (place of the unit's first tile, its tiles, this share, the places of a share, the number of shares)
+    unit,  # index of the request and K/V head
+    cut,  # (place of the unit's first tile, number of its tiles, this share, places of a share, number of shares)
     rows,  # (row * num_qo_heads + head of the output, head, True where the row exists) of all rows of the unit
     dims,
     sinks,
@@ -133,10 +137,10 @@ def merge_if_last(
     BLOCK_ROWS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
 ):
-    """Merge a unit's partial results into the output if this program is the last one to store a partial result of the unit.
+    """Merge the partial results of a request and K/V head into the output, in the program that has stored the last of them.
 
-    The unit's rows must be one block. The partial results are merged in groups of GROUPED_PIECES: the last program of a group
-    merges the group, and the last of these programs merges the groups.
+    The rows must be one block. Partial results are merged in groups of GROUPED_PIECES: the last program of a group merges the
+    group, and the last of these programs merges the groups.
     """
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
@@ -153,10 +157,10 @@ def merge_if_last(
     whole_rows = (row_head, head, row_exists, row_head)
     step = 1
     goes_on = arrives_last(counters + 1 + group, end - begin)
-    while goes_on:  # once for the pieces of a group, and once for those of the groups: the code of a merge is long
+    while goes_on:  # the first turn merges the pieces of a group, the second the groups, with the same code
         state = merged((first, begin, end, step), (0, 1), block_rows, dims, partials, BLOCK_ROWS, DIMS, AT_A_TIME)
         goes_on = (step == 1) & (num_groups > 1)
-        if goes_on:  # store in the slot of the group's first piece, once all threads have read that
+        if goes_on:  # store the group's result in the slot of its first piece, which all threads have read
             tl.debug_barrier()
             row = slot_of(begin, 0, 1, begin == first) * BLOCK_ROWS + tl.arange(0, row_head.shape[0])
             store_share(state, (row_head, head, row_exists, row), dims, False, sinks, bmm2_scale, results, partials)
@@ -168,15 +172,13 @@ def merge_if_last(
 
 @triton.jit
 def arrives_last(counter, expected):
-    """Count this program's arrival. Return True in the last of `expected` programs, which sets the counter back to zero.
+    """Count this program's arrival. Return True in the last of `expected` programs, which resets the counter to zero.
 
-    The last program reads what the earlier programs stored before they arrived. In the terms of PTX's memory model ("Causality
-    Order"): each thread's stores come before the program's barrier, and the barrier comes before the atomic of its first
-    thread, which releases the stores to the GPU. Every arrival is a read-modify-write of one counter. So the last arrival
-    observes all earlier ones and acquires what they released. The barrier that passes the count to the last program's threads
-    comes before their loads. No load of these threads therefore returns older contents, not even from the L1 of their
-    multiprocessor, which the acquiring atomic invalidates. After the last arrival only the last program touches the counter,
-    and a launch ends before the next launch's first arrival.
+    After that the last program reads what the other programs stored before they arrived, by PTX's memory model ("Causality
+    Order"): the barrier orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All
+    arrivals are read-modify-writes of one counter, so the last one acquires what the others released, and invalidates the L1 of
+    its multiprocessor. The second barrier orders the atomic before the loads of the other threads. Only the last program
+    touches the counter after the last arrival, and a launch ends before the next launch's first arrival.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -190,8 +192,7 @@ def arrives_last(counter, expected):
 def with_piece(largest, denominator, sums, lse, part):
     """Return the softmax state (largest, denominator, sums) after adding one more partial result of each row.
 
-    `lse` is the LSE of the partial result in base 2, and `part` its normalised output. The last axis of `sums` and `part` is
-    head_dim.
+    `lse` is the LSE of the partial result in base 2, and `part` its normalised output [..., head_dim].
     """
     new_largest = tl.maximum(largest, lse)
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -204,19 +205,16 @@ def with_piece(largest, denominator, sums, lse, part):
 
 @triton.jit
 def merged(
-    pieces,  # by their shares: (the first of the unit; the first of those that are merged, their end, the step between them)
+    pieces,  # share numbers: (first of the request and K/V head; first that is merged, end, step between those merged)
     block,  # (q_block, q_blocks)
-    rows,  # (row of the block, True where it exists)
+    rows,  # (index of the row in its block, True where the row exists)
     dims,
     partials,
     BLOCK_ROWS: tl.constexpr,
     ROW_DIMS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
 ):
-    """Return the merge of some partial results of a unit, the state of a softmax: (largest, denominator, sums [ROWS, DIMS]).
-
-    Each thread adds up its own elements over all these partial results.
-    """
+    """Merge partial results of a request and K/V head. Return the softmax state (largest, denominator, sums [ROWS, DIMS])."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -224,7 +222,7 @@ def merged(
     denominator = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, dims.shape[0]], tl.float32)
     for start in range(begin, end, AT_A_TIME * step):
-        # A thread adds up elements of its own: no warp waits for another, and the loads of all these pieces go out together.
+        # A thread adds up its own elements: no warp waits for another, and loads of AT_A_TIME pieces are in flight together.
         for number in tl.static_range(AT_A_TIME):
             share = start + number * step
             exists = row_exists & (share < end)
@@ -237,7 +235,7 @@ def merged(
 
 @triton.jit
 def merged_by_lanes(
-    pieces,  # this and the others as for `merged`
+    pieces,  # as in `merged`, like the other arguments
     block,
     rows,
     dims,
@@ -246,7 +244,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the same softmax state as `merged`. LANES groups of threads divide the partial results, which are many."""
+    """Return the softmax state of `merged`. LANES groups of threads divide the partial results among them."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -274,10 +272,10 @@ def merge_kernel(
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
-    least_q_len,  # as for the attention
+    least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
     q_blocks,
-    batch_size,  # None: the first two numbers of a program are a unit and a block of its rows, which it may lack
+    batch_size,  # None: grid axis 0 is (request, K/V head), axis 1 its blocks of rows. Else: blocks of all rows, K/V heads
     num_kv_heads,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -288,11 +286,11 @@ def merge_kernel(
     AT_A_TIME: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Merge partial results of some rows of one request and K/V head: weight each by 2 ** its LSE, and count the sink once."""
-    if OVERLAPS:  # every program, for what is launched next waits for this launch alone
+    """Merge the partial results of some rows of one request and K/V head, weighted by 2 ** LSE, and add the sink once."""
+    if OVERLAPS:  # in every program, because the next launch waits only for this one
         gdc_wait()
     unit = tl.program_id(0)
-    if batch_size is not None:  # the numbers are a block of the rows of all requests, and a K/V head
+    if batch_size is not None:
         kind = (cu_seqlens_q, least_q_len, max_q_len)
         lanes = tl.arange(0, BLOCK_REQUESTS)
         found, first_block, _, _ = block_at(unit, batch_size, kind, lanes, GROUP, MERGED_ROWS)
@@ -302,11 +300,11 @@ def merge_kernel(
         unit = found * num_kv_heads + tl.program_id(1)
     first_share = tl.load(partials.of_units + unit * 2).to(tl.int64)
     last_share = tl.load(partials.of_units + unit * 2 + 1).to(tl.int64)
-    if first_share == last_share:  # a program had the unit whole, and has written it
+    if first_share == last_share:  # one program has read all keys, and has written the output
         return
     request = (unit // num_kv_heads).to(tl.int64)
     q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
-    if least_q_len is not None and (q_len < least_q_len) | (q_len > max_q_len):  # another launch's
+    if least_q_len is not None and (q_len < least_q_len) | (q_len > max_q_len):  # another launch merges it
         return
     first_packed = (tl.program_id(1) if batch_size is None else row_block) * MERGED_ROWS
     if first_packed >= q_len * GROUP:

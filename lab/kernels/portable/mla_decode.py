@@ -5,10 +5,10 @@ request and all heads are packed into one tile. Each tile of entries is loaded o
 batch are divided equally among programs (`lab.kernels.portable.key_shares`), and a second launch merges their partial results.
 On SM90, calls with many rows run a Gluon kernel (`lab.kernels.portable.hopper_mla`).
 
-If a call selects entries for each row, every row is a request of its own: its keys are the columns that it uses, and its page
-table is the row of places. A first small launch writes how many columns each row uses, so that the host reads no length.
-Columns without an entry are masked and read no memory; their time is spent nevertheless. The first columns of DSV4's call are
-places in a pool of their own, and a row uses no more of them than there are keys up to its position.
+If a call selects entries for each row, every row is treated as a request of its own. Its keys are its columns of
+``block_tables``, each of which has the index of an entry in the pool or -1. A first small launch writes how many columns each
+row uses, so that the host reads no length. Columns of -1 are masked and read no memory, but take the time of a key. In DSV4's
+call the first columns are indices into a second pool, and a row uses at most as many of them as it has keys.
 """
 
 import math
@@ -60,8 +60,8 @@ from lab.kernels.support import Kernel
 from lab.kernels.support.portable import PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
 
-# Fewest keys worth a program of their own: its partial result is written and read again, 64 kB for 16 rows of 512 float32
-# elements, against 147 kB of bf16 entries. Reckoned, not measured.
+# Smallest number of keys of a program: it reads 147 kB of bf16 entries, and its partial result of 16 rows and 512 float32
+# elements, 64 kB, is written and read. Estimated, not measured.
 LEAST_KEYS = 128
 WINDOW = tl.constexpr(WINDOW_COLUMNS)
 
@@ -70,12 +70,12 @@ WINDOW = tl.constexpr(WINDOW_COLUMNS)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
     """Prepare latent attention (MLA, after absorption) of each request's last query tokens over its paged cache.
 
-    `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
-    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    call `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
-    `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Rows after the last request's rows are left
-    unchanged, or undefined. If a call has `cum_seq_lens_q` and no `max_q_len`, the preparation reads the largest number of rows
-    from the offsets.
+    `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. NotImplementedError has the reason of
+    `lab.kernels.support.why_not` if the kernel does not support the call. On a GPU, lengths and page ids are not read: call
+    `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
+    `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Output rows after the last request's rows
+    are not written. If a call has `cum_seq_lens_q` and no `max_q_len`, the preparation reads the largest number of rows from
+    the offsets.
 
     Returns:
         A function that runs the call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16
@@ -88,12 +88,12 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
-    """Return a ready MLA call, of one pool or of two. `reads_rows` is True if the host has read `cum_seq_lens_q`."""
+    """Return a prepared MLA call, of one pool or of DSV4's two. `reads_rows`: the host has read `cum_seq_lens_q`."""
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
         made: list[Callable[[], object]] = []
-        if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
+        if not share_memory(problem.query, call.query):  # `problem.query` is a copy, because no view has its shape
             made.append(partial(problem.query.view(call.query.shape).copy_, call.query))
         made += mla_launches(problem, (out, lse))
         if lse is not None and call.lse_is_base_e:
@@ -104,11 +104,10 @@ def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonC
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
-    """Return the dtype of the products: bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache, else `dot_dtype`'s
-    result.
+    """Return the dtype of the products: `dot_dtype`, but bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache.
 
-    Triton keeps a loaded query in shared memory and a converted query in registers. The sums of 64 rows leave too few registers
-    for a converted query (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
+    Triton keeps a converted query in registers, and the sums of 64 rows leave too few (results/nvidia-h200/kernels.md, "MLA
+    decode against FlashInfer's wrapper").
     """
     if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
         return tl.bfloat16
@@ -116,7 +115,7 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
 
 
 def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
-    """Return the launches of a problem with one K/V head whose values are parts of its keys. It may be of two pools."""
+    """Return the launches of an MLA problem, of one pool or of DSV4's two."""
     selected, window = problem.selected, None
     if selected is None:
         return _attention_launches(problem, results)
@@ -152,7 +151,7 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return the attention launch and the merge. `window` is the kernel's parameter."""
+    """Return the attention launch, and the merge if there is one. `window` is the parameter of `_mla_kernel`."""
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
@@ -161,7 +160,7 @@ def _attention_launches(
         shares = choose_shares(hopper, triton.cdiv(packed_rows, hopper.rows), device, LEAST_KEYS)
         return hopper_mla_launches(problem, results, hopper, shares)
     tile = choose_mla_tile(packed_rows, problem.k_cache.element_size(), capability_of(device))
-    if is_selected:  # a TMA tile is of neighbouring entries
+    if is_selected:  # TMA loads only neighbouring entries
         tile = tile._replace(by_descriptor=False)
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
@@ -215,9 +214,9 @@ def _columns_kernel(
     batch_size,
     num_columns,
 ):
-    """Write how many columns of the selected entries each query row uses, and how many keys there are up to its position.
+    """Write how many columns of selected entries each query row uses (0 for padding rows), and how many keys it sees.
 
-    The grid is (num_rows,). A row after the last request's rows uses no column.
+    The grid is (num_rows,). The numbers go to `columns` and `up_to_row`; the second is undefined for padding rows.
     """
     row = tl.program_id(0)
     request = row // max_q_len
@@ -233,21 +232,21 @@ def _columns_kernel(
     tl.store(columns + row, tl.minimum(tl.maximum(used, 0), num_columns))
 
 
-# What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
+# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
 @triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_tiles", "table_stride"])
 def _mla_kernel(
     query,
     kv_cache,
-    window,  # (pool, keys up to each row, strides of its pages and tokens, page size) of the first columns; None: `kv_cache`
-    latent_tiles,  # a descriptor of the cache's tiles of entries, their latent parts, or None
-    rope_tiles,
+    window,  # DSV4: (pool of the first columns, keys that each row sees, stride of pages, of tokens, page size); else None
+    latent_tiles,  # TMA descriptor of the latent parts of the cache's tiles, or None
+    rope_tiles,  # TMA descriptor of their rotary parts, or None
     block_tables,
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     sinks,  # None: no sink
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
-    partials,  # `PartialResults`; None: one share, which cuts nothing
+    partials,  # `PartialResults`; None: a program reads all keys of its rows
     max_q_len,
     batch_size,
     num_shares,
@@ -259,15 +258,15 @@ def _mla_kernel(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    SELECTED: tl.constexpr,  # a column of `block_tables` is a key: its place in the flattened pool, or negative for none
+    SELECTED: tl.constexpr,  # True: a column of `block_tables` is the index of an entry in the pool, or negative for none
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Compute latent attention of one block of query rows over one share of the batch's keys: grid (q_blocks, shares)."""
-    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+    if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
-    # The blocks of one share read the same entries at the same time: all but the first find them in L2.
+    # The programs of one share's blocks read the same entries at the same time: all but the first find them in L2.
     q_block = tl.program_id(0)
     q_blocks = tl.num_programs(0)
     share = tl.program_id(1).to(tl.int64)
@@ -300,7 +299,7 @@ def _mla_kernel(
         end_tile = tl.minimum(num_tiles, first_tile + end - place)
         q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
         row_exists = token < q_len
-        key_limit = kv_len - q_len + token + 1  # not positive where a request has fewer keys than rows
+        key_limit = kv_len - q_len + token + 1  # 0 or below for a row without keys
         row_head = (q_start + token) * HEADS + head
 
         q_row = query + (q_start + token)[:, None] * query_strides[0] + head[:, None] * query_strides[1]
@@ -313,7 +312,7 @@ def _mla_kernel(
         q_rope = fitted(q_rope, power, DOT_DTYPE)
         scale_of_rows = row_scale(scale, power)
 
-        # The keys of this share, up to the last that a row of the block sees, and among them those that every row sees.
+        # The keys of this share that some row of the block sees, and the leading tiles in which every row sees every key.
         first_token = (q_block * BLOCK_ROWS) // HEADS
         last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS, q_len - 1)
         key_begin = (first_tile * BLOCK_KEYS).to(tl.int32)
@@ -328,8 +327,8 @@ def _mla_kernel(
         table = block_tables + request * table_stride
         for MASKED in tl.static_range(1 if SELECTED else 0, 2):  # the loop twice: without a mask, and with one
             num_before = num_common if MASKED else 0
-            # Page ids are read one tile ahead: entries that waited for their ids could not be read ahead themselves. And tiles
-            # are counted from 0: Triton 3.7 loses the alignment of addresses after a counter that begins elsewhere.
+            # Page ids are read one tile ahead, so that Triton can prefetch the entries. Tiles are counted from 0, because
+            # Triton 3.7 loses the alignment of addresses if a loop begins at another number.
             page = page_ids(table, key_begin + num_before * BLOCK_KEYS, key_end, ID_TOKENS, BLOCK_KEYS)
             for tile in range(seen_tiles - num_common if MASKED else num_common):
                 begin = key_begin + (num_before + tile) * BLOCK_KEYS
@@ -361,7 +360,7 @@ def _mla_kernel(
                     scores = dot(q_rope, tl.trans(rope), scores)
                 scores = logits_log2(dot(q_latent, tl.trans(latent), scores), scale_of_rows)
                 if MASKED:
-                    # A row that does not exist has zeros for a query; what it sees is stored nowhere.
+                    # A row that does not exist has a query of zeros, and its result is not stored.
                     visible = exists[None, :] & (key[None, :] < key_limit[:, None])
                     scores = tl.where(visible, scores, float("-inf"))
                 largest, denominator, sums = accumulate(scores, latent, largest, denominator, sums, DOT_DTYPE)
@@ -376,4 +375,4 @@ def _mla_kernel(
         place += end_tile - first_tile
         request_begin = place
         request += 1
-        place += START_PLACES  # of the next; where that begins after `end`, it is another program's
+        place += START_PLACES  # the next request; if it begins after `end`, another program computes it

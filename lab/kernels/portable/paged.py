@@ -13,14 +13,14 @@ Glossary:
 * kind: requests with few query tokens are the first kind, requests with more the second kind. Without this split all requests
   are of one kind.
 
-One kernel serves decode, verify, draft extend and extend. K/V of a block is read once for all its packed rows. The keys of the
-batch are divided into equal shares, one for each program. A second launch merges the partial results; of few rows the
-last program does. One program reads all keys of a block only in a prefill, where query rows alone fill the GPU, and of a short
-window. Lengths stay on the device: the host reads none, and no length is compiled in. On SM90, a Gluon kernel takes the calls
-that are bound by matrix products (`lab.kernels.portable.hopper_attention`).
+One kernel serves decode, verify, draft extend and extend. A program reads K/V once for all packed rows of a block. The keys of
+the batch are divided into equal shares, one for each program. A second launch merges the partial results; if there are few
+rows, the last program merges them. One program reads all keys of a block only in a prefill, whose query rows fill the GPU, and
+in a short window. The host reads no length, and no length is compiled in. On SM90, a Gluon kernel serves the calls that are
+bound by matrix products (`lab.kernels.portable.hopper_attention`).
 
-If each K/V head has its own page table and lengths, the work is divided as if every head of a request were a request of one
-head. Only the query rows, and the unit that is merged, are still those of the real request.
+If each K/V head has its own page table and lengths, the work is divided as if each K/V head of a request were a request of its
+own.
 
 In a batch of prompts and decodes, each kind has a launch with its own tile and division of the work. Programs of both launches
 run at the same time:
@@ -29,8 +29,7 @@ run at the same time:
     second launch                   other requests: blocks of rows or shares of keys, on the remaining capacity, later on all
 
 If the second launch is the Gluon kernel's, or its programs need a whole multiprocessor, the first launch has the whole
-capacity, and the second launch begins where programs of the first have ended. Latent attention (MLA) has a kernel of its own in
-`mla_decode`, and its prefill before absorption has one in `ragged_context`.
+capacity, and programs of the second launch begin as those of the first end.
 """
 
 from collections.abc import Callable
@@ -62,20 +61,20 @@ from lab.kernels.portable.tiles import (
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, prepared
 from lab.kernels.support.portable import PORTABLE
 
-# A prefix is long if a request's rows see LONG_PREFIX keys or more per query row: its blocks then see about equally many keys.
+# A prefix is long if a request has at least LONG_PREFIX keys per query row: its blocks then see about equally many keys.
 LONG_PREFIX = 4
 # The last program may merge, and a small batch may be cut into equal parts, if the tile has at most SMALL_ROWS rows. A part has
-# at least SMALL_SHARE_KEYS keys: 64 keys more take a program about as long as one piece more takes the merge.
+# at least SMALL_SHARE_KEYS keys: a program reads 64 keys in about the time that the merge needs for one partial result.
 SMALL_ROWS = 32
 SMALL_SHARE_KEYS = 128
-# Most rows of all pieces of a unit, and elements of a piece, that the last program merges. One multiprocessor then reads them.
-# On an H200, a launch for the merge, which has all multiprocessors, is slower up to 256 rows and faster from 512 on. The host
-# does not know lengths: it estimates the pieces as if all requests had `max_kv_len` keys.
+# Largest number of rows of all partial results of a unit, and of elements of one, that the last program merges, on one
+# multiprocessor. On an H200 a launch for the merge, on all multiprocessors, is slower up to 256 rows and faster from 512 on.
+# The number of partial results is estimated as if all requests had `max_kv_len` keys.
 MOST_ROWS_AT_ONCE = 256
 MOST_ELEMENTS_AT_ONCE = 32 * 128
-# Most lengths (`num_lengths`) of a launch without shares, which has an index for each on the third axis of its grid.
+# Largest `num_lengths` of a launch without shares: the largest size of the grid's third axis.
 MOST_LENGTHS = 65_535
-# Most packed rows of a request of the first kind. A call with no more rows is bound by reading K/V (`choose_tile`).
+# Largest number of packed rows of a request of the first kind. Such calls are bound by reading K/V (`choose_tile`).
 MOST_FEW_ROWS = 64
 
 
@@ -83,9 +82,9 @@ MOST_FEW_ROWS = 64
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
     """Prepare attention of each request's last query tokens over its paged K/V: decode, verify and draft extend.
 
-    `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
-    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    call `PagedAttention.check_values` to check them. Sums are in float32; `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. NotImplementedError has the reason of
+    `lab.kernels.support.why_not` if the kernel does not support the call. On a GPU, lengths and page ids are not read: call
+    `PagedAttention.check_values` to check them. Sums are in float32; `workspace_buffer` is not used.
 
     Returns:
         A function that runs the call and returns out [num_rows, num_qo_heads, head_dim]; with `return_lse` it returns (out,
@@ -94,16 +93,16 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
     problem = call.problem()
     if call.bmm1_scale_log2 is None:
         return _prepare(problem)
-    # The problem's scale was made of the tensor's contents, which may change from call to call.
+    # The scale in the problem was read from the tensor, whose contents may change from run to run.
     scale, refresh = following_scale(call.bmm1_scale_log2)
     return _prepare(replace(problem, bmm1_scale=scale), refresh)
 
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
-    """Prepare attention of each request's newest tokens over its paged K/V: extend and prefill. Requests may differ in length.
+    """Prepare attention of each request's newest tokens over its paged K/V: extend and prefill.
 
-    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. Refusals, unread tensors and results are those of
+    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. Everything else is as in
     `prepare_trtllm_batch_decode_with_kv_cache`.
     """
     return _prepare(call.problem())
@@ -123,14 +122,16 @@ def shares_of(
     """Return how the keys are divided among programs; None if one program reads all keys of a block of rows and a K/V head.
 
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
-    `of_kind` is True if the launch serves only requests with few query tokens, or only the other requests. `max_q_len` of the
-    problem is then their largest number of query tokens.
+
+    Args:
+        of_kind: True if the launch serves only requests of up to, or from, some number of query tokens. `problem.max_q_len` is
+            then the largest number of these requests.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
     if has_few_rows:
         if may_be_undivided and 0 <= problem.window_left <= CUT_KEYS.value - problem.max_q_len:
-            return None  # a program reads so few keys sooner than it finds its share
+            return None  # a program reads these few keys in less time than it needs to find its share
         lanes = next((most for most in (WARP_REQUESTS.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
     shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
     if has_few_rows:
@@ -146,26 +147,25 @@ def shares_of(
 
 
 def num_lengths(problem: PagedAttention) -> int:
-    """Return the number of requests, times the K/V heads if each head has lengths of its own."""
+    """Return the number of lengths in `seq_lens`: one per request, or per request and K/V head in block-sparse attention."""
     return problem.batch_size * (problem.num_kv_heads if problem.is_block_sparse else 1)
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if merging partial results of few rows in a unit's last program is faster than in a second launch."""
+    """Return True if the last program of each request and K/V head should merge partial results, and not a second launch."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
-    is_one_block = rows <= tile.rows  # as `merge_if_last` takes it to be
+    is_one_block = rows <= tile.rows  # `merge_if_last` requires it
     return is_one_block and parts * rows <= MOST_ROWS_AT_ONCE and tile.rows * problem.head_dim <= MOST_ELEMENTS_AT_ONCE
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the largest number of query tokens per request for the first of two launches; None if one launch serves all.
+    """Return the largest number of query tokens of a request that the first of two launches serves; None for one launch.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses: as many requests as possible have `max_q_len` rows, and the other requests have equal parts of the remaining rows.
-    The first launch serves a request if its rows fit the tile for that equal number. A wrong guess costs only time, because
-    exactly one launch serves each request.
+    guesses: as many requests as possible have `max_q_len` rows, and the others have equal numbers of the remaining rows. The
+    first launch serves a request if its rows fit the tile for that equal number. A wrong guess costs only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -180,12 +180,14 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return `shares` with fewer programs, at least half of them, so that programs of the second launch run at the same time.
+    """Return the first launch's `shares` with fewer programs, at least half, so that programs of both launches run together.
 
-    A multiprocessor with a program of each launch reads keys for one while it multiplies for the other. If a program of the
-    second launch, of tile `prefill`, needs a whole multiprocessor, it cannot run before the first launch ends, and `shares` is
-    returned unchanged. So it is if the second launch is the Gluon kernel's: fewer programs of the first launch made batches 4
-    to 8 % slower.
+    A multiprocessor with a program of each launch reads keys for one while it multiplies for the other. `shares` is returned
+    unchanged if a program of the second launch needs a whole multiprocessor, and if the second launch is the Gluon kernel's,
+    with which fewer programs made batches 4 to 8 % slower.
+
+    Args:
+        prefill: the tile of the second launch.
     """
     if prefill.per_multiprocessor == 1 or isinstance(prefill, HopperTile):
         return shares
@@ -195,7 +197,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
 
 
 def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
-    """Return the Triton kernel's tile for shares, with at most `q_len` query tokens per request."""
+    """Return the tile of the Triton kernel for requests of at most `q_len` query tokens."""
     kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
     return choose_tile(q_len * problem.group, problem.head_dim, kv_bytes, capability)
 
@@ -204,7 +206,7 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
     packed_rows = problem.max_q_len * problem.group
     hopper = hopper_tiles(problem)
     if hopper is not None:
-        # One block of rows is bound by reading K/V, several by their products.
+        # A request of one block is bound by reading K/V, a request of several blocks by its products.
         shared = hopper.shares if packed_rows <= hopper.shares.rows else hopper.blocks
         shares = shares_of(problem, shared, triton.cdiv(packed_rows, shared.rows))
         blocks = hopper.windows if 0 <= problem.window_left < hopper.few_keys else hopper.blocks
@@ -235,9 +237,10 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
 def _grid(
     problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
 ) -> tuple[int, ...]:
-    """Return the grid of a launch of the Triton kernel: (blocks of rows, shares), or a program for each block and K/V head.
+    """Return the grid of a launch of the Triton kernel.
 
-    If the launch serves only requests of `least_q_len` or more tokens, the grid covers the most blocks that they can have.
+    It is (blocks of rows per request, shares). Without shares it is (blocks of rows per request, K/V heads, requests) or, if
+    `least_q_len` is not None, (largest possible number of blocks of all requests of at least that many tokens, K/V heads).
     """
     if shares is not None:
         return q_blocks, shares.count
@@ -254,9 +257,9 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches for the requests of `least_q_len` to `problem.max_q_len` query tokens: attention, perhaps a merge.
+    """Return the launch of the attention kernel, and of the merge if there is one.
 
-    `least_q_len` is None if the launches serve all requests, 1 in the first of two launches, and larger in the second.
+    They serve the requests of `least_q_len` to `problem.max_q_len` query tokens, or all requests if `least_q_len` is None.
     """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)

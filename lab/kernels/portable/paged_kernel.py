@@ -54,15 +54,15 @@ class Strides(NamedTuple):
     v_table: int
 
 
-# What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
+# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
 VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _attention_kernel(
     query,
-    pools,  # (K, V); int16 where `paired` has made pairs of e4m3 elements
-    k_tiles,  # a descriptor of K's tiles, or None
+    pools,  # (K, V); int16 if `paired` has made pairs of e4m3 elements
+    k_tiles,  # TMA descriptor of K's tiles, or None
     v_tiles,
     block_tables,  # (of K, of V)
     seq_lens,
@@ -71,7 +71,7 @@ def _attention_kernel(
     mask,
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
-    partials,  # `PartialResults`; None: no unit is cut
+    partials,  # `PartialResults`; None: a program reads all keys of its rows
     least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
     window_left,
@@ -85,17 +85,17 @@ def _attention_kernel(
     PAGE_SIZE: tl.constexpr,
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
-    BY_HEAD: tl.constexpr,  # a table and lengths for each K/V head: the program divides requests of one head, head after head
-    SHARED: tl.constexpr,  # the keys are one share: consecutive key tiles of the batch. Else: all of a request and K/V head
-    LANES: tl.constexpr,  # as `Shares.lanes`: 0 if the batch is not small
-    MERGED: tl.constexpr,  # (rows of a unit, pieces at a time) if its last program merges it; None: a launch does
+    BY_HEAD: tl.constexpr,  # each K/V head has a table and lengths, and is treated as a request of its own
+    SHARED: tl.constexpr,  # True: the program reads consecutive key tiles of the batch. False: all of a request and K/V head
+    LANES: tl.constexpr,  # `Shares.lanes`
+    MERGED: tl.constexpr,  # result of `merged_at_once` if the last program of a unit merges; None: another launch merges
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head."""
-    if OVERLAPS:  # the merge, or the launch for other requests, may be launched meanwhile
+    if OVERLAPS:  # the next launch, the merge or the launch for other requests, may begin
         gdc_launch_dependents()
     reach = reach_of(window_left, max_q_len)
     share = tl.program_id(1).to(tl.int64)
@@ -107,7 +107,7 @@ def _attention_kernel(
     lanes = tl.arange(0, LANES if LANES > 0 else BLOCK_REQUESTS)
     batch = (seq_lens, num_requests, reach, 1 if BY_HEAD else num_kv_heads, kind, lanes)
     if SHARED:
-        # The blocks of one share read the same keys at the same time: all but the first find them in L2.
+        # The programs of one share's blocks read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
         begun = begin_at_tile(share, batch, num_shares, least_tiles, TILE, LANES > 0)
         place, end, share_places, unit_places, request, request_begin = begun
@@ -140,10 +140,10 @@ def _attention_kernel(
         power = fitting_power(q, DOT_DTYPE)
         q = fitted(q, power, DOT_DTYPE)
         scale_of_rows = row_scale(scale, power)
-        odd_q = q  # the odd elements where K has pairs, which `q` then lacks
+        odd_q = q  # if K has pairs: the odd elements of the query, and `q` the even ones
         if PAIRED:
             q, odd_q = tl.split(tl.reshape(q, [BLOCK_ROWS, ELEMENTS, 2]))
-        position = kv_len - q_len + token  # of each row; negative where a request has fewer keys than rows
+        position = kv_len - q_len + token  # of each row; negative if the request has fewer keys than rows
         keys = keys_of_block(
             first_in_reach, first_tile, end_tile, kv_len, q_len, q_block, window_left, MASK_WORDS, CAUSAL, GROUP, TILE
         )
@@ -151,18 +151,18 @@ def _attention_kernel(
         largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, TILE.denominator_per_key)
         sums = tl.zeros([BLOCK_ROWS, ELEMENTS], tl.float32)
-        odd_sums = sums  # as odd_q
+        odd_sums = sums  # sums of the odd elements of V, like odd_q
         k_table = block_tables[0] + request * strides.k_table
         v_table = block_tables[1] + request * strides.v_table
         heads = (pools[0] + kv_head * strides.k.head, pools[1] + kv_head * strides.v.head)
         for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
-            # Page ids are read one tile ahead: keys that waited for their ids could not be read ahead themselves. And tiles are
-            # counted from 0: Triton 3.7 loses the alignment of addresses after a counter that begins elsewhere.
+            # Page ids are read one tile ahead, so that Triton can prefetch the keys. Tiles are counted from 0, because Triton
+            # 3.7 loses the alignment of addresses if a loop begins at another number.
             begin = tile_begin(keys, 0, MASKED, BLOCK_KEYS)
             k_page = page_ids(k_table, begin, keys.end, PAGE_SIZE, BLOCK_KEYS)
             v_page = page_ids(v_table, begin, keys.end, PAGE_SIZE, BLOCK_KEYS)
             turns = keys.num_tiles - keys.num_common if MASKED else keys.num_common
-            if turns > 0:  # else all that prepares the loop would run for nothing
+            if turns > 0:  # skips the prefetches before the loop
                 for tile in range(turns):
                     begin = tile_begin(keys, tile, MASKED, BLOCK_KEYS)
                     key = begin + key_offsets
@@ -212,7 +212,7 @@ def _attention_kernel(
 
 @triton.jit
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
-    """Return (request that has the query rows, K/V head, index of `place` among the places of that head)."""
+    """Return the request and the K/V head of a place (a position in the sequence of work), and its index in that K/V head."""
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:
         kv_head = request // batch_size
@@ -223,10 +223,10 @@ def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl
 @triton.jit
 def _store(
     state,  # (largest, denominator, sums) of a softmax
-    rows,  # (row * num_qo_heads + head of the output, head, True where the row exists, row of the block)
+    rows,  # (row * num_qo_heads + head of the output, head, True where the row exists, index in the block)
     q_block,
-    unit,  # (its number, its K/V head, the number of K/V heads, the first row of its request, the request's number of rows)
-    cut,  # (place; of the unit's tiles the first, the end and the number; share, places of a share, number of shares)
+    unit,  # (index of the request and K/V head, K/V head, number of K/V heads, first row of the request, its number of rows)
+    cut,  # (place, first tile read, end of the tiles read, number of tiles, share, places of a share, number of shares)
     sinks,
     bmm2_scale,
     results,
@@ -235,11 +235,11 @@ def _store(
     MERGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the result of a block of rows over those keys of a unit that this program has read.
+    """Write the result of a block of rows over the keys of a request and K/V head that this program has read.
 
-    If these are all keys of the unit, the output is written, else a partial result. With MERGED, the last program to store a
-    partial result of the unit merges the unit's partial results here. Without MERGED, the program that read the unit's first
-    key records which shares have its keys, for the launch that merges.
+    It is the output if the program has read all its keys, else a partial result. With MERGED, the last program to store a
+    partial result merges all. Without MERGED, the program that has read the first key writes `PartialResults.of_units` for the
+    merge launch.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
@@ -264,13 +264,14 @@ def _store(
 
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return the work of a program that reads all keys of its block of rows: (block, place, end, places, request, first place).
+    """Return the work of a program that reads all keys of its block of rows: (block of the request, place, end, tiles, request,
+    the request's first place).
 
-    Places are of the program's own request alone, head after head, without the empty ones: `places` is the number of tiles,
-    and the first place is 0. A program whose index is after the last block has `end` equal to `place`.
+    A place is here a key tile of the request, counted head after head from 0. A program without a block has `end` equal to
+    `place`.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
-    # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
+    # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     exists = True
     if kind[1] is None:
@@ -287,9 +288,9 @@ def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _load_keys(
-    tiles,  # (descriptor of K, of V), each or None
-    heads,  # (pointer to a head of K, of V)
-    pages,  # (page ids of K, of V), from `page_ids`
+    tiles,  # (TMA descriptor of K, of V) or None
+    heads,  # (pointer to the K/V head in the pool of K, of V)
+    pages,  # (page ids of K, of V), results of `page_ids`
     kv_head,
     begin,
     key_exists,
@@ -299,10 +300,9 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return the tile (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]). TMA descriptors load it if `tiles` holds them.
+    """Load a tile by TMA, or by pointers if `tiles` is None. Return (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]).
 
-    If MASKED, V is zero for keys that do not exist: their weights are zero, but 0 times NaN is NaN. K may have any value for
-    them, because their logits are replaced.
+    If MASKED, V is zero where `key_exists` is False, because a weight of 0 times NaN is NaN. K is undefined there.
     """
     if tiles[0] is not None and tiles[1] is not None:
         k = described_tile(tiles[0], pages[0], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)

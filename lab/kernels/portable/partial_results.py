@@ -1,7 +1,7 @@
-"""Partial results: the attention of a unit (one request and one K/V head) over only those of its keys that one program reads.
+"""Partial results: the attention of a unit (one request and one K/V head) over the keys that one program reads.
 
-They exist if several programs divide the keys of a unit. The glossary of `lab.kernels.portable.key_shares` explains share and
-place; `lab.kernels.portable.merge` combines partial results.
+They exist if several programs divide the keys of a unit; `lab.kernels.portable.merge` merges them. The glossary of
+`lab.kernels.portable.key_shares` explains share, place and slot.
 """
 
 from typing import NamedTuple
@@ -17,25 +17,25 @@ from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.softmax import LOG2_E, log2_sum, store_rows
 from lab.kernels.portable.triton_call import new_scratch
 
-# Pieces of a group, where the last program merges.
+# Partial results in a group, if the last program merges (`lab.kernels.portable.merge`).
 GROUPED_PIECES: tl.constexpr = tl.constexpr(16)
 
-Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its LSE in base 2 unless nobody wants it
+Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its LSE in base 2 or None
 
 
 class PartialResults(NamedTuple):
-    """The scratch memory for the partial results of all programs, with two slots for each share and block of rows.
+    """The scratch memory for the partial results of all programs.
 
-    A share holds at most two units only in part: the one in which it begins and the one in which it ends. Results are
-    normalised, so that a merge needs only their LSE.
+    A program has two slots, because it can have only a part of the keys of two units: the unit in which its share of the work
+    begins, and the unit in which it ends. A partial result is a normalised output with its LSE.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
-        lse_log2: float32 [q_blocks * shares * 2, rows]; -inf if a row sees none of the keys.
-        of_units: int32, one row for each unit. If a second launch merges: [batch_size * num_kv_heads, 2], the first and the
-            last share that have keys of the unit. If the unit's last program merges: counters [batch_size * num_kv_heads, 1 +
-            groups], the number of groups that have been merged, then for each group of GROUPED_PIECES partial results the
-            number that have been stored. A unit's rows are one block then. Counters are zero between launches.
+        lse_log2: float32 [q_blocks * shares * 2, rows], base 2; -inf if a row sees none of the keys.
+        of_units: int32, one row for each unit (request and K/V head). If a second launch merges: [batch_size * num_kv_heads,
+            2], the first and the last share that has keys of the unit. If the last program of a unit merges: [batch_size *
+            num_kv_heads, 1 + groups], counters that are zero between launches: how many groups of GROUPED_PIECES partial
+            results have been merged, then how many partial results of each group have been stored.
     """
 
     out: torch.Tensor
@@ -44,12 +44,10 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the scratch memory for partial results of blocks of `rows`; None if programs divide no request's keys.
+    """Allocate the scratch memory for partial results of blocks of `rows`; None if no request's keys are divided.
 
-    The memory belongs to the call. Counters are filled with zeros here: once for a prepared call, or inside the graph if a
-    graph captures the whole call. Each launch leaves them zero, so that no replay and no call on another stream meets counters
-    that are in use. The caller's workspace cannot hold them: streams may share it, and trtllm-gen writes into all of it
-    (`lab.calls.workspace`).
+    Counters are filled with zeros here, and each launch resets them to zero. The call owns the memory, because streams may
+    share the caller's workspace, and trtllm-gen writes into all of it (`lab.calls.workspace`).
     """
     if shares is None or shares.count == 1:
         return None
@@ -72,25 +70,26 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Wait for the previous launch, in the last program only. A launch that waits for this one then waits for both."""
+    """Wait, in the last program, for the end of the previous launch: a launch that waits for this one then waits for both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of the slot for a partial result of one share and block of rows.
+    """Return the index in `PartialResults.out` of the partial result of one share and block of rows.
 
-    A share has two slots: one for a unit whose first key it has, and one for a unit that an earlier share began.
+    A share has two slots: the second, if `begins_unit`, for a request and K/V head whose first key it has, the first for one
+    whose first key is in an earlier share.
     """
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write which shares have keys of a unit: the index of the first and of the last such share.
+    """Write the first and the last share that has keys of a unit (request and K/V head) to row `unit` of `unit_shares`.
 
-    A share has `share_places` places, and `first_place` is that of the unit's first tile.
+    A share has `share_places` places, and the `tiles` key tiles of the unit begin at place `first_place`.
     """
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
@@ -99,19 +98,16 @@ def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
 @triton.jit
 def store_share(
     state,  # (largest, denominator, sums [ROWS, DIMS]) of a softmax
-    rows,  # (row * num_qo_heads + head of the output, int64 [ROWS]; head; True where the row exists; the slot's row)
-    dims,  # elements of a row, a part of the first ROW_DIMS
-    is_whole,  # True: these are all keys of the rows
+    rows,  # (row * num_qo_heads + head of the output, int64 [ROWS]; head; True where the row exists; row in `partials`)
+    dims,  # indices of the stored elements of head_dim
+    is_whole,  # True: the program has read all keys of the rows
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
-    partials,  # None: every share holds whole units
-    ROW_DIMS: tl.constexpr = None,  # None: as many as `dims`, and blocks are as small as the rows allow
+    partials,  # None: every program reads all keys of its rows
+    ROW_DIMS: tl.constexpr = None,  # elements of a row; None: as many as `dims`, and partial results of all rows are stored
 ):
-    """Write a program's result for one block of rows: the output if it has read all keys of the rows, else a partial result.
-
-    A partial result is the normalised sums and their LSE, in the slot that `rows` names.
-    """
+    """Write a program's result for one block of rows: the output if it has read all keys of the rows, else a partial result."""
     largest, denominator, sums = state
     row_head, head, row_exists, row = rows
     DIMS: tl.constexpr = dims.shape[0] if ROW_DIMS is None else ROW_DIMS
@@ -139,7 +135,7 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return the output rows that the packed rows of a request and K/V head belong to.
+    """Return the output row of each packed row (query token and head) of a request and K/V head.
 
     The result is (row * num_qo_heads + head, head, True where the row exists), each [packed rows].
     """

@@ -1,9 +1,9 @@
 """FlashInfer's ragged context call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
 The call is MLA's prefill before absorption: keys have 192 elements, values 128. 192 is no power of two, so Q and K are loaded
-as two tiles, of 128 and of 64 elements, and the two products are added. One tile of 256 elements, a quarter of them zeros,
-would need a third more products and shared memory. Each block of query rows of a head has a program. The program applies a mask
-only to keys that not all rows of the block see.
+as two tiles, of 128 and of 64 elements, and the two products are added. One tile of 256 elements would need a third more
+products and shared memory. Each block of query rows of a head has a program. It applies a mask only to tiles with keys that
+some row of the block does not see.
 """
 
 import torch
@@ -36,10 +36,10 @@ from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
     """Prepare attention over K/V that is not paged, for new tokens or a chunk of a prefix: MLA's prefill before absorption.
 
-    `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
-    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read: call
+    `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. NotImplementedError has the reason of
+    `lab.kernels.support.why_not` if the kernel does not support the call. On a GPU, lengths are not read: call
     `RaggedAttention.check_values` to check them. Products are in the query's dtype, in fp16 over e4m3; sums are in float32.
-    `workspace_buffer` is not used. Rows after the last request's rows are left unchanged, or undefined.
+    `workspace_buffer` is not used. Output rows after the last request's rows are not written.
 
     Returns:
         A function that runs the call and returns out [num_rows, num_qo_heads, v_head_dim]; with `return_lse` it returns (out,
@@ -85,7 +85,7 @@ def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor 
     )
 
 
-# The window varies from layer to layer, and must not compile again.
+# The window differs from layer to layer, and Triton must not compile the kernel again for it.
 @triton.jit(do_not_specialize=["window_left"])
 def _ragged_kernel(
     query,
@@ -97,7 +97,7 @@ def _ragged_kernel(
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
     window_left,
-    query_strides,  # all four are (of rows or tokens, of heads)
+    query_strides,  # (of rows, of heads), like the next three
     key_strides,
     value_strides,
     lse_strides,
@@ -112,7 +112,7 @@ def _ragged_kernel(
     """Compute attention of one block of query rows, of one head and request, over all keys that some row of the block sees."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
-    # A later causal block sees more keys. The longest start first, so that no long one is left for the end.
+    # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     num_heads = tl.num_programs(1)
     # int64, because a product with a stride may exceed 32 bits.
@@ -130,7 +130,7 @@ def _ragged_kernel(
     token = first_token + tl.arange(0, BLOCK_ROWS)
     row_exists = token < q_len
     row = (q_start + token).to(tl.int64)
-    first_position = kv_len - q_len + first_token  # negative where a request has fewer keys than rows
+    first_position = kv_len - q_len + first_token  # negative if the request has fewer keys than rows
     position = first_position + tl.arange(0, BLOCK_ROWS)
 
     first_dims = tl.arange(0, FIRST_DIMS)
@@ -147,7 +147,7 @@ def _ragged_kernel(
     q_first = fitted(q_first, power, DOT_DTYPE)
     scale_of_rows = row_scale(logit_scale(scales), power)
 
-    # The keys that some row of the block sees, and of those the leading whole tiles that every row sees.
+    # The keys that some row of the block sees, and the leading tiles in which every row sees every key.
     key_start = 0
     key_end = kv_len
     seen_by_all = kv_len

@@ -18,12 +18,12 @@ from lab.calls.problem import PagedAttention
 
 
 class KeyRange(NamedTuple):
-    """The keys that one program reads for a block of query rows: tiles from `begin` to `end`, which at least one row sees.
+    """The keys that one program reads for a block of query rows: the tiles with a key that at least one row sees.
 
     Attributes:
         q_position: position of the request's first query token; negative if the request has fewer keys than rows.
-        first_key, end: the first key that some row sees, and the end of the keys that the program reads.
-        begin: the first key of the first tile.
+        first_key: the first key that some row sees.
+        begin, end: the first key of the first tile, and the end of the keys that the program reads.
         num_tiles: number of tiles from `begin` to `end`.
         num_before, num_common: the first `num_before` tiles need a mask. In the next `num_common` tiles every row sees every
             key. All later tiles need a mask.
@@ -39,10 +39,11 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return the largest possible number of blocks of rows, summed over the requests with at least `least_q_len` query tokens.
+    """Return an upper bound, for one K/V head, of the number of blocks of `block_rows` rows in all requests of at least
+    `least_q_len` query tokens.
 
-    A row is one query token and one head of a K/V head's group. The host knows only `num_rows`, `batch_size` and `max_q_len`. A
-    `least_q_len` of None counts all requests.
+    A row is one query token and one head of a K/V head's group. The bound is computed from `num_rows`, `batch_size` and
+    `max_q_len`, because lengths are on the device. None as `least_q_len` counts all requests.
     """
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
@@ -51,7 +52,7 @@ def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | Non
 
 @triton.jit
 def request_rows(cu_seqlens_q, request, max_q_len):
-    """Return (index of a request's first query row, number of its rows): `max_q_len` rows without `cu_seqlens_q`."""
+    """Return the index of a request's first query row and the number of its rows, which is `max_q_len` without offsets."""
     if cu_seqlens_q is None:
         q_start = request * max_q_len
         q_len = max_q_len
@@ -63,7 +64,9 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each of `requests`; 0 for requests of another kind, or after the last one."""
+    """Return the number of query tokens of each of `requests`. It is 0 for requests that the launch does not serve (`kind`),
+    and for indices from `batch_size` on.
+    """
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -78,11 +81,11 @@ def q_lens_of_kind(requests, batch_size, kind):
 
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return which request the `number`-th block of rows belongs to. Only requests that the launch serves (`kind`) have blocks.
+    """Return the request to which the `number`-th block of rows belongs. Blocks are in order of the requests.
 
-    The result is (request, index of its first block, number of requests that have blocks at or after that first block, number
-    of all blocks). Blocks are in order of the requests. After the last block, the request is `batch_size`. `lanes` are the
-    numbers from 0 on, one for each request whose length is read at the same time.
+    The result is (request, index of its first block, number of requests with blocks from this one on, number of all blocks).
+    After the last block, the request is `batch_size`. Only requests that the launch serves (`kind`) have blocks. `lanes` is
+    arange of the number of lengths that are read at a time.
     """
     request = number * 0
     begin = request
@@ -100,9 +103,9 @@ def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: t
 
 @triton.jit
 def keys_of_block(
-    first_in_reach,
-    first_tile,  # of the share, after the first in reach
-    end_tile,
+    first_in_reach,  # the first key tile that some row of the request may see
+    first_tile,  # the program's first tile, counted from first_in_reach
+    end_tile,  # the end of the program's tiles, counted from first_in_reach
     kv_len,
     q_len,
     q_block,
@@ -112,9 +115,9 @@ def keys_of_block(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the `KeyRange` of a block of rows: those keys of the program's tiles that some row of the block sees.
+    """Return the `KeyRange` of a block of rows: the keys in the program's tiles that some row of the block sees.
 
-    It has no tiles if the request has no row in the block.
+    It has no tiles if the block has no row of the request.
     """
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
@@ -145,10 +148,7 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange`.
-
-    `number` counts only tiles that need a mask if MASKED, else only tiles that every row sees.
-    """
+    """Return the first key of the `number`-th tile of a `KeyRange` that needs a mask, or needs none if MASKED is False."""
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS
 
@@ -160,7 +160,7 @@ def row_bounds(
     window_left,
     CAUSAL: tl.constexpr,
 ):
-    """Return (first key, end of the keys) of a `KeyRange` that each row sees without a draft mask, each int32 [rows]."""
+    """Return the first key and the end of the keys that each row sees in a call without draft mask, each int32 [rows]."""
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0
     if CAUSAL:
@@ -181,7 +181,7 @@ def visible_keys(
     MASK_WORDS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Return bool [rows, keys], True where a row sees a key. A draft mask replaces causality. A window limits both."""
+    """Return bool [rows, keys], True where a row sees a key. A draft mask replaces the causal mask; a window limits both."""
     visible = row_exists[:, None] & key_exists[None, :]
     if MASK_WORDS > 0:
         is_draft = key >= keys.q_position

@@ -1,7 +1,7 @@
-"""Arithmetic of the portable attention kernels: matrix products, rounding, and a running softmax in base 2 and float32.
+"""Arithmetic of the portable attention kernels: matrix products, rounding, and an online softmax in base 2 and float32.
 
-The state of a running softmax is (largest, denominator, sums): for each row the largest logit, the sum of the weights, and the
-weighted sum of the values. `largest` is the origin of the weights' exponents.
+The state of the softmax is (largest, denominator, sums): for each row a number near the largest logit in base 2, the sum of the
+weights, and the weighted sum of the values. The weight of a key is 2 ** (logit - largest).
 """
 
 import torch
@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# True in Triton's interpreter. `triton.jit` decides the same when these modules are imported.
+# True in Triton's interpreter, which `triton.jit` chooses when this module is imported.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
-    """Return the dtype of the matrix products: float16 over an e4m3 cache, else the dtype of K/V, which is also the query's.
+    """Return the dtype of the operands of matrix products: float16 over an e4m3 cache, else the dtype of K and V.
 
-    float16 holds every e4m3 value, and SM89 and later convert two e4m3 values by one instruction. A conversion to bf16 goes
-    through float32 and takes six instructions, four of them at a quarter of the usual rate.
+    float16 holds every e4m3 value, and SM89 and later convert two e4m3 values to float16 by one instruction. A conversion to
+    bf16 takes six instructions.
     """
     return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
 
@@ -26,9 +26,8 @@ def dot_dtype(cache: torch.Tensor) -> tl.dtype:
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
     """Return float32 [rows], an exponent p for each query row such that the row divided by 2 ** p fits DOT_DTYPE.
 
-    Only a bf16 query for float16 products needs it, because the range of bf16 exceeds that of float16 at both ends; else the
-    result is zero, [1]. Rows are scaled so that their largest element is in [2 ** 14, 2 ** 15). An element that float16 then
-    rounds to 0 is at most 2 ** -39 of the largest.
+    A bf16 query for float16 products is scaled, because the range of bf16 is larger: the largest element of a row is then in
+    [2 ** 14, 2 ** 15), and an element that float16 rounds to 0 is at most 2 ** -39 of it. Otherwise the result is zero, [1].
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -41,11 +40,7 @@ def fitting_power(q, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def fitted(q, power, DOT_DTYPE: tl.constexpr):
-    """Return `q` in DOT_DTYPE. Rows that would not fit are divided by 2 ** `power`.
-
-    A query that already has DOT_DTYPE is returned as it is: Triton keeps loaded tensors in shared memory, computed ones in
-    registers.
-    """
+    """Convert a query to DOT_DTYPE. A bf16 query for float16 products is divided by 2 ** `power` (`fitting_power`) first."""
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         q = q.to(tl.float32) * tl.exp2(-power)[:, None]
     return q.to(DOT_DTYPE)
@@ -53,25 +48,25 @@ def fitted(q, power, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def scalar(scale):
-    """Return the value of a scale, which is a number or a pointer to one. The interpreter's numbers have no dtype."""
+    """Return the value of a scale, which is a number or a pointer to one."""
     return tl.load(scale) if hasattr(scale, "dtype") and scale.dtype.is_ptr() else scale
 
 
 @triton.jit
 def logit_scale(scales):
-    """Return the factor that turns products of queries and keys into logits in base 2: bmm1_scale * log2(e)."""
+    """Return bmm1_scale * log2(e), the factor that turns Q·K^T into logits in base 2; `scales`: (bmm1_scale, bmm2_scale)."""
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return the factor for the logits of rows that `fitted` has divided by 2 ** `power`. `scale` is from `logit_scale`."""
+    """Return the result of `logit_scale`, `scale`, for each row of a query that `fitted` has divided by 2 ** `power`."""
     return scale * tl.exp2(power)
 
 
 @triton.jit
 def logits_log2(products, scale):
-    """Return float32 [rows, keys], logits in base 2: a tile's products times the `row_scale` of each row."""
+    """Return logits in base 2, float32 [rows, keys]: Q·K^T of a tile times the scale of each row."""
     return products * scale[:, None]
 
 
@@ -91,7 +86,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def without_bits(x, COUNT: tl.constexpr):
-    """Return float32 `x` rounded to nearest even such that its last COUNT bits are zero."""
+    """Round float32 `x` to nearest even so that its last COUNT bits are zero."""
     bits = x.to(tl.int32, bitcast=True)
     bits += (1 << (COUNT - 1)) - 1 + ((bits >> COUNT) & 1)
     return (bits & -(1 << COUNT)).to(tl.float32, bitcast=True)
@@ -108,15 +103,14 @@ def dot(a, b, sums):
 
 @triton.jit
 def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
-    """Return one step of a running softmax in base 2: (weights for DOT_DTYPE, factor of earlier sums, largest).
+    """Add a tile of keys to an online softmax. Return (weights of the keys, factor for the earlier sums, new largest).
 
-    The largest weight is 1. In float16 it is 2 ** 14, and `largest` is 14 less than the largest score: float16 has no value
-    below 2 ** -24, and if one key has nearly all the weight, a hundred thousand other keys may share the rest.
+    The largest weight is 1, or 2 ** 14 for float16 products, where `largest` is 14 less than the largest logit: float16 has no
+    value below 2 ** -24, and small weights of very many keys may add up.
 
     Args:
-        scores: float32 [rows, keys], in base 2 after a multiplication by `scale`; -inf where a row does not see a key.
-        scale: 1, a positive number, or a positive number for each row. One instruction multiplies by it and subtracts the
-            largest.
+        scores: float32 [rows, keys], logits in base 2 divided by `scale`; -inf where a row does not see a key.
+        scale: 1, a positive number, or a positive number for each row.
         largest: float32 [rows], -inf before the first key.
     """
     tile_largest = tl.max(scores, 1) * scale
@@ -133,10 +127,9 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def with_weights(denominator, rescale, weights):
-    """Return the denominator of a running softmax after one more tile of keys: `denominator * rescale` plus the tile's weights.
+    """Return the softmax's denominator after one more tile of keys: `denominator * rescale` plus the tile's weights.
 
-    A denominator [rows, keys] adds weights key by key, a denominator [rows] adds each row's sum. The first denominator is the
-    result of `empty_denominator`.
+    A denominator [rows, keys] adds weights key by key, a denominator [rows] adds each row's sum (`empty_denominator`).
     """
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
@@ -146,7 +139,7 @@ def with_weights(denominator, rescale, weights):
 
 @triton.jit
 def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KEY: tl.constexpr):
-    """Return the zero denominator of a running softmax before its first key: [rows], or [rows, keys] if PER_KEY.
+    """Return zeros, the softmax's denominator before the first key: [rows], or [rows, keys] if PER_KEY.
 
     PER_KEY is `ProgramTile.denominator_per_key`.
     """
@@ -155,7 +148,7 @@ def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KE
 
 @triton.jit
 def whole_denominator(denominator):
-    """Return a running softmax's denominator as one number for each row, [rows]."""
+    """Return the softmax's denominator [rows] from a denominator [rows] or [rows, keys]."""
     if len(denominator.shape) == 2:
         denominator = tl.sum(denominator, 1)
     return denominator
@@ -163,7 +156,7 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Add a tile of keys, with logits `scores` in base 2, to a running softmax, and return (largest, denominator, sums)."""
+    """Add a tile of keys, with logits `scores` in base 2, to an online softmax. Return (largest, denominator, sums)."""
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
@@ -171,10 +164,7 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 @triton.jit
 def log2_sum(largest, denominator):
-    """Return the LSE in base 2 of a running softmax, [rows]; -inf for a row without keys.
-
-    NaN stays NaN, so that it is not taken for a row without keys.
-    """
+    """Return the LSE in base 2 from the state of a softmax, [rows]; -inf for a row without keys, NaN if the state is NaN."""
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
 
@@ -184,21 +174,21 @@ def store_rows(
     largest,
     denominator,
     sums,  # [rows, dims]
-    sink_log2,  # None: no sink; [rows] or one for all
+    sink_log2,  # the sink's logit in base 2, [rows] or one for all rows; None: no sink
     bmm2_scale,
-    out,  # pointers to each row's first element
-    lse_log2,  # pointers to each row's, or None
+    out,  # [rows], pointers to the first element of each output row
+    lse_log2,  # [rows], pointers to the LSE of each row; None: no LSE
     dims,
     row_exists,
 ):
-    """Write output rows and their LSE from the state of a softmax over all keys, after adding the sink's weight."""
+    """Write output rows and their LSE from the state of a softmax over all keys, which does not include the sink yet."""
     rescale = 1.0
     if sink_log2 is not None:  # one more logit, without a value
         new_largest = tl.maximum(largest, sink_log2)
         origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         rescale = tl.exp2(largest - origin)
         largest, denominator = new_largest, denominator * rescale + tl.exp2(sink_log2 - origin)
-    # One division and one factor for each row, none for its elements: a block of few keys ends as often as it reads a tile.
+    # One division for each row, not for each element: a program that reads a single tile of keys divides as often as it reads.
     factor = rescale * scalar(bmm2_scale) / tl.where(denominator == 0, 1.0, denominator)
     result = rounded(sums * factor[:, None], out.dtype.element_ty)
     tl.store(out[:, None] + dims[None, :], result, mask=row_exists[:, None])

@@ -1,13 +1,11 @@
 """The tile of each Triton kernel (its query rows, keys per step and launch options) on each class of GPU.
 
-There are three classes: GPUs without 227 KiB of shared memory (SM80, SM86, SM89, SM120, SM121 and all that the lab does not
-know), SM90, and SM100 with SM103, whose accumulators lie in tensor memory.
+There are three classes: GPUs without 227 KiB of shared memory (SM80, SM86, SM89, SM120, SM121 and unknown GPUs), SM90, and
+SM100 with SM103, whose accumulators lie in tensor memory. The interpreter runs SM90's tiles.
 
 * SM90's tiles were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
-* The tiles of the other classes were chosen by the output of Triton's compiler and never timed
-  (results/blackwell-dry-run/portable.md). A multiprocessor has the shared memory, registers and tensor memory for
-  `per_multiprocessor` programs. A tile that spills registers to memory was replaced by one that does not, if one with the same
-  matrix instructions was found. The record names the tiles that spill, and why.
+* The other tiles were chosen by the output of Triton's compiler and never timed (results/blackwell-dry-run/portable.md, which
+  names the tiles that spill registers, and why). `per_multiprocessor` programs fit on a multiprocessor.
 """
 
 import triton
@@ -15,8 +13,8 @@ import triton
 from lab.gpus import SM90, Capability, GpuFamily, family_that_runs
 from lab.kernels.portable.tiles import ProgramTile
 
-# Tiles of SM100 and SM103 that differ from SM90's, by (rows, head_dim, bytes of an element of K and V). With a head_dim of 256,
-# all tiles of tcgen05, their matrix instruction, spill; these spill least.
+# Tiles of SM100 and SM103 that differ from SM90's, by (rows, head_dim, bytes of an element of K and V). With a head_dim of 256
+# all tiles for tcgen05, the matrix instruction of these GPUs, spill; these tiles spill least.
 SM100_PAGED = {
     (16, 128, 2): ProgramTile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2),
     (32, 64, 2): ProgramTile(32, 32, num_warps=4, num_stages=3, per_multiprocessor=2),
@@ -33,7 +31,7 @@ SM100_PAGED = {
     (128, 256, 2): ProgramTile(64, 16, num_warps=8, num_stages=4),
     (128, 256, 1): ProgramTile(64, 16, num_warps=8, num_stages=4),
 }
-# The same where each block of rows has a program of its own, by (head_dim, bytes of an element).
+# The tiles of `choose_prefill_tile` on SM100 and SM103, by (head_dim, bytes of an element of K and V).
 SM100_PREFILL = {
     (128, 2): ProgramTile(128, 32, num_warps=8, num_stages=3, by_descriptor=True),
     (128, 1): ProgramTile(128, 32, num_warps=8, num_stages=3),
@@ -42,13 +40,16 @@ SM100_PREFILL = {
 
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the paged kernel for requests that have at most `num_packed_rows` = max_q_len * group rows.
+    """Return the tile of the paged kernel for requests of at most `num_packed_rows` = max_q_len * group rows.
 
-    A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V, with `kv_bytes` per element: the tile
-    is as small as the rows allow, with two programs on a multiprocessor that hide each other's waits. With more rows, SM90 is
-    bound by the time from a tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and TMA loads
-    them, which saves the registers for addresses. It loads those of up to 32 rows too, which takes fewer instructions before
-    the first keys. The interpreter, which has no `capability`, runs SM90's tiles, here and below.
+    A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
+    allow, and two programs on a multiprocessor hide each other's waits. With more rows, SM90 is bound by the time from a tile's
+    arrival to its products: its tiles have 128 rows, for two warp groups. TMA loads these tiles, which saves registers for
+    addresses, and tiles of up to 32 rows, because a program then reads its first keys sooner.
+
+    Args:
+        kv_bytes: bytes of an element of K and V.
+        capability: the GPU's; None for the interpreter.
     """
     family = family_that_runs(capability)
     rows = max(16, triton.next_power_of_2(num_packed_rows))
@@ -62,7 +63,7 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
 
 
 def _small_paged(rows: int, head_dim: int) -> ProgramTile:
-    # The sums of 64 rows of 128 dims want the registers of 8 warps, those of 32 rows of 256 dims the registers of 4.
+    # The sums of 64 rows and a head_dim of 128 need the registers of 8 warps, those of 32 rows and 256 the registers of 4.
     rows = min(rows, 64 if head_dim <= 128 else 32)
     keys = max(16, 32 * 128 // max(head_dim, 128))
     if rows == 64 and head_dim > 64:
@@ -94,12 +95,16 @@ def choose_prefill_tile(
 ) -> ProgramTile:
     """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows.
 
-    The blocks of a request then run at the same time, and find each other's keys in L2. So blocks of 64 rows read no more from
-    memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if TMA loads the tiles
-    (`described`): it cannot for pages of 16 tokens, which were slower with 64 rows. On SM100 one product takes 128 rows, so
-    tiles have 128 rows if they do not spill. Blocks of few rows see few keys, those of a short window or of a short prompt: two
-    warps leave a multiprocessor room for four programs, which hide each other's waits for their first keys. `tile` is from
-    `choose_tile`.
+    The programs of a request's blocks run at the same time and find each other's keys in L2. So blocks of 64 rows read no more
+    from memory than blocks of 128 rows, and mask fewer keys in their last tiles. On SM90 they were slower where TMA does not
+    load the tiles, with pages of 16 tokens. On SM100 one product takes 128 rows, so tiles have 128 rows if they do not spill. A
+    block of up to 32 rows sees few keys (a short window or prompt): with two warps a multiprocessor has room for four programs,
+    which hide each other's waits for their first keys.
+
+    Args:
+        tile: the result of `choose_tile`.
+        kv_bytes, capability: as in `choose_tile`.
+        described: True if TMA can load the tiles of K and V.
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
@@ -110,10 +115,10 @@ def choose_prefill_tile(
 
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the MLA kernel for requests that have at most `num_packed_rows` = max_q_len * num_qo_heads rows.
+    """Return the tile of the MLA kernel for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
 
-    Registers and shared memory limit the rows, at a kv_lora_rank of 512. The sums of 64 rows take half the register file of an
-    SM90 multiprocessor, so 128 rows would not fit. More rows become more blocks, which read the entries again through L2.
+    Registers and shared memory limit a tile's rows. At a kv_lora_rank of 512 the sums of 64 rows take half the registers of an
+    SM90 multiprocessor. More rows than a tile's are divided into blocks, whose programs each read all entries.
     """
     family = family_that_runs(capability)
     most_rows = _most_mla_rows(family, kv_bytes)
@@ -131,10 +136,9 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    """Return the most query rows of an MLA tile that fits a program's shared memory and registers.
+    """Return the largest number of query rows for which an MLA tile fits a program's shared memory and registers.
 
-    SM100 would multiply 64 rows by 32 keys with tcgen05, but every such tile spills (results/blackwell-dry-run/portable.md,
-    "MLA on SM100").
+    On SM100 tiles of 64 rows spill registers (results/blackwell-dry-run/portable.md, "MLA on SM100").
     """
     if not family.has_large_shared_memory:
         return 16
@@ -144,11 +148,10 @@ def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the ragged kernel, whose K/V is not paged, for requests that have at most `max_q_len` rows.
+    """Return the tile of the ragged kernel, whose K/V is not paged, for requests of at most `max_q_len` rows.
 
-    A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. 128 rows are
-    two warp groups of Hopper's asynchronous products. There are only four tiles, so that a new length rarely compiles a new
-    kernel. They were compiled, but not timed on any GPU.
+    A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. There are few
+    different tiles, so that a new length rarely compiles a new kernel. They were compiled, but not timed on any GPU.
     """
     roomy = family_that_runs(capability).has_large_shared_memory
     wide = head_dim + v_head_dim > 320

@@ -1,4 +1,4 @@
-"""The tile of a program (its query rows and keys per step), and loads of a tile's keys from a paged pool."""
+"""The tile of a program: its query rows, its keys per step, and the loads of these keys from a paged pool."""
 
 from typing import NamedTuple
 
@@ -11,17 +11,13 @@ from lab.kernels.portable.softmax import INTERPRETED
 
 
 class ProgramTile(NamedTuple):
-    """The work and resources of one program of a Triton kernel: query rows, keys per step, and Triton's launch options.
-
-    It is a named tuple: Triton takes it as one compile-time argument, and a kernel reads its fields.
+    """The work and resources of one program of a Triton kernel. A kernel takes it as one `tl.constexpr`.
 
     Attributes:
         rows, keys: query rows and keys of one step of the program. A row is one query token and one head.
-        num_warps, num_stages: Triton's launch options.
         per_multiprocessor: programs that run on a multiprocessor at the same time.
-        start_keys: time to begin and end one request and K/V head, as the number of keys that a program could read in that
-            time. The program then waits for the first keys and writes the results. A program with many short requests gets
-            fewer keys.
+        start_keys: number of keys that a program could read in the time that it needs to begin and end one request and K/V
+            head: to wait for the first keys and write the results. The division of keys among programs counts this time.
         by_descriptor: TMA loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a mask.
         denominator_per_key: the softmax's denominator has one part per key of a tile, and the parts are added up after the last
             tile. Warps that compute the same rows wait for each other less often; a thread needs one more register per score.
@@ -38,16 +34,14 @@ class ProgramTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """The work and resources of one program of a Gluon kernel; a named tuple like `ProgramTile`.
+    """The work and resources of one program of a Gluon kernel. Fields of the same name are those of `ProgramTile`.
 
     Attributes:
-        rows: packed query rows of all consumers, the warp groups that multiply. Each consumer has 64.
-        keys: keys of one tile.
+        rows: query rows of all consumers, the warp groups that multiply. Each consumer has 64.
         stages: tiles of K, and tiles of V, that shared memory holds at a time.
-        start_keys, per_multiprocessor: as in `ProgramTile`.
-        consumer_registers: registers of each of 128 threads of one of two consumers. The other one, or the only one, has the
-            registers that are left: one consumer ignores this number.
-        producer_registers: registers of each of the other 128 threads, which load tiles and convert them.
+        consumer_registers: registers of each thread of one of two consumers. The other one, or a single consumer, gets the
+            registers that are left.
+        producer_registers: registers of each of the 128 threads that load and convert tiles.
     """
 
     rows: int
@@ -68,9 +62,9 @@ class PoolStrides(NamedTuple):
 
 
 def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> TensorDescriptor | None:
-    """Return a TMA descriptor of a pool's tiles; None if the tile has no `by_descriptor` or TMA cannot load the tiles.
+    """Return a TMA descriptor of the tiles of a pool; None if `tile.by_descriptor` is False or TMA cannot load them.
 
-    `dims` are the elements of head_dim in a tile, a power of two.
+    `dims` is the number of elements of each key in a tile, a power of two.
     """
     if not tile.by_descriptor or not loads_by_descriptor(cache, tile.keys):
         return None
@@ -78,16 +72,16 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if TMA can load tiles of `keys` keys from one page of the pool, and this saves time.
+    """Return True if TMA can load tiles of `keys` keys, each from one page of the pool, and this saves time.
 
-    An e4m3 tile is converted before it is multiplied, and gains nothing.
+    It saves no time for an e4m3 tile, which is converted before it is multiplied.
     """
     aligned = is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
     return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
 def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
-    """Return True if a pool's address is a multiple of 16 bytes, and its first three strides of `strides_bytes`."""
+    """Return True if a pool's address is a multiple of 16 bytes, and its first three strides are of `strides_bytes` bytes."""
     strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 
@@ -95,14 +89,13 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pools of K and V, viewed as int16 pairs of e4m3 elements if this makes the conversion to float16 faster.
 
-    It does so if products take K/V from registers: in tiles of fewer than 64 rows. A register for a product holds two float16
-    elements, a loaded register four e4m3 elements. One permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would
-    have to be masked, shifted and moved one by one. Other pools are returned unchanged.
+    It is faster in tiles of fewer than 64 rows, whose products take K/V from registers: one permutation of bytes sorts four
+    loaded elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved one by one.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
         return caches
-    # Triton loads 16 bytes at a time where it sees strides of multiples of 16 elements, be they bytes or pairs.
+    # Triton loads 16 bytes at a time only if it knows that strides are multiples of 16 elements, here of int16.
     if not all(is_aligned(cache, strides_bytes=32) and cache.storage_offset() % 16 == 0 for cache in caches):
         return caches
     return k_cache.view(torch.int16), v_cache.view(torch.int16)
@@ -110,9 +103,9 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids of the tile that begins at key `begin`, int64: one if a page holds the whole tile, else one per key.
+    """Return the page ids of the tile from key `begin` on, int64: one id if a page holds the whole tile, else one per key.
 
-    A tile begins at a multiple of BLOCK_KEYS. Ids of keys from `end` on are not read: they are 0.
+    `begin` is a multiple of BLOCK_KEYS. The id is 0 for keys from `end` on.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
@@ -124,7 +117,7 @@ def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]. `page` is from `page_ids`."""
+    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]; `page`: result of `page_ids`."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
     else:
@@ -150,12 +143,12 @@ def described_tile(
 
 @triton.jit
 def halves_of_pairs(pairs):
-    """Return (the first elements, the second elements) of int16 `pairs` of e4m3 elements, in float16."""
+    """Return the first and the second e4m3 element of each int16 pair, as two float16 tensors."""
     if INTERPRETED:
         even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         return even.to(tl.float16), odd.to(tl.float16)
-    # Two pairs at a time, sorted by one permutation; compilers make six operations of the lines above.
+    # Two pairs at a time, sorted by one permutation; a compiler makes six operations of the lines above.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 sorted;

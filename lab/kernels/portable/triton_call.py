@@ -11,22 +11,21 @@ import torch
 
 from lab.kernels.support import Kernel, refuse_unsupported
 
-SCRATCH_ALIGNMENT = 512  # bytes, as of one of torch's allocations
+SCRATCH_ALIGNMENT = 512  # bytes, the alignment of torch's allocations
 Addresses = Sequence[int]
 
 
 class TritonLaunch:
     """One launch of a Triton kernel with all its arguments. Calling this object launches the kernel on the current stream.
 
-    The first call compiles the kernel if needed. Later calls launch the compiled kernel at the same addresses: Triton then
-    neither searches for a compiled kernel nor reads a tensor's address.
+    The first call compiles the kernel if needed. Later calls launch the compiled kernel directly, with the same addresses.
 
     Args:
         kernel: a `triton.jit` function.
         grid: numbers of programs, in one to three dimensions.
-        arguments: the kernel's first arguments; tuples, named or not, may hold tensors too.
-        scratch: those tensors among the arguments that may hold anything before the call's first launch (`new_scratch`).
-        counters: those tensors among the arguments that are zero before the call's first launch and after its last. Each has an
+        arguments: the kernel's first arguments: tensors, numbers, and tuples of them.
+        scratch: the tensors among the arguments that need not be initialised (`new_scratch`).
+        counters: the tensors among the arguments that must be zero before each call, and are zero after it. Each is a torch
             allocation of its own.
         named: the kernel's other arguments, all of them `tl.constexpr`, and Triton's options, such as `num_warps`.
     """
@@ -48,7 +47,7 @@ class TritonLaunch:
     def __call__(self) -> None:
         if self._repeat is not None:
             self._repeat()
-        elif self._compiled is None:  # as it stays in the interpreter, which compiles nothing
+        elif self._compiled is None:  # always in the interpreter, which compiles nothing
             self._compiled = self._kernel[self._grid](*self._arguments, **self._named)
         else:
             self._repeat = partial(self._bare_launch(), *_addressed(self._arguments), *self._constants())
@@ -56,7 +55,7 @@ class TritonLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """Return True after the first launch, but not in the interpreter, which compiles nothing."""
+        """Return True after the first launch on a GPU; False in the interpreter."""
         return self._compiled is not None
 
     def _bare_launch(self) -> Callable[..., object]:
@@ -66,13 +65,12 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that takes a list of addresses, and launches the compiled kernel with tensors at these addresses.
+        """Return a function that takes a list of addresses and launches the compiled kernel with them in place of its tensors.
 
-        The function holds no tensor, so that no memory stays allocated for it.
+        The function keeps no tensor of this launch alive.
 
         Args:
-            index_of: takes a tensor of this launch, and returns the index in that list of the address to use instead of its
-                own.
+            index_of: returns the index in the list of the address that replaces a given tensor of this launch.
         """
         bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
@@ -89,16 +87,16 @@ class TritonLaunch:
 
 
 def _addressed(argument: Any) -> Any:
-    """Return an argument with its tensors replaced by their addresses, in tuples too."""
+    """Return a kernel argument with each tensor, also inside tuples, replaced by its address."""
     if isinstance(argument, tuple):
         return tuple(map(_addressed, argument))
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function of a list of addresses that returns the argument with addresses in place of its tensors.
+    """Return a function that makes a kernel argument from a list of addresses; None if the argument contains no tensor.
 
-    The result is None if the argument holds no tensor. `index_of` returns a tensor's index in the list.
+    `index_of` returns the index in that list of the address that replaces a given tensor of the argument.
     """
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
@@ -127,10 +125,7 @@ class _Address(int):
 
 
 def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Allocate uninitialised tensors of the given (shape, dtype) pairs within one allocation.
-
-    Each begins at a multiple of SCRATCH_ALIGNMENT bytes, as an allocation of its own would.
-    """
+    """Allocate uninitialised tensors of the given (shape, dtype) pairs as parts of one torch allocation."""
     used = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
     sizes = [-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in used]
     blocks = torch.empty((sum(sizes),), dtype=torch.uint8, device=device).split(sizes)
@@ -139,20 +134,18 @@ def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype
 
 
 class TritonCall:
-    """A checked and ready call. Calling this object launches its kernels on the current stream, and returns the results.
+    """A prepared call (`lab.kernels.prepare`). Calling this object launches its kernels on the current stream, and returns the
+    results.
 
-    It follows the contract of `lab.kernels.prepare`. On a CPU every run checks the contents again (`check_values` of the
-    problem). If no `out` was given, every run writes the same output tensor. Run it on the stream on which it was prepared, or
-    on one that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled
-    yet: make it before a capture.
+    If no `out` was given, every run writes the same output tensor. Run it on the stream on which it was prepared, or on one
+    that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled yet:
+    make it before a capture.
 
     Args:
-        device: the device of the tensors.
-        check: raises an error for wrong contents; called on a CPU only, before the steps.
-        steps: what a run does, in order: launches, functions that refresh tensors before the launches, and functions that
-            finish results after them.
+        check: raises an error if lengths or page ids are wrong. It is called in each run on a CPU, before the steps.
+        steps: the functions that a run calls in order: kernel launches, and torch operations before and after them.
         returned: the result of the call.
-        reads_contents: True if the steps depend on tensor contents that were read at the preparation.
+        reads_contents: True if the preparation has read contents of GPU tensors on which the steps depend.
     """
 
     def __init__(
@@ -169,7 +162,7 @@ class TritonCall:
 
     @property
     def launches(self) -> list[TritonLaunch] | None:
-        """Return the launches of a call that has run; None if one of its steps is not a launch of a compiled kernel."""
+        """Return the steps of the call if all are launches of compiled kernels, else None."""
         launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
         return launches if len(launches) == len(self._steps) else None
 
@@ -187,14 +180,14 @@ def prepared(
     returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
     reads_contents: bool = False,
 ) -> TritonCall:
-    """Return a ready call of a problem, after checking that the kernel supports it. A call without query rows launches nothing.
+    """Return a prepared call after checking that the kernel supports it. A call without query rows launches nothing.
 
     Args:
-        kernel: the row of `lab.kernels.support` that says which problems the kernel supports.
+        kernel: what the kernel supports.
         problem: the checked arguments of a call, one of `lab.calls.Problem`.
-        steps: takes the output and the LSE or None, and returns the steps of a run.
-        returned: takes the output and the LSE or None, and returns the call's result; by default `problem.returned`.
-        reads_contents: True if contents of tensors were read to make the problem, on a GPU too.
+        steps: returns the `steps` of `TritonCall` for an output and an LSE or None.
+        returned: returns the call's result from the output and the LSE or None; by default `problem.returned`.
+        reads_contents: as in `TritonCall`.
 
     Raises:
         NotImplementedError: the kernel does not support the problem; `lab.kernels.support.why_not` gives the reason.

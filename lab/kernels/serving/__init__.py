@@ -1,1 +1,1 @@
-"""Triton kernels that write metadata: the ragged K/V lists of draft steps, and page tables and lengths of forward passes."""
+"""Triton kernels that write metadata: lists of K/V slots of draft steps, and page tables and lengths of forward passes."""

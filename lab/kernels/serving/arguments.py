@@ -8,16 +8,14 @@ from torch import Tensor
 from lab.calls.arguments import check_tensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-# A pass whose requests all have n query rows tells the kernel n >= 1. These two values stand for the other passes:
-PRESET_ROWS = 0  # leave `cu_seqlens_q` as the caller preset it
-CUMULATIVE_ROWS = -1  # sum `cu_seqlens_q` from a tensor that holds each request's query rows
+# The kernel's number of query rows per request is n >= 1 if all requests of a pass have n rows. These values stand for others:
+PRESET_ROWS = 0  # `cu_seqlens_q` is not written
+CUMULATIVE_ROWS = -1  # `cu_seqlens_q` is the running sum of a tensor with the query rows of each request
 
 
 def check_matrix(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the value if it is a tensor [rows, columns] of one of `dtypes` with contiguous rows, perhaps with gaps between.
-
-    Raises:
-        TypeError, ValueError: it is not.
+    """Return the value if it is a tensor [rows, columns] of one of `dtypes` whose rows are contiguous; else raise TypeError or
+    ValueError. There may be gaps between the rows.
     """
     tensor = check_tensor(name, value, dtypes)
     if tensor.ndim != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):

@@ -1,21 +1,20 @@
-"""The ragged K/V lists of a multi-step draft in Triton, for any GPU that Triton compiles for and for its CPU interpreter.
+"""The K/V lists of a multi-step draft in Triton, for any GPU that Triton compiles for and for its CPU interpreter.
 
 Glossary:
 
 * step: one decode pass of the draft model. It has a row of `kv_indices` and a row of `kv_indptr`.
 * branch: one of the `topk` continuations that each request drafts. A branch drafts one token per step.
 * prefix: the tokens that a request has before the draft.
-* window: the tokens at a prefix's end that a list keeps. A list with a window keeps only these and the sink.
-* sink: the tokens at a prefix's start that a list with a window keeps too.
+* window, sink: the last and the first tokens of a prefix. If a window is given, a list has only these tokens of the prefix.
 * slot: the index of a token in the K/V pool. `req_to_token` maps a position of a request to a slot, or several positions to
   their page.
 * virtual slot or page: a number that `v2p` maps to a page of the pool.
 * list: the slots that one branch reads in one step: the slots of its prefix and of the tokens that it has drafted, including
   the step's own token.
-* boundary: an entry of `kv_indptr`. The lists of a step lie end to end; list i begins at boundary i and ends before boundary i
+* boundary: an entry of `kv_indptr`. The lists of a step lie end to end: list i begins at boundary i and ends before boundary i
   + 1.
 * block: the tokens that a program copies at a time.
-* share: the blocks of a request's prefix that one program copies: every n-th block, where n programs divide the prefix.
+* share: the blocks of a prefix that one of n programs copies: every n-th block.
 
 One request with a prefix of 3 tokens (p), two branches (a, b), two steps, page size 1::
 
@@ -39,17 +38,17 @@ from lab.kernels.serving.draft_decode_kv_indices_kernel import (
 from lab.kernels.support import refuse_without_triton
 from lab.named_enum import NamedEnum
 
-# Tokens of a block in the serial schedule. SGLang's kernel has the same number (0.5.11).
+# Tokens of a block in the SERIAL schedule, as in SGLang 0.5.11.
 SERIAL_BLOCK_TOKENS = 128
-# Tokens of a block in the other two: in the spread schedule each of 128 threads stores 16 bytes of int32. This number and
-# MAX_SPREAD_PROGRAMS were measured: results/nvidia-h200/kernels.md, "Metadata kernels". SGLang's kernel has the same (0.5.23).
+# Tokens of a block in the other two schedules, as in SGLang 0.5.23. With SPREAD each of 128 threads stores 16 bytes of int32.
+# This number and MAX_SPREAD_PROGRAMS were measured: results/nvidia-h200/kernels.md, "Metadata kernels".
 BLOCK_TOKENS = 512
-# Most programs that divide a list in the schedule by token blocks: SGLang's number where its host knows the lengths
-# (`common_template` of `flashinfer_backend.py`, 0.5.23). The lab's host does not, and takes the longest that a list can be.
+# Largest number of programs that divide a list with TOKEN_BLOCKS, as in SGLang 0.5.23 (`common_template` of
+# `flashinfer_backend.py`).
 MAX_TOKEN_BLOCKS = 32
-# Most programs that copy prefixes in the spread schedule (rounded up to as many for each request): three times as many as an
-# H200 runs at a time. The host does not know the lengths. More programs would find nothing to copy for short requests; fewer
-# would copy many blocks one after another for long ones.
+# Largest number of programs that copy prefixes with SPREAD, before it is rounded up to a multiple of the requests: three times
+# as many as an H200 runs at a time. With more, programs of short requests have nothing to copy. With fewer, programs of long
+# requests copy many blocks one after another.
 MAX_SPREAD_PROGRAMS = 6144
 # Requests whose lengths a program sums at a time.
 BLOCK_REQUESTS = 256
@@ -58,13 +57,9 @@ BLOCK_REQUESTS = 256
 class Schedule(NamedEnum):
     """How the programs of a launch divide the writing of the K/V lists among them."""
 
-    # One program per (step, request, branch) copies a whole prefix, as in SGLang's kernel. Change 26241 stopped launching that
-    # kernel for MLA drafts.
-    SERIAL = "serial"
-    # As SERIAL, but several programs divide each list: SGLang's kernel for long contexts (0.5.23).
-    TOKEN_BLOCKS = "token_blocks"
-    # Several programs divide each prefix. A program reads a token from memory once and writes it for all steps and branches.
-    SPREAD = "spread"
+    SERIAL = "serial"  # one program per (step, request, branch) copies a whole list, as in SGLang
+    TOKEN_BLOCKS = "token_blocks"  # several programs divide each list: SGLang's kernel for long contexts (0.5.23)
+    SPREAD = "spread"  # several programs divide each prefix; a program reads a slot once and writes it to all lists
 
 
 def generate_draft_decode_kv_indices(
@@ -83,14 +78,14 @@ def generate_draft_decode_kv_indices(
     v2p: Tensor | None = None,
     schedule: Schedule = Schedule.SPREAD,
 ) -> None:
-    """Write the ragged K/V lists of every draft step, as `lab.references.generate_draft_decode_kv_indices` defines them.
+    """Write the K/V lists of every draft step, as `lab.references.generate_draft_decode_kv_indices` defines them.
 
     The host reads no tensor's contents, so a CUDA graph can capture the launch. Cells of ``kv_indices`` after a step's last
-    list are not written. Column 0 of ``kv_indptr`` is not written either: the engine keeps a 0 there. A list that is too long
-    for its row of ``kv_indices`` is cut at the row's end. Positions beyond the columns of ``req_to_token`` have slot 0.
+    list, and column 0 of ``kv_indptr``, in which the engine keeps 0, are not written. A list that is too long for its row of
+    ``kv_indices`` is cut at the row's end. Positions beyond the columns of ``req_to_token`` have slot 0.
 
     Triton compiles one kernel per schedule, number of steps, ``topk``, page size, window, sink and dtypes, and another if the
-    address of ``kv_indices`` is not a multiple of 16 bytes. It compiles nothing for another batch size, length or row width.
+    address of ``kv_indices`` is not a multiple of 16 bytes, but not per batch size, length or row width.
 
     Args:
         req_pool_indices: ``[num_requests]`` int32 or int64, each request's row of ``req_to_token``.
@@ -100,12 +95,12 @@ def generate_draft_decode_kv_indices(
         kv_indices: ``[num_steps, capacity]`` int32 or int64, written in place: a row of lists for each step.
         kv_indptr: int32 or int64, at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
         positions: ``[num_requests * topk]`` int32 or int64, as in the reference. ``kv_indptr[step]`` is the running sum of
-            ``positions + step + 1``, where a window bounds ``positions`` by ``window_size + sink_size``.
+            ``positions + step + 1``; a window limits ``positions`` to ``window_size + sink_size``.
         topk: branches per request.
         page_size: tokens per page.
-        window_size: tokens at a prefix's end that a list keeps; 0 keeps the whole prefix.
-        sink_size: tokens at a prefix's start that a list keeps in addition to a window; 0 without one.
-        entry_page_size: tokens that an entry of ``req_to_token`` covers: 1, or ``page_size`` where entries are pages.
+        window_size: number of tokens at a prefix's end that a list has; 0: the whole prefix.
+        sink_size: number of tokens at a prefix's start that a list has in addition to a window.
+        entry_page_size: tokens per entry of ``req_to_token``: 1, or ``page_size`` if entries are pages.
         v2p: ``[num_virtual_pages]`` int32 or int64, the page of each virtual one: ``req_to_token`` then has virtual slots or
             pages, each of which must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.
         schedule: SPREAD, the lab's own, or one of SGLang's two schedules for comparison.
@@ -147,10 +142,9 @@ def generate_draft_decode_kv_indices(
 
 
 def _grid(schedule: Schedule, num_steps: int, num_requests: int, topk: int, longest: int) -> tuple[int, ...]:
-    """Return the grid of a launch. A K/V list contains at most `longest` tokens of a prefix."""
+    """Return the grid of a launch. `longest` is an upper bound of the prefix tokens in a K/V list."""
     if schedule is Schedule.SPREAD:
-        # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i, whose prefix at most as many programs divide
-        # as it has blocks.
+        # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i.
         blocks = triton.cdiv(longest + STORE_ALIGNMENT.value, BLOCK_TOKENS)
         return min(blocks, triton.cdiv(MAX_SPREAD_PROGRAMS, num_requests)), num_requests + 1
     blocks = min(MAX_TOKEN_BLOCKS, max(1, triton.cdiv(longest, BLOCK_TOKENS)))

@@ -10,14 +10,13 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The compile-time parameters of both kernels in one named tuple, which Triton takes as one argument.
+    """The compile-time parameters of both kernels. The first six are those of `generate_draft_decode_kv_indices`.
 
     Attributes:
-        num_steps, topk, page_size, window_size, sink_size, entry_page_size: as in `generate_draft_decode_kv_indices`.
         block_steps: a power of two, at least `num_steps`.
         block_requests: requests whose lengths a program sums at a time.
         block_tokens: tokens that a program copies at a time.
-        by_token_blocks: True if several programs divide a list in the serial kernel.
+        by_token_blocks: True if several programs of the serial kernel divide a list.
     """
 
     num_steps: int
@@ -32,9 +31,9 @@ class ListsForm(NamedTuple):
     by_token_blocks: bool
 
 
-# By default Triton compiles a kernel again where an integer is 1 or a multiple of 16, and where a pointer is a multiple of 16
-# bytes. These arguments vary from batch to batch, so neither may compile again. The address of `kv_indices` may: where it is
-# aligned, stores are 16 bytes wide.
+# By default Triton compiles a kernel again for an integer of 1 or a multiple of 16, and for an address of a multiple of 16
+# bytes. These arguments differ from batch to batch and must not compile it again. Only the alignment of `kv_indices` may: if it
+# is aligned, stores are 16 bytes wide.
 _VARYING = ["num_requests", "row_width", "row_stride", "capacity", "kv_indices_stride", "kv_indptr_stride"]
 _UNALIGNED = ["req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indptr", "positions", "v2p"]
 
@@ -58,8 +57,8 @@ def _spread_kernel(
 ):
     """Write the K/V lists of all requests, and their boundaries in kv_indptr.
 
-    Row 0 of the grid writes kv_indptr, and row 1 + i writes the lists of request i. The programs of a row divide the request's
-    prefix: each copies every n-th block of tokens, where n is the number of programs.
+    Row 0 of the grid writes kv_indptr, and row 1 + i writes the lists of request i. Each of n programs in a row copies every
+    n-th block of the request's prefix.
     """
     NUM_STEPS: tl.constexpr = FORM.num_steps
     share = tl.program_id(0)
@@ -68,7 +67,7 @@ def _spread_kernel(
         if share == 0:
             _write_indptr(positions, kv_indptr, num_requests * FORM.topk, kv_indptr_stride, FORM)
     else:
-        # These two loads do not wait for each other. Most programs of a short request end after them.
+        # These two loads do not wait for each other.
         length = tl.load(paged_kernel_lens + request).to(tl.int32)
         row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
         kept = _kept(length, FORM)
@@ -141,7 +140,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return the number of prefix tokens in each request's lists: with a window, at most the window's and the sink's."""
+    """Return the number of prefix tokens in a list, from the prefix length: at most window_size + sink_size with a window."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -149,7 +148,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position of a list's prefix token: with a window, the sink's tokens come first, then the window's."""
+    """Return the position in a prefix of `length` tokens of the list's prefix token number `token`."""
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)
@@ -158,9 +157,9 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the K/V pool slots of a request's tokens at the given positions.
+    """Return the K/V pool slots of a request's tokens at the given positions, from its row of `req_to_token`.
 
-    They are 0 for positions beyond the end of the request's row in `req_to_token`, and undefined where `inside` is False.
+    They are 0 for positions beyond the end of the row, and undefined where `inside` is False.
     """
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
@@ -179,7 +178,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
     """Return the index in `kv_indices[step]` at which the list of a request and branch begins.
 
-    `before` is the sum of `_kept` over all branches of the earlier requests.
+    `before` is the number of prefix tokens in all lists of the earlier requests, and `kept` that in this list.
     """
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
@@ -188,8 +187,7 @@ def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
 def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
     """Copy one block of prefix tokens into one list of K/V slots. The block is shifted back so that its stores are aligned.
 
-    Lists start at different indices, so each list has its own shift. The first list's loads of the slots come from memory,
-    later loads from L1. A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
+    A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
     """
     lanes = tl.arange(0, FORM.block_tokens)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
@@ -199,7 +197,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
     end = first + FORM.block_tokens
     kept = _kept(length, FORM)
     copies_entries: tl.constexpr = FORM.window_size == 0 and FORM.entry_page_size == 1 and v2p is None
-    last_column = end if copies_entries else 0  # `_load_slots` looks after the others
+    last_column = end if copies_entries else 0  # `_load_slots` checks columns itself
     if (first >= 0) & (end <= kept) & (last_column <= row_width) & (list_start + end <= capacity):
         if copies_entries:
             tl.store(target, tl.load(row + token))
@@ -227,7 +225,7 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
-    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of the row on."""
+    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on."""
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
@@ -251,7 +249,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return the sum of `_kept` over `lengths[:end]`, int64."""
+    """Return the number of prefix tokens in lists (`_kept`), summed over `lengths[:end]`, int64."""
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

@@ -5,7 +5,7 @@ Glossary:
 * pass: one forward pass of a model. All passes of a launch have the same requests; each has its own tables and lengths.
 * slot: the index of a token in a K/V pool. `req_to_token` maps a position of a request to a slot. Page p of a pool has the
   slots from `p * page_size` on.
-* full pool, sliding-window pool: the two pools of a hybrid model. `full_to_swa` maps a slot of the first to one of the second.
+* full pool, sliding-window pool: the two pools of a hybrid model. `full_to_swa` maps slots of the first to slots of the second.
 * write location: the slot to which a query row's new key and value are written.
 * live column: a column of a page table that holds a page of the request. Columns after the live ones are not written.
 """
@@ -25,8 +25,8 @@ from lab.kernels.support import refuse_without_triton
 
 # Columns of a page table, or write locations, that a program writes at a time.
 BLOCK_COLUMNS = 256
-# Most programs that write page tables (rounded up to as many for each request). With more, programs find nothing to write:
-# results/nvidia-h200/kernels.md, "Metadata kernels".
+# Largest number of programs that write page tables, before it is rounded up to a multiple of the requests
+# (results/nvidia-h200/kernels.md, "Metadata kernels").
 MAX_PROGRAMS = 512
 # Requests whose lengths a program sums at a time.
 BLOCK_REQUESTS = 256
@@ -34,25 +34,23 @@ BLOCK_REQUESTS = 256
 
 @dataclass(frozen=True, eq=False)
 class PassBuffers:
-    """One forward pass of a launch: the buffers to fill, and the numbers that differ between passes.
-
-    The launch reads ``out_cache_loc`` and ``query_rows`` and writes the other tensors. A buffer that is None is not written.
+    """The buffers that a launch writes for one forward pass. A buffer that is None is not written.
 
     Attributes:
         cache_seqlens: ``[num_requests]`` int32; becomes ``seq_lens + seq_len_offset``.
         cu_seqlens_k: ``[num_requests + 1]`` int32 or None; becomes 0, then the running sum of ``cache_seqlens``.
         cu_seqlens_q: ``[num_requests + 1]`` int32 or None; becomes 0, then the running sum of ``query_rows``.
         page_table: ``[num_requests, width]`` int32 with contiguous rows, or None. The first ``min(width, ceil(cache_seqlens /
-            page_size))`` columns of a row are live and written. Passes may share a table, because a request has the same pages
-            in all of them. The pass with the largest ``seq_len_offset`` then says which columns are live.
+            page_size))`` columns of a row are live and written. Several passes may have the same table: the largest
+            ``seq_len_offset`` then determines the live columns.
         swa_page_table: like ``page_table``, with pages of the sliding-window pool, or None.
-        out_cache_loc: ``[at most num_tokens]`` int64, the write locations of the query rows in the full pool; None if
+        out_cache_loc: read: ``[at most num_tokens]`` int64, the write locations of the query rows in the full pool; None if
             ``swa_out_cache_loc`` is None.
         swa_out_cache_loc: ``[num_tokens]`` int64 or None; becomes the same locations in the sliding-window pool, then 0. A
             location of -1 stays -1.
         seq_len_offset: tokens of each request that ``seq_lens`` does not count, 0 or more.
-        query_rows: the number of query rows: an int of 1 or more for all requests, or a tensor ``[num_requests]`` int32 or
-            int64. None leaves ``cu_seqlens_q`` as the caller has set it.
+        query_rows: read: the number of query rows, an int of 1 or more for all requests, or a tensor ``[num_requests]`` int32
+            or int64. None: ``cu_seqlens_q`` is not written.
     """
 
     cache_seqlens: Tensor
@@ -76,17 +74,15 @@ def prepare_write_forward_metadata(
     full_to_swa: Tensor | None = None,
     v2p: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Prepare one launch that writes the metadata of one or several passes over the same requests into the passes' buffers.
+    """Prepare one launch that writes the metadata of one or several passes over the same requests. A CUDA graph can capture it.
 
-    A CUDA graph can capture the launch. Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size]
-    // page_size``. For the sliding-window pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools.
-    With ``v2p`` the page is a virtual one: the full pool's table gets the page that ``v2p`` maps it to, or 0 if there is none.
-    A request whose length is 0 or below has no live column, but ``cu_seqlens_k`` counts its length. Columns that are not live,
-    and columns beyond a row of ``req_to_token``, are not written.
+    Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window
+    pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. ``v2p`` maps the page for the table of
+    the full pool, to 0 if it has no page. A request whose length is 0 or below has no live column, but ``cu_seqlens_k`` counts
+    its length. Other columns, and columns beyond a row of ``req_to_token``, are not written.
 
-    Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, number of passes, set of tensors
-    that are None, sharing of tables, each ``seq_len_offset``, and each ``query_rows`` or its dtype. It compiles nothing for
-    another number of requests or write locations, length, table width or address.
+    Triton compiles one kernel per page size, dtypes, number of passes, set of tensors that are None, sharing of tables,
+    ``seq_len_offset`` and ``query_rows``, but not per number of requests or write locations, length, table width or address.
 
     Args:
         passes: the buffers to write, one `PassBuffers` per pass.
@@ -100,7 +96,6 @@ def prepare_write_forward_metadata(
 
     Returns:
         A function that launches. It can be called any number of times, and the tensors' contents may change between the calls.
-        Only this preparation checks the tensors.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -137,7 +132,7 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return the kernel with its grid and arguments bound. There is at least one request."""
+    """Return a function that launches the kernel for one request or more."""
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
@@ -182,13 +177,13 @@ def _bind_kernel(
 
 
 def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
-    """Launch the kernel, which has only addresses, on the device of `tensor`. `kept_alive` keeps their memory allocated."""
+    """Call `launch` on the device of `tensor`. `kept_alive` owns the memory whose addresses the kernel gets."""
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
 
 
 def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
-    """Write the metadata of an empty batch: the leading 0 of cumulative lengths, and 0 as each write location."""
+    """Write the metadata of a batch without requests: the leading 0 of cumulative lengths, and 0 as each write location."""
     for each in passes:
         cu_seqlens_q = None if _query_rows_constant(each) == PRESET_ROWS else each.cu_seqlens_q
         for tensor in (each.cu_seqlens_k, cu_seqlens_q, each.swa_out_cache_loc):
@@ -207,10 +202,11 @@ def _num_locations(locations: Tensor | None) -> int:
     return 0 if locations is None else locations.shape[0]
 
 
-# Triton's `do_not_specialize` (`forward_metadata_kernel`) does not reach into tuples. So they hold 2 n + 3 for a number or an
-# address n: it is odd, and not 1 for any n >= 0. The kernel decodes it (`_number`).
 def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
-    """Return 2 n + 3 for each number n, so that Triton does not compile a special kernel for particular values."""
+    """Return 2 n + 3 for each number n >= 0, so that Triton does not compile the kernel again for 1 or multiples of 16.
+
+    Its option `do_not_specialize` does not reach into tuples. The kernel decodes the numbers (`_number`).
+    """
     return tuple(2 * value + 3 for value in values)
 
 
@@ -220,17 +216,17 @@ def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...
 
 
 def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the addresses, numbers of columns and row strides (in elements) of tables. Each number n is encoded as 2 n + 3."""
+    """Return the addresses, numbers of columns and row strides (in elements) of tables, encoded as in `_encode_numbers`."""
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
     return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return each page table of (table or None, seq_len_offset) once, with the largest offset of those that share it."""
+    """Return (the distinct page tables, the largest seq_len_offset of each) from pairs of a table or None and an offset."""
     found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:
-            # The width is part of the key: a slice of a table's first columns is written apart from the whole table.
+            # The width is part of the key: a slice of a table's first columns is another table.
             key = (table.data_ptr(), table.stride(0), table.shape[1])
             found[key] = (table, max(offset, found[key][1]) if key in found else offset)
     return tuple(table for table, _ in found.values()), tuple(offset for _, offset in found.values())

@@ -5,14 +5,13 @@ import triton.language as tl
 
 from lab.kernels.serving.arguments import CUMULATIVE_ROWS, PRESET_ROWS
 
-# Two values of a pass's QUERY_ROWS: leave `cu_seqlens_q` as it is, or sum it from `query_lens`. Any other value is the number
-# of query rows of every request.
+# The values of QUERY_ROWS that are not the number of query rows of every request.
 PRESET: tl.constexpr = tl.constexpr(PRESET_ROWS)
 CUMULATIVE: tl.constexpr = tl.constexpr(CUMULATIVE_ROWS)
 
-# By default Triton compiles a kernel again where an integer is 1 or a multiple of 16, and where a pointer is a multiple of 16
-# bytes. These arguments vary from batch to batch, so neither may compile again. Tuples are out of the reach of these options:
-# `_encode_numbers` and `_encode_addresses` of `forward_metadata` keep their values from being such numbers.
+# By default Triton compiles a kernel again for an integer of 1 or a multiple of 16, and for an address of a multiple of 16
+# bytes. These arguments differ from batch to batch and must not compile it again. Arguments in tuples are encoded for the same
+# reason (`_encode_numbers` of `forward_metadata`).
 _VARYING = ["num_requests", "row_width", "row_stride"]
 _UNALIGNED = ["req_pool_indices", "seq_lens", "req_to_token", "full_to_swa", "v2p"]
 
@@ -23,13 +22,13 @@ def _metadata_kernel(
     seq_lens,
     req_to_token,
     full_to_swa,
-    v2p,  # None where slots are not virtual
+    v2p,  # None: slots are not virtual
     num_requests,
     row_width,
     row_stride,
     lengths,  # encoded addresses of (cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens), each a tuple over passes
     tables,  # encoded (addresses, columns, row strides), each a tuple over distinct page tables
-    swa_tables,  # the same for tables of the sliding-window pool
+    swa_tables,  # like `tables`, of the sliding-window pool
     locations,  # encoded (out_cache_loc, its length, swa_out_cache_loc, its length), each a tuple over passes that have them
     OFFSETS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
@@ -40,10 +39,8 @@ def _metadata_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
 ):
-    """Write the lengths, page tables and write locations of all passes.
-
-    Row 0 of the grid writes all lengths, row 1 + i writes the page tables of request i, and later rows write the write
-    locations.
+    """Write the lengths (row 0 of the grid), the page tables (row 1 + i for request i) and the write locations (later rows) of
+    all passes.
     """
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
@@ -90,7 +87,7 @@ def _metadata_kernel(
 
 @triton.jit
 def _number(passed):
-    """Return the number n from its encoded form 2 n + 3."""
+    """Return n from its encoded form 2 n + 3."""
     return (passed - 3) >> 1
 
 
@@ -108,7 +105,10 @@ def _int64s(passed):
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return the live columns of a request of `length` tokens: its pages, at most the table's (encoded) width."""
+    """Return the number of page table columns to write for a request of `length` tokens: its pages, at most the table's width.
+
+    `passed_width` is the encoded width.
+    """
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 
@@ -120,7 +120,7 @@ def _page(slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _swa_slot(full_to_swa, slot, mask):
-    """Return the sliding-window slots that belong to slots of the full pool: -1 for slot -1, and where `mask` is False."""
+    """Return the sliding-window slots of slots of the full pool; -1 for slot -1, and where `mask` is False."""
     return tl.load(full_to_swa + slot, mask=mask & (slot >= 0), other=-1)
 
 
@@ -134,7 +134,7 @@ def _write_lengths(
     WIDE_QUERY_LENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths and cumulative lengths of every pass. All passes use one running sum of `seq_lens`."""
+    """Write `cache_seqlens`, `cu_seqlens_k` and `cu_seqlens_q` of every pass."""
     cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens = lengths
     lanes = tl.arange(0, BLOCK)
     for p in tl.static_range(len(cache_seqlens)):

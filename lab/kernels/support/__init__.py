@@ -1,8 +1,8 @@
-"""The table of what each kernel supports, one row (a `Kernel`) per kernel. `why_not` returns the reason of a refusal.
+"""What each kernel supports: one `Kernel` per kernel. `why_not` returns the reason why a kernel does not support a call.
 
-Rows lie in one file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3,
-`packages` for kernels of other packages. Every limit has its source. The reason is a sentence: a refused call raises it, and a
-skipped benchmark prints it.
+There is one module per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3, `packages`
+for kernels of other packages. Every limit names its source. An unsupported call raises the reason, and a skipped benchmark
+prints it.
 """
 
 from collections.abc import Iterable
@@ -37,13 +37,10 @@ def refuse_without_triton(device: torch.device) -> None:
 
 
 def kernel_names(implementation: Any, functions: Iterable[str], device: torch.device) -> str:
-    """Return the names of the kernels that an implementation runs on a device, joined by " + ".
+    """Return the names of the kernels that an implementation runs for these FlashInfer functions on a device, joined by " + ".
 
-    Args:
-        implementation: its `kernel_for(call, capability)` names the kernel of a call on a GPU. Without this function, the last
-            part of the implementation's own name is the kernel's name.
-        functions: FlashInfer's names of the calls.
-        device: where the calls run.
+    They come from the implementation's `kernel_for(call, capability)`. Without this function, or on a CPU, the result is the
+    last part of the implementation's own name.
     """
     capability = capability_of(device)
     if capability is None or not hasattr(implementation, "kernel_for"):

@@ -1,4 +1,4 @@
-"""What FlashInfer 0.7.2's Cake kernel of decode context parallelism supports. The lab has not run it: no SM100 was at hand."""
+"""What FlashInfer 0.7.2's Cake kernel of decode context parallelism supports. The lab has not run it (SM100)."""
 
 from lab.calls.features import Feature
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention
@@ -10,7 +10,9 @@ PAGE_SIZES = {BF16: 16, E4M3: 64}
 
 
 def _cake(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by `_validate_core_inputs` (cake_dcp.py), which also refuses other groups than of 1, 2, 4 or 8 ranks."""
+    """Return why the kernel does not support a call, or None. The limits are those of `_validate_core_inputs` (cake_dcp.py),
+    which also requires 1, 2, 4 or 8 ranks.
+    """
     kv, page_size = problem.kv_dtype, PAGE_SIZES[problem.kv_dtype]
     if problem.page_size != page_size:
         return f"reads pages of {page_size} tokens with {kv} K/V, not {problem.page_size}"

@@ -1,7 +1,7 @@
-"""Dtypes, sizes and refusals that several files of this package use.
+"""Dtypes, sizes and limits that several modules of this package use.
 
-A function that refuses returns a refusal: a sentence, without the kernel's name, that says why the kernel does not support
-the call. It returns None for a call that it does not refuse.
+A function that says why a kernel does not support a call returns a sentence without the kernel's name, or None if the kernel
+supports the call.
 """
 
 from collections.abc import Iterable
@@ -14,20 +14,20 @@ from lab.kernels.support.kernel import Dtypes, dims, page_sizes
 
 BF16 = torch.bfloat16
 HALVES = frozenset((q, q, q) for q in HALF_DTYPES)
-LOAD_BYTES = 16  # of TMA and of FA2's copies
+LOAD_BYTES = 16  # alignment that TMA and FA2's copies require
 TAKEN_PAGES = page_sizes(16, 32, 64, 128, words="is taken for page sizes")  # SGLang 0.5.23's
 NO_LSE = dict.fromkeys((Feature.LSE, Feature.STRIDED_LSE), "computes no LSE")
 USUAL = frozenset({Feature.SEVERAL_ROWS, Feature.WINDOW, Feature.SINKS, Feature.V_SCALE, Feature.OUT})
 ANY_ROWS = frozenset({Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS, Feature.STRIDED_QUERY, Feature.OUT})
 STRIDED_QUERY = "needs a contiguous query"
-KS_STRIDES = {Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ"}
+V_WITH_K_STRIDES = {Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ"}
 NO_MASK = {Feature.MASK: "takes no mask: its rows are causal"}
 ONE_TABLE = {Feature.SEPARATE_TABLES: "reads one page table for K and V: uses_shared_paged_kv_idx must be True"}
 CONTIGUOUS_LSE = {Feature.STRIDED_LSE: "writes a contiguous lse only"}
 NO_V_SCALE = {Feature.V_SCALE: "has no scale of its values: bmm2_scale must be 1"}
 HALF_QUERIES = "takes fp16 or bf16 queries, not {q}"
-QUERYS_OUT = "writes the query's dtype {q}, not {out}"
-HALF_DTYPES_ALONE = Dtypes(HALVES, HALF_QUERIES, "takes K/V in the query's dtype, not {kv}", QUERYS_OUT)
+OUT_IN_QUERY_DTYPE = "writes the query's dtype {q}, not {out}"
+HALF_DTYPES_ALONE = Dtypes(HALVES, HALF_QUERIES, "takes K/V in the query's dtype, not {kv}", OUT_IN_QUERY_DTYPE)
 MLA_DTYPES = Dtypes(
     frozenset({(BF16, BF16, BF16), (E4M3, E4M3, BF16)}),
     queries="takes bf16 or e4m3 for both the query and the cache, not {q} and {kv}",
@@ -38,7 +38,7 @@ HALVES_OVER_E4M3 = Dtypes(
     HALVES | {(q, E4M3, q) for q in HALF_DTYPES},
     HALF_QUERIES,
     "takes K/V in the query's dtype or e4m3, not {kv}",
-    QUERYS_OUT,
+    OUT_IN_QUERY_DTYPE,
 )
 RAGGED_SIZES = dims(  # of FlashInfer's kernels
     "(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), (192, 128), (128, 128), (256, 256)
@@ -46,7 +46,7 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Refuse a tensor whose address is not a multiple of `load_bytes`, the bytes that the kernel loads at a time."""
+    """Return a sentence if a tensor's address is not a multiple of `load_bytes`, else None."""
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
@@ -56,7 +56,7 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Refuse a tensor whose address or a stride is not a multiple of `load_bytes`. The last stride is not checked."""
+    """Return a sentence if a tensor's address, or a stride but the last, is not a multiple of `load_bytes` bytes, else None."""
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
             return misplaced(name, tensor, load_bytes) or (
@@ -67,23 +67,23 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the first refusal of `misaligned` among these named tensors."""
+    """Return the first sentence of `misaligned` among these named tensors, or None."""
     return next((words for name, tensor in tensors if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Refuse a query, K, V (addresses and strides) or `out` (address) that does not fit loads and stores of 16 bytes."""
+    """Return a sentence if query, K, V (addresses and strides) or `out` (address) are not aligned to 16 bytes, else None."""
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     return first_misaligned(sides) or (None if problem.out is None else misplaced("out", problem.out))
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Refuse a bmm1_scale that is not positive, for kernels that mask before they scale: 0 * -inf is NaN."""
+    """Return a sentence if bmm1_scale is not positive, else None. Kernels that mask before they scale require it."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Refuse a query, K, V or out whose address does not fit the loads and stores of XQA and fmha_v2.
+    """Return a sentence if the address of query, K, V or `out` is not aligned as XQA and fmha_v2 require, else None.
 
     They load 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
     (`grainBytesGmemCache`).

@@ -1,7 +1,7 @@
-"""What trtllm-gen's kernel of DeepSeek-V4's call supports, on SM100 and SM103. The lab has not run it: no such GPU was at hand.
+"""What trtllm-gen's kernel of DeepSeek-V4's call supports, on SM100 and SM103. The lab has not run it: it had no such GPU.
 
-The source is FlashInfer 0.7.2.post1: the checks of mla/_core.py and trtllm_fmha_kernel_launcher.cu. The launcher agrees in the
-dry run (`lab.dry_run.sweep_dsv4`), with the kernel table of flashinfer-cubin 0.6.13.
+The source is FlashInfer 0.7.2.post1: the checks of mla/_core.py and trtllm_fmha_kernel_launcher.cu. `lab.dry_run.sweep_dsv4`
+compares this module with the launcher, with the kernel table of flashinfer-cubin 0.6.13.
 """
 
 from lab.calls.dsv4_decode import TwoPools
@@ -13,7 +13,7 @@ from lab.kernels.support.kernel import Kernel, Sizes, sizes
 
 
 def _limits(_capability: Capability | None, problem: TwoPools) -> str | None:
-    """Refuse a pool, an index tensor, a query or an out that the launcher cannot read."""
+    """Return why the launcher cannot read the pools, the index tensor, the query or the output of a call, or None."""
     selected = problem.selected
     for name, pool in (("swa_kv_cache", problem.window_cache), ("compressed_kv_cache", problem.k_cache)):
         # trtllm_fmha_kernel_launcher.cu 78-90
@@ -24,7 +24,7 @@ def _limits(_capability: Capability | None, problem: TwoPools) -> str | None:
         if (words := misplaced(name, pool)) is not None:
             return words
     if selected.is_contiguous() and (words := misplaced("sparse_indices", selected)) is not None:
-        return words  # kernelParams.h 916; else FlashInfer copies it
+        return words  # kernelParams.h 916; FlashInfer copies a tensor that is not contiguous
     tensors = [("query", problem.query)] + ([] if problem.out is None else [("out", problem.out)])
     return first_misaligned(tensors)
 

@@ -1,15 +1,15 @@
-"""What fmha_v2 (`trtllm_fmha_v2_prefill`) supports. Limits are FlashInfer 0.7.2's, and each names its source."""
+"""What fmha_v2 (`trtllm_fmha_v2_prefill`) supports, by FlashInfer 0.7.2. Each limit names its source."""
 
 from lab.calls.features import Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, PagedAttention
 from lab.gpus import SM90, SM120, Capability, family_of, sm_name
-from lab.kernels.support.common import HALVES, QUERYS_OUT, STRIDED_QUERY, TAKEN_PAGES, USUAL, misplaced_paged
+from lab.kernels.support.common import HALVES, OUT_IN_QUERY_DTYPE, STRIDED_QUERY, TAKEN_PAGES, USUAL, misplaced_paged
 from lab.kernels.support.kernel import Dtypes, Kernel, head_dims, triples
 from lab.kernels.support.stored_cache import stored_cache
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and the kernel's epilogues."""
+    """Return why fmha_v2 does not support a call, or None (`trtllm_fmha_v2_prefill`, fmha_v2_run.cu, the epilogues)."""
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
@@ -21,15 +21,14 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
         return "takes bmm1_scale 0 for 1 / sqrt(head_dim)"
     if problem.bmm1_scale < 0:
         return f"takes a row's maximum before it scales: bmm1_scale {problem.bmm1_scale} overflows"
-    if q in HALF_DTYPES and problem.bmm2_scale != 1:  # its 16 bit epilogues never read it
+    if q in HALF_DTYPES and problem.bmm2_scale != 1:  # the epilogues of 16 bits do not read bmm2_scale
         return f"applies no bmm2_scale to {q}: it must be 1.0, not {problem.bmm2_scale}"
     return _fmha_v2_cache(problem) or misplaced_paged(problem)
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
-    """Refuse a cache that fmha_v2 cannot address: it computes strides from shapes and counts all pages from K's first page.
-
-    Sources: `_check_paged_kv_non_interleaved` and fmha_v2_run.cu.
+    """Return why fmha_v2 cannot address K and V of a call, or None. It computes strides from shapes, and counts all pages from
+    K's first page (`_check_paged_kv_non_interleaved` and fmha_v2_run.cu).
     """
     stored = stored_cache(problem)
     if problem.k_block_tables is not problem.v_block_tables:
@@ -48,9 +47,8 @@ def _fmha_v2_cache(problem: PagedAttention) -> str | None:
     )
 
 
-# FlashInfer generates kernels for more head_dims: 32 to 256 on SM90, and 512 on SM120
-# (results/blackwell-dry-run/compiled.md). The lab judged these three. With any other head_dim `run_fmha_v2` launches nothing
-# and says nothing: its assert is compiled out.
+# FlashInfer generates kernels for head_dims of 32 to 256 on SM90, and 512 on SM120 (results/blackwell-dry-run/compiled.md). The
+# lab judged the three below. With an unsupported head_dim `run_fmha_v2` launches nothing and raises no error.
 FMHA_V2 = Kernel(
     "trtllm_fmha_v2_prefill",
     calls=(AttentionCall.CONTEXT,),
@@ -59,7 +57,8 @@ FMHA_V2 = Kernel(
         HALVES | triples((E4M3,), (E4M3,), (E4M3, *HALF_DTYPES)),
         queries="takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q}",
         kv="takes K/V in the query's dtype, not {kv} with {q}",
-        out=dict.fromkeys(HALF_DTYPES, QUERYS_OUT) | {E4M3: "writes the query's dtype {q}, fp16 or bf16, not {out}"},
+        out=dict.fromkeys(HALF_DTYPES, OUT_IN_QUERY_DTYPE)
+        | {E4M3: "writes the query's dtype {q}, fp16 or bf16, not {out}"},
     ),
     sizes=(TAKEN_PAGES, head_dims(64, 128, 256)),
     honours=USUAL

@@ -1,4 +1,4 @@
-"""The class `Kernel`, which says what one kernel supports, and `why_not`, which says why a kernel does not support a call."""
+"""The class `Kernel`, what one kernel supports, and `why_not`, the reason why a kernel does not support a call."""
 
 import importlib.util
 import itertools
@@ -19,13 +19,13 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes that a kernel supports, and the sentences that refuse other dtypes.
+    """The (query, K/V, output) dtypes that a kernel supports, and the sentences for other dtypes, without the kernel's name.
 
     Attributes:
-        triples: all combinations that the kernel supports.
-        queries, kv, out: sentences that refuse a query dtype, a K/V dtype for that query, and an output dtype for both. They
-            begin after the kernel's name. They may contain `{q}`, `{kv}` and `{out}`. `kv` may have one sentence for each K/V
-            dtype, and `out` one for each query dtype.
+        triples: the supported combinations.
+        queries, kv, out: the sentences for an unsupported query dtype, a K/V dtype that is unsupported with that query, and an
+            output dtype that is unsupported with both. They may contain `{q}`, `{kv}` and `{out}`. `kv` may map each K/V dtype
+            to its sentence, and `out` each query dtype.
     """
 
     triples: Triples
@@ -34,7 +34,7 @@ class Dtypes:
     out: str | Mapping[torch.dtype, str]
 
     def why_not(self, q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> str | None:
-        """Return the sentence that refuses the first unsupported dtype of query, K/V and output, or None."""
+        """Return the sentence for the first unsupported dtype of query, K/V and output; None if all are supported."""
         if (q, kv, out) in self.triples:
             return None
         if q not in {triple[0] for triple in self.triples}:
@@ -53,12 +53,12 @@ def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iter
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The supported values of one size, such as head_dim, and the sentence that refuses other values.
+    """The supported values of one size, such as head_dim, and the sentence for other values.
 
     Attributes:
-        words: the beginning of that sentence, after the kernel's name and before the refused value.
+        words: the part of that sentence between the kernel's name and ", not <value>".
         size: returns the size of a call.
-        among: the values that the kernel supports.
+        among: the supported values.
     """
 
     words: str
@@ -67,22 +67,22 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` for the values in `among`. Its sentence consists of `words` and these values."""
+    """Return `Sizes` for the values in `among`. Its sentence has `words` and these values."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
 def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
-    """Return `Sizes` for the page sizes, in tokens, of a kernel that reads a paged cache."""
+    """Return `Sizes` for the page sizes, in tokens, that a kernel supports."""
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
 def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
-    """Return `Sizes` for the head_dims of a kernel."""
+    """Return `Sizes` for the head_dims that a kernel supports."""
     return sizes(words, lambda problem: problem.head_dim, *among)
 
 
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for the pairs of dimensions in `among`, such as (576, 512). `what` names such a pair in the sentence."""
+    """Return `Sizes` for pairs of dimensions, such as (576, 512). `what` names them in the sentence; `of` returns a call's."""
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
 
 
@@ -93,20 +93,16 @@ def mla_dims(problem: PagedAttention) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What one kernel supports: calls, GPUs, dtypes, sizes and features. It is a row of the table in `lab.kernels.support`.
+    """What one kernel supports: calls, GPUs, dtypes, sizes and features.
 
     Attributes:
         name: the kernel's name in sentences and recordings.
-        calls: the calls that the kernel serves.
-        gpus: the GPU families that it runs on.
-        dtypes, sizes: the dtypes and sizes that it is built for.
-        honours: the optional features, such as a window, that the kernel computes correctly. A call with any other feature is
-            refused.
-        says: sentences that refuse single features, if the general sentence is not enough. They begin after the kernel's name.
+        honours: the optional features of a call, such as a window, that the kernel computes correctly.
+        says: sentences for unsupported features, without the kernel's name; by default "does not honour <feature>".
         limits: a function of (capability, problem) for all other limits, called last. It returns a sentence without the
-            kernel's name, or None.
+            kernel's name for an unsupported call, else None.
         uses_triton: Triton compiles the kernel, for every GPU since SM80.
-        on_cpu: the kernel runs on a CPU too; a Triton kernel does so in Triton's interpreter.
+        on_cpu: the kernel also runs on a CPU, a Triton kernel in Triton's interpreter.
     """
 
     name: str
@@ -129,9 +125,9 @@ class Implementation:
     """A module that implements some of FlashInfer's functions.
 
     Attributes:
-        module: the module's name, such as "lab.kernels.trtllm". ":fa2" or ":fa3" follows the name if a module has two backends.
+        module: the module's name, such as "lab.kernels.trtllm", followed by ":fa2" or ":fa3" if it has two backends.
         package: the import name of the package that has the kernels.
-        distribution: the package's name on the package index. Its version is the implementation's version.
+        distribution: the package's name on the package index.
         kernels: what each kernel of the module supports; () for plain torch, which runs everywhere.
     """
 
@@ -145,7 +141,6 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
     """Return a sentence that says why a kernel does not support a call on a GPU; None if it does.
 
     Args:
-        kernel: what the kernel supports.
         capability: (major, minor) of the GPU; None for a CPU.
         problem: the call's checked arguments.
     """
@@ -165,7 +160,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return why a kernel does not run on a GPU, or does not support these dtypes there; None if it does.
+    """Return the sentence why a kernel does not run on a GPU, or not with these dtypes; None if it does.
 
     A capability of None stands for a CPU.
     """
@@ -189,7 +184,7 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does.
+    """Return the sentence why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does.
 
     A capability of None stands for a CPU.
     """
@@ -208,13 +203,13 @@ def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ())
 
 
 def triton_interprets() -> bool:
-    """Return True if Triton interprets its kernels: TRITON_INTERPRET=1 was set when Triton was imported."""
+    """Return True if TRITON_INTERPRET=1 was set when Triton was imported, so that kernels run in its interpreter."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return the sentence that `name` needs a GPU of the families `gpus`, and which GPU is present."""
+    """Return "<name> needs a GPU of <families>, this is <GPU>"."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

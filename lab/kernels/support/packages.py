@@ -1,4 +1,4 @@
-"""What paged attention kernels of other packages support. Limits are those of the release that is named at each kernel."""
+"""What paged attention kernels of other packages support, in the release that is named at each kernel."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from lab.kernels.support.common import (
     HALVES_OVER_E4M3,
     NO_V_SCALE,
     ONE_TABLE,
-    QUERYS_OUT,
+    OUT_IN_QUERY_DTYPE,
     TAKEN_PAGES,
     first_misaligned,
     misaligned_paged,
@@ -31,7 +31,9 @@ paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEX
 
 
 def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of `_flash_attn_fwd` and of the documentation of `flash_attn_varlen_func`."""
+    """Return why FlashAttention-4 does not support a call, or None (`_flash_attn_fwd`, documentation of
+    `flash_attn_varlen_func`).
+    """
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
     if problem.page_size == _keys_of_a_tile(capability, problem):
@@ -39,20 +41,20 @@ def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -
             f"reads a page of {problem.page_size} tokens whole here, with those after a request's last key, which "
             "must not be NaN then: use another page size"
         )
-    return positive_bmm1_scale(problem) or misaligned_paged(problem)  # it would copy all pages to align them
+    return positive_bmm1_scale(problem) or misaligned_paged(problem)  # the package would copy all pages to align them
 
 
 def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
-    """Return the keys of FlashAttention-4's tile (`_get_fwd_config`, `_tile_size_fwd_sm90`).
+    """Return the number of keys of FlashAttention-4's tile, which is also the page size at which it loads pages by TMA.
 
-    FlashAttention-4 loads a page by TMA only if it has this number of tokens.
+    Sources: `_get_fwd_config`, `_tile_size_fwd_sm90`.
     """
     if problem.head_dim <= 128 or family_of(capability) is SM100:
         return 128
     return 64 if problem.window_left >= 0 else 80
 
 
-# Of `flash-attn-4` 4.0.0b36, `flash_attn/cute/interface.py`.
+# `flash-attn-4` 4.0.0b36, `flash_attn/cute/interface.py`.
 FLASH_ATTENTION_4 = paged_kernel(
     "FlashAttention-4",
     gpus=(SM90, SM100),
@@ -65,7 +67,9 @@ FLASH_ATTENTION_4 = paged_kernel(
 
 
 def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of `flex_attention`. On a GPU torch counts elements in 32 bits (pytorch/pytorch#185264)."""
+    """Return why `flex_attention` does not support a call, or None. On a GPU torch counts elements in 32 bits
+    (pytorch/pytorch#185264).
+    """
     for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
         span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
         if capability is not None and span >= 2**31:
@@ -73,7 +77,7 @@ def _flex_attention(capability: Capability | None, problem: PagedAttention) -> s
     return no_token_list(problem)
 
 
-# Of torch 2.13, `torch/nn/attention/flex_attention.py`.
+# torch 2.13, `torch/nn/attention/flex_attention.py`.
 FLEX_ATTENTION = paged_kernel(
     "torch's flex_attention",
     on_cpu=True,
@@ -81,7 +85,7 @@ FLEX_ATTENTION = paged_kernel(
         HALVES,
         queries="is taken for fp16 or bf16 queries, not {q}",
         kv="takes K/V in the query's dtype, not {kv}",
-        out=QUERYS_OUT,
+        out=OUT_IN_QUERY_DTYPE,
     ),
     sizes=(HEAD_DIMS, TAKEN_PAGES),
     honours=HONOURED_BY_ALL | LSES | {Feature.MASK},
@@ -96,7 +100,7 @@ FLEX_ATTENTION = paged_kernel(
 
 
 def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of SGLang's `decode_attention.py` and `extend_attention.py`."""
+    """Return why SGLang's kernels do not support a call, or None (`decode_attention.py`, `extend_attention.py`)."""
     if problem.bmm1_scale == 0:
         return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
     if problem.window_left == 0:
@@ -106,7 +110,7 @@ def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> s
     return no_token_list(problem)
 
 
-# Of SGLang 0.5.23, `sglang/kernels/ops/attention/decode_attention.py` and `extend_attention.py`.
+# SGLang 0.5.23, `sglang/kernels/ops/attention/decode_attention.py` and `extend_attention.py`.
 SGLANG_TRITON = paged_kernel(
     "SGLang's Triton attention",
     uses_triton=True,
@@ -122,16 +126,16 @@ SGLANG_TRITON = paged_kernel(
 
 
 def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse scales of K and V: vLLM's Triton attention applies them to an e4m3 cache only."""
+    """Return a sentence if a call has a scale of K and V over another cache than e4m3, else None. vLLM would not apply it."""
     if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
         return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     return None
 
 
-# Of vLLM 0.33.0, `vllm/v1/attention/ops/triton_unified_attention.py`.
+# vLLM 0.33.0, `vllm/v1/attention/ops/triton_unified_attention.py`.
 VLLM_TRITON = paged_kernel(
     "vLLM's Triton attention",
-    uses_triton=True,  # which vLLM imports only beside a GPU
+    uses_triton=True,  # vLLM imports Triton only if there is a GPU
     dtypes=HALVES_OVER_E4M3,
     sizes=(HEAD_DIMS,),
     honours=HONOURED_BY_ALL | {Feature.SINKS, Feature.V_SCALE},
@@ -144,14 +148,14 @@ VLLM_TRITON = paged_kernel(
 
 
 def _flash_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of `sparse_prefill.cpp` and of `sm90/prefill/sparse/phase1.cuh`."""
+    """Return why FlashMLA does not support a call, or None (`sparse_prefill.cpp`, `sm90/prefill/sparse/phase1.cuh`)."""
     if problem.selected is None:
         return "reads entries chosen for each row: sparse_mla_top_k must not be 0"
     sides = (("query", problem.query), ("K", problem.k_cache))
     return positive_bmm1_scale(problem) or no_token_list(problem) or first_misaligned(sides)
 
 
-# Of `sgl-flash-mla` 1.0.0, the fork of FlashMLA that SGLang 0.5.23 uses; sources are of github.com/sgl-project/FlashMLA.
+# `sgl-flash-mla` 1.0.0, the fork of FlashMLA that SGLang 0.5.23 uses; sources are of github.com/sgl-project/FlashMLA.
 FLASH_MLA = Kernel(
     "FlashMLA's sparse prefill kernel",
     calls=(AttentionCall.MLA_DECODE,),
@@ -175,7 +179,7 @@ FLASH_MLA = Kernel(
     limits=_flash_mla,
 )
 
-# A new kernel is a module of `lab.kernels.peers`, and here its row and its line.
+# To add a kernel, write a module in `lab.kernels.peers`, and here a `Kernel` and an `Implementation`.
 IMPLEMENTATIONS = (
     Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", (FLASH_ATTENTION_4,)),
     Implementation("lab.kernels.peers.flash_mla", "flash_mla", "sgl-flash-mla", (FLASH_MLA,)),

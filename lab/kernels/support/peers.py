@@ -14,11 +14,11 @@ from lab.kernels.support.common import (
     HALF_DTYPES_ALONE,
     HALVES,
     HALVES_OVER_E4M3,
-    KS_STRIDES,
     NO_MASK,
     NO_V_SCALE,
-    QUERYS_OUT,
+    OUT_IN_QUERY_DTYPE,
     RAGGED_SIZES,
+    V_WITH_K_STRIDES,
     first_misaligned,
     misaligned_paged,
     positive_bmm1_scale,
@@ -29,14 +29,13 @@ DEEPSEEK_MLA_DIMS = (512, 64)
 HONOURED_BY_ALL = ANY_ROWS | {Feature.LSE}
 PLANNED = CONTIGUOUS_LSE | {Feature.TENSOR_SCALES: "plans with its scales as numbers, not as tensors"}
 SAYS = PLANNED | {Feature.SINKS: "takes no sinks"}
-# It reads an e4m3 cache for bf16 queries alone; where is in `_fa_mla`.
 E4M3_CACHE = "reads an e4m3 cache on SM90, for bf16 queries and (kv_lora_rank, qk_rope_head_dim) (512, 64) alone"
 MLA_QUERIES = "takes fp16 or bf16 queries over a cache of their dtype or e4m3, not {q} and {kv}"
-MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACHE}, QUERYS_OUT)
+MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACHE}, OUT_IN_QUERY_DTYPE)
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of `_validate_generated_fa_plan` and of the two backends, FA2 and FA3."""
+    """Return why FA2 or FA3 does not support an MLA call, or None (`_validate_generated_fa_plan`)."""
     quantised = problem.k_cache.dtype == E4M3
     if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
         return E4M3_CACHE
@@ -64,7 +63,7 @@ FA3_MLA = MLA("BatchMLAPagedAttentionWrapper with FA3", gpus=(SM90,), sizes=(RAN
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """Refuse by the limits of `BatchPrefillWithRaggedKVCacheWrapper` and its two backends, FA2 and FA3."""
+    """Return why FA2 or FA3 does not support a ragged call, or None (`BatchPrefillWithRaggedKVCacheWrapper`)."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return positive_bmm1_scale(problem) or first_misaligned(sides)
 
@@ -87,8 +86,8 @@ FA3_RAGGED = _ragged("FA3", (SM90,))
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of the decode and the prefill wrapper, their `AttentionSink`, and the loads of FA2 and FA3."""
-    if problem.sinks is not None and problem.mask is not None:  # `AttentionSink` has a `LogitsMask` of its own
+    """Return why FA2 or FA3 does not support a paged call, or None (the wrappers, `AttentionSink`, the kernels' loads)."""
+    if problem.sinks is not None and problem.mask is not None:  # the `LogitsMask` of `AttentionSink` ignores the mask
         return "reads no mask where it has sinks"
     if problem.sinks is not None and problem.query.dtype == E4M3:
         return "has sinks for fp16 and bf16 queries alone"
@@ -115,14 +114,14 @@ FA3_PAGED = PAGED(
         HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
         queries="takes fp16, bf16 or e4m3 queries, not {q}",
         kv="takes K/V in the query's dtype, not {kv} with {q}",
-        out=dict.fromkeys(HALF_DTYPES, QUERYS_OUT) | {E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}"},
+        out=dict.fromkeys(HALF_DTYPES, OUT_IN_QUERY_DTYPE) | {E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}"},
     ),
     honours=PAGED_HONOURS,
     says=PAGED_SAYS
     | NO_MASK
-    | KS_STRIDES,  # batch_prefill_sm90.cu: "K and V must have same page stride", and no `MaskMode::kCustom`
+    | V_WITH_K_STRIDES,  # batch_prefill_sm90.cu: "K and V must have same page stride", and no `MaskMode::kCustom`
 )
-# By the module in `lab.kernels.peers`, and FlashInfer's name of the backend.
+# By module of `lab.kernels.peers`, then by FlashInfer's name of the backend.
 BY_MODULE = {
     "flashinfer_paged": {"fa2": FA2_PAGED, "fa3": FA3_PAGED},
     "flashinfer_mla": {"fa2": FA2_MLA, "fa3": FA3_MLA},

@@ -1,4 +1,4 @@
-"""What the lab's portable Triton kernels support. Tile sizes are powers of two, and at least 16 for a matrix unit."""
+"""What the lab's portable Triton kernels support. Their tile sizes are powers of two, and at least 16."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ DTYPES = Dtypes(
     kv="takes K/V in the query's dtype or e4m3, not {kv}",
     out="writes fp16, bf16, e4m3 or float32, not {out}",
 )
-# They leave out no part of the softmax, which is right.
+# The feature SKIP_SOFTMAX permits a kernel to skip keys. These kernels skip none.
 HONOURED_BY_ALL = ANY_ROWS | {
     *(Feature.SINKS, Feature.TENSOR_SCALES, Feature.V_SCALE, Feature.LSE, Feature.SKIP_SOFTMAX)
 }
@@ -27,7 +27,7 @@ RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these 
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Return (the largest power of two that is at most head_dim, the rest): 192 is 128 + 64."""
+    """Return the largest power of two that is at most head_dim, and the rest: (128, 64) for 192."""
     first = 1 << (head_dim.bit_length() - 1)
     return first, head_dim - first
 

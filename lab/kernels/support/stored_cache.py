@@ -1,4 +1,4 @@
-"""The layout of a paged K/V cache in memory, whatever views a call passes. Some kernels count pages by address."""
+"""The layout of a paged K/V cache in memory, for kernels that compute addresses of pages themselves."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class StoredCache:
     """K and V with their axes in the order in which they lie in memory.
 
     Attributes:
-        layout: "HND" or "NHD", the order of a page's axes in memory.
+        layout: "HND" or "NHD", the order of the axes of a page.
         k, v: [num_pages, num_kv_heads, page_size, head_dim] for HND, [num_pages, page_size, num_kv_heads, head_dim] for NHD.
         page_bytes: bytes of one page of K, or of V.
         distance_bytes: bytes from K's first page to V's first page.
@@ -44,7 +44,7 @@ class StoredCache:
         return self.distance_bytes == 0 and self.k.is_contiguous() and self.k.stride() == self.v.stride()
 
     def stacked(self) -> torch.Tensor:
-        """Return K and V as one tensor [num_pages, 2, ...]. Call it only if `is_stacked`."""
+        """Return K and V as one view [num_pages, 2, ...], which is valid only if `is_stacked`."""
         (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
         return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
 
@@ -52,7 +52,7 @@ class StoredCache:
 def stored_cache(problem: PagedAttention) -> StoredCache:
     """Return the memory layout of a call's K/V cache. `layout` is undefined for pages with gaps."""
     layout, k, v = "HND", problem.k_cache, problem.v_cache
-    # One token of all heads after another: NHD. With one head the layouts are the same memory, and an engine's pool is NHD.
+    # With one head both layouts are the same memory, and the result is NHD, like an engine's pool.
     if k.stride(2) == k.shape[1] * k.shape[3]:
         layout, k, v = "NHD", k.transpose(1, 2), v.transpose(1, 2)
     page_bytes = math.prod(k.shape[1:]) * k.element_size()
@@ -65,10 +65,9 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
-    """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as a view [tokens, num_kv_heads, head_dim], or None.
+    """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as a view [num_pages * page_size, num_kv_heads, head_dim].
 
-    A kernel that addresses a token by one number, page * page_size + offset, needs this view. It exists if pages are NHD
-    without gaps.
+    Return None if there is no such view: it exists for NHD pages without gaps.
     """
     pages, heads, page_size, head_dim = pool.shape
     page, head, token, element = pool.stride()
@@ -78,7 +77,7 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    """Refuse K or V that has no `token_list`."""
+    """Return a sentence if `token_list` returns None for K or V of a call, else None."""
     sides = (("K", problem.k_cache), ("V", problem.v_cache))
     return next(
         (

@@ -1,4 +1,4 @@
-"""Which kernel runs each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA or fmha_v2 on GPUs without trtllm-gen."""
+"""The kernel that runs each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA or fmha_v2 on GPUs without trtllm-gen."""
 
 from lab.calls.problem import AttentionCall
 from lab.gpus import Capability, family_of
@@ -11,7 +11,7 @@ from lab.kernels.support.xqa import XQA, XQA_MLA
 
 KERNELS = (CAKE, *TRTLLM_GEN_KERNELS, TRTLLM_GEN_DSV4, XQA, FMHA_V2, XQA_MLA)
 TRTLLM_GEN = {call: kernel for kernel in (*TRTLLM_GEN_KERNELS, TRTLLM_GEN_DSV4) for call in kernel.calls}
-# What FlashInfer runs for each call where it does not run trtllm-gen. A call without another kernel is refused there.
+# The kernel of each call on GPUs without trtllm-gen. If only trtllm-gen has one, `why_not` refuses the call there.
 ELSEWHERE = {call: kernel for kernel in KERNELS[1:] for call in kernel.calls}
 
 
@@ -19,10 +19,10 @@ def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto
     """Return the kernel that FlashInfer runs for a call on a GPU. `why_not` says whether that kernel supports the call there.
 
     Args:
-        call: one of FlashInfer's calls. The context call runs fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.
+        call: without trtllm-gen, the context call runs fmha_v2, as in SGLang 0.5.23.
         capability: (major, minor) of the GPU.
         backend: the call's `backend`: "auto", "trtllm-gen" or "xqa". "cute-dsl" raises NotImplementedError.
-        of_one_rank: the call has one rank's keys, as in decode context parallelism.
+        of_one_rank: the call has the keys of one rank of decode context parallelism.
     """
     if backend == "cute-dsl":
         raise NotImplementedError(

@@ -1,9 +1,9 @@
-"""What trtllm-gen's four kernels support, on SM100 and SM103. The lab has not run them: no such GPU was at hand.
+"""What trtllm-gen's four kernels support, on SM100 and SM103. The lab has not run them: it had no such GPU.
 
-There are two sources. One is the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h). The other is the
-table in which the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; sentences
-that depend on it say so. A later table is known to have kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8,
-16 or 32 heads: these are counted as supported. `lab.dry_run.sweep` compares this module with the launcher.
+There are two sources: the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h), and the table in which
+the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; sentences that depend on it
+say so. Kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8, 16 or 32 heads, are supported too: a later table
+is known to have them. `lab.dry_run.sweep` compares this module with the launcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +19,13 @@ from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
     BF16,
     HALVES,
-    KS_STRIDES,
     LOAD_BYTES,
     MLA_DTYPES,
     NO_MASK,
     RAGGED_SIZES,
     STRIDED_QUERY,
     USUAL,
+    V_WITH_K_STRIDES,
     misaligned,
 )
 from lab.kernels.support.kernel import (
@@ -47,7 +47,7 @@ TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
 HEADS = f"has kernels {TABLE} for head_dim"
 OF_E4M3 = triples((E4M3,), (E4M3,), (E4M3, *HALF_DTYPES))
 OF_NVFP4 = triples((E4M3,), (NVFP4,), (E4M3,))
-# Decode alone. The table's kernels for bf16 convert K/V in a way that FlashInfer 0.7.2 no longer asks for.
+# Only for decode. The table's kernels for bf16 convert K/V in a way that FlashInfer 0.7.2 no longer requests.
 WIDER_QUERIES = frozenset((q, E4M3, q) for q in HALF_DTYPES)
 SMALL_PAGES = (16, 32, 64)
 # One kernel reads all from 128 (`useDynamicNumTokensPerPage`).
@@ -55,7 +55,7 @@ ANY_PAGES = (*SMALL_PAGES, *(2**power for power in range(7, 31)))
 
 
 class MaskKind(NamedEnum):
-    """The kinds of masks that trtllm-gen has separate kernels for. The value of a member is its name in sentences."""
+    """The kinds of masks for which trtllm-gen has separate kernels. The value of a member is its name in sentences."""
 
     CAUSAL = "causal rows"
     WINDOW = "a window"
@@ -67,10 +67,9 @@ class Built:
     """A set of trtllm-gen's kernels: the kernel table has a kernel for each combination of these values.
 
     Attributes:
-        dtypes: dtypes of the query, K/V and the output.
-        head_dims: head_dim of K and of V.
-        page_sizes: tokens per page; (None,) for contiguous K/V.
-        masks: the keys that rows see.
+        dtypes: (query, K/V, output).
+        head_dims: (head_dim of K, of V).
+        page_sizes: tokens per page; (None,) for K/V that is not paged.
     """
 
     dtypes: Triples
@@ -79,18 +78,18 @@ class Built:
     masks: tuple[MaskKind, ...] = tuple(MaskKind)
 
 
-def _alike(*head_dims: int) -> tuple[tuple[int, int], ...]:
+def _equal_head_dims(*head_dims: int) -> tuple[tuple[int, int], ...]:
     return tuple((size, size) for size in head_dims)
 
 
 DECODE_BUILT = (
-    Built(HALVES | OF_E4M3 | OF_NVFP4 | WIDER_QUERIES, _alike(64, 128, 256)),
-    Built(HALVES | OF_E4M3 | WIDER_QUERIES, _alike(512), SMALL_PAGES),
+    Built(HALVES | OF_E4M3 | OF_NVFP4 | WIDER_QUERIES, _equal_head_dims(64, 128, 256)),
+    Built(HALVES | OF_E4M3 | WIDER_QUERIES, _equal_head_dims(512), SMALL_PAGES),
 )
 CONTEXT_BUILT = (
-    Built(HALVES | OF_E4M3 | OF_NVFP4, _alike(64, 128, 256)),
-    Built(HALVES | OF_E4M3, _alike(512), SMALL_PAGES, (MaskKind.CAUSAL, MaskKind.FULL)),
-    Built(HALVES, _alike(80), SMALL_PAGES),
+    Built(HALVES | OF_E4M3 | OF_NVFP4, _equal_head_dims(64, 128, 256)),
+    Built(HALVES | OF_E4M3, _equal_head_dims(512), SMALL_PAGES, (MaskKind.CAUSAL, MaskKind.FULL)),
+    Built(HALVES, _equal_head_dims(80), SMALL_PAGES),
 )
 RAGGED_BUILT = (
     Built(
@@ -101,31 +100,31 @@ RAGGED_BUILT = (
     ),
     Built(frozenset({(FP16, FP16, FP16), (E4M3, E4M3, FP16)}), ((128, 128),), (None,), (MaskKind.FULL,)),
 )
-# Query heads of a K/V head that one CTA takes (`selectGqGenerationKernel`). Kernels that convert K/V to the query's dtype take
-# fewer, except those for bf16 over e4m3, which is converted separately (`supportsGqaGroupingTokensHeadsQ`).
+# Largest number of query heads of a K/V head in one CTA (`selectGqGenerationKernel`). It is smaller in kernels that convert K/V
+# to the query's dtype, except for bf16 over e4m3, which is converted separately (`supportsGqaGroupingTokensHeadsQ`).
 HEADS_OF_A_CTA, HEADS_OF_A_CONVERTING_CTA = 128, 16
 CONVERTED = {(FP16, E4M3), (E4M3, NVFP4)}
 MLA_HEADS_OF_A_CTA = 64
-# (kv_lora_rank, qk_rope_head_dim): the most query heads of one CTA. FlashInfer's list of dimensions names 32 for the second,
-# and the table has no more; the launcher finds others for short requests alone.
+# Largest number of query heads in one CTA, by (kv_lora_rank, qk_rope_head_dim). FlashInfer's list of dimensions and the table
+# have 32 for (256, 64); the launcher finds other kernels only for short requests.
 MLA_HEADS = {(512, 64): MLA_HEADS_OF_A_CTA, (256, 64): 32, (512, 0): MLA_HEADS_OF_A_CTA}
 TOP_K_STEP = 4  # columns that a kernel of selected entries loads at a time (kernelParams.h 916)
-COPY_BYTES = 16  # that it copies at once (kernelParams.h 916): the first column must be aligned to them
-# (kv_lora_rank, qk_rope_head_dim) of the kernels of selected entries, and whether they read `sparse_mla_top_k_lens`: FlashInfer
-# takes the numbers of entries without a rotary part alone, and requires them there (mla/_core.py 4032 and 4285).
+COPY_BYTES = 16  # alignment of the first column of selected entries (kernelParams.h 916)
+# (kv_lora_rank, qk_rope_head_dim) of the kernels of selected entries, and whether FlashInfer requires `sparse_mla_top_k_lens`;
+# otherwise it refuses the argument (mla/_core.py 4032 and 4285).
 SELECTED_DIMS = {(512, 64): False, (512, 0): True}
-UNPACKED_LOAD_BYTES = 32  # where the descriptor unpacks 4 bits: decode over NVFP4 with a head_dim of 128 or more
+UNPACKED_LOAD_BYTES = 32  # alignment if TMA unpacks 4-bit values: decode over NVFP4 with a head_dim of 128 or more
 
 
 def _mask(problem: Problem) -> MaskKind:
-    """Return the kind of mask that `selectKernel` chooses by. A window from the last key to the first is no window there."""
+    """Return the kind of mask by which `selectKernel` chooses a kernel. A window of all keys counts as no window."""
     if not problem.causal:
         return MaskKind.FULL
     return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Refuse a call for which the table has no kernel. The sentence has dtypes and sizes of the most similar kernels."""
+    """Return a sentence if the table has no kernel for a call, else None. It names what the most similar kernels support."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -134,7 +133,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
         return None
     q, kv, out = (str(dtype).removeprefix("torch.") for dtype in triple)
     pages = f", pages of {page_size}" if page_size else ""
-    # The nearest is of these head dimensions, then of these dtypes.
+    # The most similar kernels have the same head dimensions, then the same dtypes.
     near = max(zip(fits, built, strict=True), key=lambda pair: (pair[0][1], pair[0][0], sum(pair[0])))
     return (
         f"has no kernel {TABLE} for {q} queries, {kv} K/V and {out} output with {wanted[3].value}, head_dim "
@@ -143,7 +142,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return what the most similar kernels take of dtypes, head_dims, page sizes or masks that do not fit the call."""
+    """Return, as text, the dtypes, head_dims, page sizes and masks of `built`, without those that fit the call."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
@@ -156,14 +155,14 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _not_skipped(problem: Problem) -> str | None:
-    """Refuse dtypes for which no kernel leaves out parts of the softmax (`mSkipsSoftmaxWhenPossible`)."""
+    """Return a sentence if no kernel for a call's dtypes supports `skip_softmax` (`mSkipsSoftmaxWhenPossible`), else None."""
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
     return None
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
-    """Refuse too many query heads per K/V head in decode. A context call has no such limit."""
+    """Return a sentence if a decode call has too many query heads per K/V head, else None."""
     converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
     most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
     if problem.group > most and problem.group % most:
@@ -174,7 +173,7 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Refuse a tensor that the launcher's TMA descriptors cannot describe (`buildNdTmaDescriptor`)."""
+    """Return a sentence if TMA cannot load a tensor of a call (`buildNdTmaDescriptor`), else None."""
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -200,7 +199,7 @@ def _misaligned(problem: Problem) -> Iterator[str | None]:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Refuse a layout of NVFP4 scale factors that the launcher cannot read (`makeTmaShapeStrideKvSf`)."""
+    """Return a sentence if the launcher cannot read the NVFP4 scale factors of a call (`makeTmaShapeStrideKvSf`), else None."""
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
         return None
@@ -212,7 +211,9 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Refuse a number of query heads without an MLA kernel (mla/_core.py, `selectMlaGenerationKernel`)."""
+    """Return a sentence if no MLA kernel has a call's number of query heads, else None (mla/_core.py,
+    `selectMlaGenerationKernel`).
+    """
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
     if heads > most and most < MLA_HEADS_OF_A_CTA:
@@ -223,10 +224,9 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def _selected(problem: PagedAttention) -> str | None:
-    """Refuse selected entries of an MLA call for which there is no kernel.
+    """Return a sentence if there is no MLA kernel for a call's selected entries, or for a call without them, else None.
 
-    A kernel of selected entries reads the cache as rows of one entry, one after the other: its descriptor has no stride of
-    pages or tokens (kernelParams.h 756).
+    The kernels of selected entries need a contiguous cache (kernelParams.h 756).
     """
     dims, width = mla_dims(problem), problem.head_dim
     if problem.selected is None:
@@ -252,8 +252,8 @@ def _selected(problem: PagedAttention) -> str | None:
 
 
 def division(problem: PagedAttention) -> str | None:
-    """Refuse an MLA call in which the launcher would divide by 0 and end the process."""
-    is_dense = problem.selected is None  # else `useSwapsMmaAbMlaGenKernel`, which divides, is not called
+    """Return a sentence if the launcher would divide by 0 in an MLA call, which ends the process, else None."""
+    is_dense = problem.selected is None  # only then `useSwapsMmaAbMlaGenKernel` is called, which divides
     if is_dense and problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:
         return (
             f"divides by max_seq_len with {MLA_HEADS_OF_A_CTA} query heads or more, and 0 would end the process: pass 1"
@@ -267,7 +267,7 @@ def _ragged_lse(problem: PagedAttention) -> str | None:
 
 
 Limit = Callable[[Any], str | None]
-# What the rows below cannot say, in the launcher's order.
+# The limits that other fields of `Kernel` do not express, in the launcher's order.
 LIMITS: Mapping[AttentionCall, tuple[Limit, ...]] = {
     AttentionCall.DECODE: (partial(_not_built, DECODE_BUILT), _not_skipped, _too_many_heads, _unread_factors, _unread),
     AttentionCall.CONTEXT: (partial(_not_built, CONTEXT_BUILT), _not_skipped, _unread_factors, _unread),
@@ -290,7 +290,7 @@ HONOURS = USUAL | {
     *(Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE, Feature.SKIP_SOFTMAX)
 }
 PAGED_HONOURS = HONOURS | {Feature.STRIDED_QUERY, Feature.SEPARATE_TABLES, Feature.NVFP4, Feature.INTERLEAVED_FACTORS}
-SAYS = KS_STRIDES | NO_MASK
+SAYS = V_WITH_K_STRIDES | NO_MASK
 PAGES = Sizes(
     "is built for page sizes 16, 32, 64 and powers of two from 128", lambda problem: problem.page_size, ANY_PAGES
 )

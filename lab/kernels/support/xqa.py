@@ -1,24 +1,32 @@
-"""What XQA and XQA MLA support. Limits are FlashInfer 0.7.2's, and each has its source. The lab has not run XQA MLA."""
+"""What XQA and XQA MLA support, by FlashInfer 0.7.2. Each limit names its source. The lab has not run XQA MLA."""
 
 import torch
 
 from lab.calls.features import Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, PagedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, GpuFamily, family_of, sm_name
-from lab.kernels.support.common import KS_STRIDES, MLA_DTYPES, NO_LSE, ONE_TABLE, STRIDED_QUERY, USUAL, misplaced_paged
+from lab.kernels.support.common import (
+    MLA_DTYPES,
+    NO_LSE,
+    ONE_TABLE,
+    STRIDED_QUERY,
+    USUAL,
+    V_WITH_K_STRIDES,
+    misplaced_paged,
+)
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
 
-# Query heads per K/V head for which XQA compiles at q_len_per_req 1, by head_dim padded to 64, 128, 256 or 512: up to the first
-# number, from the second to the third, and so on. `lab.dry_run.compiled` has them from nvcc
-# (results/blackwell-dry-run/compiled.md). mha.cu keeps a group as 16, 32 or 64 rows in at most 16 KiB (`persistentQ`): 48 rows
+# Numbers of query heads per K/V head for which XQA compiles at q_len_per_req 1, by head_dim padded to 64, 128, 256 or 512: 1 to
+# the first number, the second to the third, and so on. `lab.dry_run.compiled` has them from nvcc
+# (results/blackwell-dry-run/compiled.md). mha.cu pads a group to 16, 32 or 64 rows in at most 16 KiB (`persistentQ`): 48 rows
 # fail (utils.cuh, `assertIsPowerOf2`), and more than 64 (line 1648).
 Groups = dict[int, tuple[int, ...]]
 UP_TO_32: Groups = {64: (32,), 128: (32,), 256: (32,), 512: (16,)}
 NOT_48: Groups = {64: (32, 49, 64), 128: (32, 49, 64)}
 OVER_E4M3: Groups = UP_TO_32 | {64: NOT_48[64]}
-# By GPU, and whether K/V have 16 bits. On SM90 FlashInfer compiles mha_sm90.cu too, for a head_dim up to 256, even for K/V of
-# 16 bits, with which it is never run. There a group is one tile of 8 heads, or an even number of them (line 1975); over e4m3
-# K/V its output must fit in the space of V and the softmax's weights (line 178). On SM120 all must fit in 99 KiB.
+# By GPU, and whether K/V have 16 bits. On SM90 FlashInfer also compiles mha_sm90.cu for head_dims up to 256, even for K/V of 16
+# bits, with which it is never run. In it a group is one tile of 8 heads or an even number of tiles (line 1975), and over e4m3
+# K/V its output must fit in the shared memory of V and the softmax's weights (line 178). SM120 has 99 KiB of shared memory.
 GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
     (SM90, True): UP_TO_32 | Groups.fromkeys((64, 128), (16, 25, 32, 57, 64)) | {256: (16, 25, 32)},
     (SM90, False): OVER_E4M3,
@@ -30,14 +38,14 @@ GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of FlashInfer's `xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu."""
+    """Return why XQA does not support a call, or None (`xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu)."""
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
-    # mhaUtils.cuh, `nbValidGrains`: it rounds down, and leaves the last ones out
+    # mhaUtils.cuh, `nbValidGrains`: it rounds down, so that the last scale factors are not loaded
     if kv == NVFP4 and problem.head_dim % 64:
         return f"loads the scale factors of NVFP4 K/V four at a time: head_dim must be a multiple of 64, not {problem.head_dim}"
-    # mha.cu applies its K/V scale to 8 and 4 bit K/V alone, but always divides the query's scale by it.
+    # mha.cu applies its K/V scale only to K/V of 8 and 4 bits, but always divides the query's scale by it.
     if kv in HALF_DTYPES and (isinstance(problem.bmm2_scale, torch.Tensor) or problem.bmm2_scale != 1):
         return "applies no bmm2_scale to fp16 and bf16 K/V: it must be the number 1.0; fold it into the output"
     if not isinstance(problem.bmm2_scale, torch.Tensor) and problem.bmm2_scale == 0:
@@ -50,15 +58,17 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
 
 
 def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse numbers of heads and head_dims for which XQA does not compile, by FlashInfer's checks and the CUDA code's."""
+    """Return a sentence if XQA does not compile for a call's numbers of heads and head_dim, else None."""
     group, head_dim = problem.group, problem.head_dim
     family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
-    assert capability is not None  # `why_not` asks for the GPU first
+    assert capability is not None  # `why_not` checks the GPU first
     assert family is not None
     if problem.max_q_len > 1:
         if head_dim > 256:  # `gen_xqa_module`
             return f"with head_dim {head_dim} > 256 needs q_len_per_req 1"
-        if family is SM90 and not halves and group > 64:  # mha_sm90.cu: a CTA has 64 rows, which one token must fit in
+        if (
+            family is SM90 and not halves and group > 64
+        ):  # mha_sm90.cu: a CTA has 64 rows, which hold all heads of a token
             return (
                 f"on SM90 over e4m3 K/V with q_len_per_req > 1 takes at most 64 query heads per K/V head, not {group}"
             )
@@ -104,12 +114,12 @@ XQA = Kernel(
             range(16, 513, 16),
         ),
     ),
-    # FlashInfer passes XQA no factor of skip-softmax (decode.py 4184), so it leaves out nothing.
+    # FlashInfer does not pass the factor of skip-softmax to XQA (decode.py 4184), which then skips no key.
     honours=USUAL
     | {*(Feature.NVFP4, Feature.PLAIN_FACTORS, Feature.MASK, Feature.TENSOR_SCALES, Feature.SKIP_SOFTMAX)},
     says=ONE_TABLE
     | NO_LSE
-    | KS_STRIDES
+    | V_WITH_K_STRIDES
     | {
         Feature.BLOCK_SPARSE: "has one page table for all K/V heads: FlashInfer has block-sparse attention in trtllm-gen alone",
         Feature.RAGGED_ROWS: "takes no cum_seq_lens_q through the decode call: every request needs q_len_per_req rows",
@@ -120,7 +130,7 @@ XQA = Kernel(
 
 
 def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Refuse by the limits of `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla` and mla_sm120.cu."""
+    """Return why XQA MLA does not support a call, or None (`xqa_batch_decode_with_kv_cache_mla`, `xqa_mla`, mla_sm120.cu)."""
     columns = problem.k_block_tables.shape[1]
     if columns * problem.page_size % 128:
         return f"needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"
@@ -150,7 +160,7 @@ XQA_MLA = Kernel(
         # mla/_core.py 4219: FlashInfer runs another kernel, whose cache `_check_sm120_sparse_v32_kv_cache` describes.
         Feature.TOP_K: "selects no entries: FlashInfer's kernel for that on SM120 and SM121 reads a packed cache of 656 or "
         "528 bytes per token, which the lab does not model",
-        # It multiplies the logits by both scales, so that one must be divided by the other first.
+        # The kernel multiplies the logits by both scales, so the adapter divides bmm1_scale by bmm2_scale on the host.
         Feature.TENSOR_SCALES: "is called with its scales as numbers, not as tensors",
         Feature.STRIDED_QUERY: "is called with a contiguous query and cache",
     },

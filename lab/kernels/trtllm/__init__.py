@@ -1,4 +1,4 @@
-"""FlashInfer's TRT-LLM attention functions under their own names: the kernels trtllm-gen, XQA and fmha_v2.
+"""FlashInfer's TRT-LLM attention functions: the kernels trtllm-gen, XQA and fmha_v2.
 
 `prepare_<name>` returns a function that runs a call of `<name>` any number of times (`lab.kernels.prepare`).
 """

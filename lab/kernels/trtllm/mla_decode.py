@@ -1,9 +1,9 @@
 """FlashInfer's `trtllm_batch_decode_with_kv_cache_mla`: trtllm-gen on SM100 and SM103, XQA on SM120 and SM121.
 
-None of these GPUs was at hand. trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
+The lab had none of these GPUs. trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
 calls by signature and simulation. The adapter always passes the backend and the base of the LSE, because FlashInfer's default
-base depends on the backend. It passes sinks as a single tensor, which is the form that the kernels read. It divides the logits'
-scale by `bmm2_scale` for XQA, which multiplies the logits by both (mla_sm120.cu, `qkScaleLog2e`).
+base depends on the backend. It passes sinks as a single tensor, as the kernels read them. For XQA it divides `bmm1_scale` by
+`bmm2_scale`, because the kernel multiplies the logits by both (mla_sm120.cu, `qkScaleLog2e`).
 """
 
 from dataclasses import replace
@@ -27,9 +27,9 @@ from lab.kernels.support.xqa import XQA_MLA
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
     """Prepare FlashInfer's MLA decode call: decode, verify and draft extend.
 
-    `lab.calls.MLADecodeCall` documents parameters, shapes and errors. `workspace_buffer` and `multi_ctas_kv_counter_buffer` are
-    as in `prepare_trtllm_batch_decode_with_kv_cache`. If the GPU's kernel does not support the call, NotImplementedError is
-    raised with the reason of `lab.kernels.support.why_not`.
+    `lab.calls.MLADecodeCall` documents parameters, shapes and errors. NotImplementedError has the reason of
+    `lab.kernels.support.why_not` if the GPU's kernel does not support the call. `workspace_buffer` and
+    `multi_ctas_kv_counter_buffer` are as in `prepare_trtllm_batch_decode_with_kv_cache`.
     """
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)
@@ -55,7 +55,7 @@ def _xqa_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]
         **xqa_memory(call, problem.query.device),
     }
     if call.out is not None:
-        changes["out"] = call.out[:, 0]  # which FlashInfer checks as [batch_size, num_qo_heads, kv_lora_rank]
+        changes["out"] = call.out[:, 0]  # FlashInfer requires [batch_size, num_qo_heads, kv_lora_rank]
     return changes
 
 

@@ -1,13 +1,12 @@
-"""FlashInfer's TRT-LLM decode and context calls, under their own names. FlashInfer is imported at the first call.
+"""FlashInfer's TRT-LLM decode and context calls. FlashInfer is imported at the first call.
 
 The GPU decides which kernel runs, as in an engine. trtllm-gen runs on SM100 and SM103. On SM90, SM120 and SM121, XQA runs the
-decode call and fmha_v2 the context call. The adapter adds what the kernels need and a call does not have: XQA's packed causal
-mask, a workspace whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's counters.
-Without given counters, FlashInfer would allocate and zero counters in each call. trtllm-gen's path was checked with
-FlashInfer's own launcher on a CPU only (`lab.dry_run`): no SM100 or SM103 was at hand.
+decode call and fmha_v2 the context call. The adapter adds arguments that the kernels need and a call does not have: XQA's
+packed causal mask, a workspace whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and
+trtllm-gen's counters. trtllm-gen's path was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`), because the
+lab had no SM100 or SM103.
 
-Checking and converting the arguments takes longer than a small launch. If you call often or measure microseconds, prepare once
-and call many times: `prepare_<name>` returns a `PreparedCall`, raises what the call would raise, and launches no attention.
+Checking and converting the arguments takes longer than a small launch: prepare once and call many times (`prepare_<name>`).
 """
 
 import functools
@@ -41,11 +40,11 @@ from lab.kernels.support.xqa import XQA
 def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
     """Prepare FlashInfer's decode call over paged K/V: decode, verify and draft extend.
 
-    `lab.calls.DecodeCall` documents parameters, shapes and errors. Without a `mask`, verify rows are causal on every GPU.
-    Without a `workspace_buffer`, the lab's own is used, one per device and stream. A given workspace must begin with 8 MiB of
-    zeros, followed by scratch. It may serve calls of both backends in turn: the zeros are XQA's semaphores, and trtllm-gen's
-    counters if `multi_ctas_kv_counter_buffer` is None. If the GPU's kernel does not support the call, NotImplementedError is
-    raised with the reason of `lab.kernels.support.why_not`.
+    `lab.calls.DecodeCall` documents parameters, shapes and errors. NotImplementedError has the reason of
+    `lab.kernels.support.why_not` if the GPU's kernel does not support the call. Without a `mask`, verify rows are causal on
+    every GPU. Without a `workspace_buffer`, the lab's own is used, one per device and stream. A given workspace must begin with
+    8 MiB of zeros, followed by scratch. It may serve calls of both backends in turn: the zeros are XQA's semaphores, and
+    trtllm-gen's counters if `multi_ctas_kv_counter_buffer` is None.
     """
     kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
@@ -55,13 +54,13 @@ def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
         changes["bf16q_fp8kv_transform_mode"] = None
     if kernel is XQA:
         changes["bmm1_scale"] = problem.bmm1_scale
-        if call.bmm1_scale_log2 is not None:  # which XQA does not take
+        if call.bmm1_scale_log2 is not None:  # XQA has no such argument
             changes["bmm1_scale_log2"] = None
             changes["bmm1_scale"], refresh = following_scale(call.bmm1_scale_log2)
             refreshes += (refresh,)
         if problem.max_q_len > 1 and call.mask is None:
             changes["mask"] = causal_mask(problem.batch_size, problem.max_q_len, problem.query.device)
-    # An o_scale changes no result, but XQA rounds its product with bmm2_scale, and takes no None.
+    # An o_scale changes no result. XQA would round its product with bmm2_scale, and refuses None.
     changes["o_scale"] = 1.0
     arguments = but_defaults(call, changes)
     return prepared("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", arguments, refreshes)
@@ -71,11 +70,10 @@ def _prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall
     """Prepare FlashInfer's context call over paged K/V: extend and prefill.
 
     `lab.calls.ContextCall` documents parameters, shapes and errors. On SM90, SM120 and SM121 the call runs
-    `trtllm_fmha_v2_prefill`, which takes two kinds of pool: one stacked tensor [num_pages, 2, ...], or K and V as halves of one
-    allocation. Halves need a [B, 2, M] table, which one small launch writes before each call. A caller that already has this
-    table passes it with `uses_shared_paged_kv_idx=False`, and the whole allocation [2 * num_pages, ...] as both K and V: then
-    only the attention kernel is launched. This kernel takes lengths from `cum_seq_lens_kv`, which must count keys there, not
-    pages. A given `workspace_buffer` may be the decode call's: its first 8 MiB stay zero.
+    `trtllm_fmha_v2_prefill`, which takes K and V as one tensor [num_pages, 2, ...], or as halves of one allocation. With halves
+    one small launch writes a [B, 2, M] page table before each run. It is left out if the caller passes this table with
+    `uses_shared_paged_kv_idx=False`, and the whole allocation [2 * num_pages, ...] as both K and V. On these GPUs
+    `cum_seq_lens_kv` must count keys, not pages. The decode call's `workspace_buffer` may be used: its first 8 MiB stay zero.
     """
     if supported_kernel(problem) is FMHA_V2:
         arguments, refreshes = _fmha_v2_arguments(call, problem)
@@ -94,9 +92,8 @@ prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache =
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return K/V, page tables and window in forms that every kernel of FlashInfer 0.7.2 reads correctly, and refreshes.
-
-    K and V are a pair of HND views; FlashInfer converts other forms to this, except one tensor as both.
+    """Return the arguments for K/V (a pair of HND views), page tables and window that every kernel of FlashInfer 0.7.2 reads
+    correctly, and the `refreshes` of `PreparedCall`.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -113,8 +110,7 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
 def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
     """Return XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
 
-    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. The mask is built once per device, width and power of two of the
-    batch.
+    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. The mask is cached per device, q_len and power of two of the batch.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, and the mask would exist only inside the graph.
@@ -161,7 +157,7 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return K/V and the page table in the form that fmha_v2 addresses and FlashInfer's checks accept, and refreshes.
+    """Return fmha_v2's arguments for K/V and page table, and the `refreshes` of `PreparedCall`.
 
     Raises:
         NotImplementedError: K and V are two tensors, and the installed FlashInfer takes only one tensor.
@@ -174,9 +170,9 @@ def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.T
             "alone: keep the pool so, or install 0.6.18 or a later one"
         )
     if not call.uses_shared_paged_kv_idx:
-        # The kernel counts both tables' ids from K's address and never looks at V's; FlashInfer wants V's after it.
+        # The kernel counts the ids of both tables from K's address and ignores V's, which FlashInfer requires to be after K's.
         return (stored.k[:-1], stored.v[1:]), *packed(call.block_tables)
-    # The table's contents may change between calls, so each writes it anew: K's ids, and V's as counted from K's first page.
+    # Each run writes the table from the current page ids: K's ids, and V's ids as counted from K's first page.
     pages_apart = stored.distance_bytes // stored.page_bytes
     ids = call.block_tables.unsqueeze(1)
     table = torch.empty((ids.shape[0], 2, ids.shape[2]), dtype=torch.int32, device=ids.device)

@@ -1,8 +1,8 @@
 """FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103.
 
-Neither GPU was at hand, so the call was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`). The kernel leaves
-stale values in rows that see no key. If there may be such rows, the adapter writes their zeros and LSE after the kernel, as
-SGLang 0.5.23's backend does.
+The lab had neither GPU: the call was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`). The kernel does not
+write rows that see no key. If there may be such rows, the adapter writes their output and LSE after the kernel, as SGLang
+0.5.23's backend does.
 """
 
 import math
@@ -24,13 +24,13 @@ from lab.kernels.flashinfer_call import (
 
 
 def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
-    """Prepare FlashInfer's ragged call, MLA's prefill before absorption: attention of new tokens to themselves or to a chunk.
+    """Prepare FlashInfer's ragged call, MLA's prefill before absorption: new tokens attend to themselves or to a part of the
+    cached prefix.
 
-    A chunk is a part of the cached prefix. `lab.calls.RaggedContextCall` documents shapes and errors. Without a
-    `workspace_buffer` the lab's own is used, one per device and stream. A given one may be the decode call's: its first 8 MiB
-    stay zero. If the kernel does not support the call, NotImplementedError is raised with the reason of
-    `lab.kernels.support.why_not`. The launches that correct rows without keys are left out if the host knows that there are no
-    such rows: both offsets are the same tensor, or both lengths are on the host.
+    `lab.calls.RaggedContextCall` documents shapes and errors. NotImplementedError has the reason of
+    `lab.kernels.support.why_not` if the kernel does not support the call. Without a `workspace_buffer` the lab's own is used,
+    one per device and stream. The decode call's may be used: its first 8 MiB stay zero. The launches that write rows without
+    keys are left out if the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
     """
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
@@ -49,7 +49,7 @@ prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek = ent
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return False if the host knows that every row sees a key, or that FlashInfer fills the rows that see none."""
+    """Return True unless the host knows that every row sees a key, or that FlashInfer writes the rows that see none."""
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
@@ -72,9 +72,9 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the results of rows that see no key: zeros as output; as LSE the sink's logit in base 2, or -inf without a sink.
+    """Write the results of rows that see no key, without reading the device on the host.
 
-    The host reads nothing.
+    The output is 0, and the LSE the sink's logit in base 2, or -inf without a sink.
     """
     lacks_keys = _rows_without_keys(problem).unsqueeze(1)
     out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
@@ -85,10 +85,10 @@ def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: tor
 
 
 def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
-    """Return bool [num_rows], True where a row sees no key. Padding rows are undefined."""
+    """Return bool [num_rows], True for a row that sees no key. Padding rows are undefined."""
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)
     kv_lens = problem.cu_seqlens_kv.diff()[request]
-    # A causal row sits at kv_len - (ends - row).
+    # The position of a causal row is kv_len - (ends - row), which is negative if the row sees no key.
     return kv_lens + rows < ends[request] if problem.causal else kv_lens == 0
