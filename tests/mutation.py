@@ -100,9 +100,11 @@ def sample(room: str, count: int, seed: int) -> list[Mutation]:
 
 
 def mutable_places(text: str) -> list[list[tuple[str, int]]]:
-    """Return the mutations of each place of a source: (operator, occurrence). Annotations have none."""
+    """Return the mutations of each place of a source: (operator, occurrence). Annotations have none, nor has a `*` between
+    parameters.
+    """
     skipped = list(_annotations(text))
-    nodes = list(ast_nodes(get_ast(text)))
+    nodes = [node for node in ast_nodes(get_ast(text)) if getattr(node.parent, "type", "") != "parameters"]
     found: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     for name in operator_names():
         is_exchange_for_identity = "_Is" in name and name.count("_Is") == 1

@@ -15,7 +15,7 @@ from tests.mutation import ROOMS, ROOT, SEEN, SLOW, SURVIVED, Copy, Mutation, mu
 SOURCE = '''"""A limit of 7."""
 
 
-def exceeds(number: int | None, limit: int = 3) -> bool | None:
+def exceeds(number: int | None, *, limit: int = 3) -> bool | None:
     return None if number is None else number > limit and not number == 4
 '''
 

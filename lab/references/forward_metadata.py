@@ -211,9 +211,9 @@ def dsa_forward_metadata(
             seq_lens.append(seen if is_decode else min(whole, index_topk) + max(seen, 0) - whole)
             own = selected[len(places)] if len(places) < len(selected) else []
             places.append([int(pool.req_to_token[request, at]) if at >= 0 else -1 for at in own])
-    while places and not is_decode and len(places) < batch.num_tokens:
-        seq_lens.append(0)
-        places.append([])
+    if places and not is_decode:
+        seq_lens += [0] * (batch.num_tokens - len(places))
+        places += [[]] * (batch.num_tokens - len(places))
     return DSAForwardMetadata(seq_lens, [row + [-1] * (columns - len(row)) for row in places])
 
 
@@ -247,8 +247,8 @@ def dsv4_forward_metadata(
         lasts.append(int(batch.seq_lens[i]) if mode in ("DECODE", "IDLE") else key_length(batch, i))
         for seen in range(lasts[-1] - query_length(batch, i) + 1, lasts[-1] + 1):
             rows.append((request, max(seen, 1) if mode == "DRAFT_EXTEND_V2" else seen))
-    while mode == "RAGGED_VERIFY" and rows and len(rows) < batch.num_tokens:
-        rows.append((rows[-1][0], 1))
+    if mode == "RAGGED_VERIFY" and rows:
+        rows += [(rows[-1][0], 1)] * (batch.num_tokens - len(rows))
     table, slots_of = [], {request: pool.req_to_token[request].tolist() for request, _ in rows}
     for row, (request, seen) in enumerate(rows):
         slots = slots_of[request]
@@ -288,8 +288,8 @@ def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> 
     for i, request in enumerate(batch.req_pool_indices.tolist()):
         last = key_length(batch, i)
         for seen in range(last - query_length(batch, i) + 1, last + 1):
-            pages = range(0, max(seen, 0), pool.page_size)
-            seq_lens.append(max(1, seen - sum(pool.page_size for _ in pages[:-16])))
+            pages = range(0, seen, pool.page_size)
+            seq_lens.append(max(1, seen - pool.page_size * len(pages[:-16])))
             for of_head, selected in zip(slots, topk_pages.tolist(), strict=True):
                 starts = [page * pool.page_size for page in selected[len(of_head)] if page >= 0]
                 own = [at for start in starts for at in range(start, min(start + pool.page_size, seen))]

@@ -267,6 +267,18 @@ def test_arguments_of_no_call_are_named() -> None:
     )
 
 
+@pytest.mark.parametrize("window_left", [0, 17])
+def test_keys_before_the_window_of_every_row_may_hold_anything(window_left: int) -> None:
+    """An engine may have freed their pages. The first row of request 2 sees a key before those of the second row."""
+    arguments = arguments_of(replace(DECODE, q_lens=(2, 2, 2), kv_lens=(20, 2, 40), window_left=window_left))
+    out = kernel_of(DECODE)(**arguments)
+    for key in range(40 - 2 - window_left + 1):
+        if key == 40 - 2 - window_left:
+            assert_close_to_reference(out, **arguments)
+        arguments["kv_cache"][1][arguments["block_tables"][2, key // 16], :, key % 16] = math.nan
+    refuses("expected must be finite", out, **arguments, error=ValueError)
+
+
 def test_an_empty_batch_passes() -> None:
     arguments = ragged_arguments()
     empty = torch.zeros(1, dtype=torch.int32)

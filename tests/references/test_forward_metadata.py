@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from lab.references.forward_metadata import (
+    BlockSparseForwardMetadata,
+    DSAForwardMetadata,
+    DSV4ForwardMetadata,
     MLAForwardMetadata,
+    block_sparse_forward_metadata,
+    dsa_forward_metadata,
+    dsv4_forward_metadata,
     encoder_only_verify,
     forward_metadata,
     live_pages,
@@ -143,12 +149,144 @@ def test_prefix_chunks_share_their_capacity() -> None:
         mla_prefix_chunks(prefill, pool(), 1)
     prefill.extend_prefix_lens.zero_()
     assert mla_prefix_chunks(prefill, pool(), 1) == []
+    alone = batch("EXTEND", [6], [1], extend_prefix_lens=torch.tensor([5]))
+    assert mla_prefix_chunks(alone, pool(), 3) == [[[20, 21, 22]], [[23, 8]]]
+    assert mla_prefix_chunks(batch("EXTEND", [], [], extend_prefix_lens=torch.tensor([])), pool(), 3) == []
 
 
 def test_a_rank_of_decode_context_parallelism_holds_every_second_token() -> None:
     assert mla_dcp_metadata(5, 1, pool(), 2, 0) == (3, [5, 2])
     assert mla_dcp_metadata(5, 1, pool(), 2, 1) == (2, [5])
     assert mla_dcp_metadata(1, 1, pool(), 2, 1) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "selected", "groups", "lens", "places"),
+    [
+        # A decode step has no padding rows, and neither its own length nor that of the draft is limited.
+        (batch("DECODE", [4, 5], num_tokens=3, **STEP), [[0, 3, -1]], (2, 2), [4, 5], [[20, 23, -1, -1], [-1] * 4]),
+        (
+            batch("TARGET_VERIFY", [4, 5], num_tokens=4, **STEP),
+            [[4, 0, 3, 1], [5, 4, -1, -1], [5, 1, 2, 3], [6, -1, -1, 4]],
+            (6, 1),
+            [5, 6, 6, 6],
+            [[8, 20, 23, 21], [9, 8, -1, -1], [25, 13, 14, 15], [26, -1, -1, 24]],
+        ),
+        # Rows before the first key, and two rows of padding.
+        (
+            batch("EXTEND", [1, 9], [3, 2], num_tokens=7),
+            [[-1] * 5, [-1] * 5, [0, *[-1] * 4], [7, 0, -1, 4, 2], [8, 1, -1, -1, -1]],
+            (4, 2),
+            [0, 0, 1, 4, 5, 0, 0],
+            [
+                *[[-1] * 8] * 2,
+                [20, *[-1] * 7],
+                [27, 12, -1, 24, 14, -1, -1, -1],
+                [16, 13, *[-1] * 6],
+                *[[-1] * 8] * 2,
+            ],
+        ),
+        (batch("EXTEND", [], [], num_tokens=2), [[0]], (4, 1), [], []),
+    ],
+)
+def test_a_row_of_sparse_mla_has_the_slots_that_it_selects(
+    given: Any, selected: list[list[int]], groups: tuple[int, int], lens: list[int], places: list[list[int]]
+) -> None:
+    topk, kpool = groups
+    found = dsa_forward_metadata(given, pool(), torch.tensor(selected), index_topk=topk, index_kpool=kpool)
+    assert found == DSAForwardMetadata(lens, places)
+
+
+# The slots of the first five tokens in the sliding-window pool, from the last to the first.
+OF_ROW_1, OF_ROW_2 = [12, 7, 6, 5, 4], [0, 11, 10, 9, 8]
+
+
+def seen_slots(*slots: int) -> list[int]:
+    return [*slots, *[-1] * (128 - len(slots))]
+
+
+@pytest.mark.parametrize(
+    ("given", "ratio", "selected", "found"),
+    [
+        (
+            batch("DECODE", [4, 5], **STEP),
+            2,
+            None,
+            ([4, 5], [[*seen_slots(*OF_ROW_1[1:]), 10, 11], [*seen_slots(*OF_ROW_2), 6, 7]], [0, 1, 2], [4, 5]),
+        ),
+        # A row that sees no entry has one more column if an entry stands for 4 tokens.
+        (
+            batch("TARGET_VERIFY", [2, 3], num_tokens=4, **STEP),
+            4,
+            None,
+            (
+                [3, 4, 4, 5],
+                [
+                    [*seen_slots(*OF_ROW_1[2:]), -1],
+                    [*seen_slots(*OF_ROW_1[1:]), 5],
+                    [*seen_slots(*OF_ROW_2[1:]), 3],
+                    [*seen_slots(*OF_ROW_2), 3],
+                ],
+                [0, 2, 4],
+                [4, 5],
+            ),
+        ),
+        # Padding rows are rows of the last request that see its first token.
+        (
+            batch("RAGGED_VERIFY", [2, 4], [2, 1], num_tokens=5, **STEP),
+            2,
+            [[0, 1], [1, 0], [1, 0], [1, 0], [1, 0]],
+            (
+                [3, 4, 5, 1, 1],
+                [
+                    [*seen_slots(*OF_ROW_1[2:]), 10],
+                    [*seen_slots(*OF_ROW_1[1:]), 11, 10],
+                    [*seen_slots(*OF_ROW_2), 7, 6],
+                    *[seen_slots(8)] * 2,
+                ],
+                [0, 2, 3],
+                [4, 5],
+            ),
+        ),
+        # Rows before the first key.
+        (
+            batch("EXTEND", [1, 3], [3, 1], num_tokens=9),
+            3,
+            None,
+            ([-1, 0, 1, 3], [*[seen_slots()] * 2, seen_slots(4), [*seen_slots(*OF_ROW_2[2:]), 3]], [0, 3, 4], [1, 3]),
+        ),
+        (
+            batch("DRAFT_EXTEND_V2", [1, 3], [3, 1]),
+            0,
+            None,
+            ([1, 1, 1, 3], [*[seen_slots(4)] * 3, seen_slots(*OF_ROW_2[2:])], [0, 3, 4], [1, 3]),
+        ),
+        (batch("RAGGED_VERIFY", [], [], num_tokens=2), 4, None, ([], [], [0], [])),
+    ],
+)
+def test_a_row_of_deepseek_v4_has_its_window_and_the_entries_of_its_request(
+    given: Any, ratio: int, selected: list[list[int]] | None, found: tuple[Any, ...]
+) -> None:
+    topk = None if selected is None else torch.tensor(selected)
+    metadata = dsv4_forward_metadata(given, pool(has_swa=True), compress_ratio=ratio, topk_indices=topk)
+    assert metadata == DSV4ForwardMetadata(*found)
+
+
+def test_a_block_sparse_row_counts_16_pages_and_has_the_slots_of_those_that_each_head_selects() -> None:
+    extend = batch("EXTEND", [1, 65], [3, 2])
+    pages = torch.tensor([[[0, -1], [0, -1], [0, 1], [1, -1], [-1, 2]], [[-1, -1]] * 4 + [[2, 0]]])
+    assert block_sparse_forward_metadata(extend, pool(), pages) == BlockSparseForwardMetadata(
+        [1, 1, 1, 64, 61],
+        [
+            [[], [], [20], [24, 25, 26, 27], [16, 17, 18, 19]],
+            [[], [], [], [], [16, 17, 18, 19, 12, 13, 14, 15]],
+        ],
+    )
+    steps = batch("DECODE", [4, 1], **STEP)
+    pages = torch.tensor([[[1, 0], [0, -1]]])
+    assert block_sparse_forward_metadata(steps, pool(), pages) == BlockSparseForwardMetadata(
+        [6, 3], [[[8, 9, 20, 21, 22, 23], [12, 13, 14]]]
+    )
 
 
 def test_prebuilt_has_no_metadata() -> None:

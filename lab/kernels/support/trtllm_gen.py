@@ -218,7 +218,7 @@ def _mla_heads(problem: PagedAttention) -> str | None:
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
     if heads > most and most < MLA_HEADS_OF_A_CTA:
         return f"takes at most {most} query heads with kv_lora_rank {rank} ({TABLE}), not {heads}"
-    if heads > most and (heads < 2 * most or heads % most):
+    if heads > most and heads % most:
         return f"takes at most {most} query heads, or a multiple of {most} from {2 * most}, not {heads}"
     return None
 

@@ -15,6 +15,7 @@ from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken,
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
+from lab.recorded.case import RecordedCase
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
 CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1))
@@ -284,6 +285,24 @@ def test_a_rule_over_other_requests_of_the_same_results_has_no_region() -> None:
         verdict(n, replace(result(4, wrong=n % 2 > 0), requests=wrong if n % 2 else wrong[2:])) for n in range(40)
     ]
     assert len(diagnose(verdicts).regions) == 1
+
+
+def test_where_every_recorded_call_is_wrong_the_plainest_conditions_that_all_share_are_named() -> None:
+    shared = dict.fromkeys(
+        ("virtual_slots", "first_request", "all_no_keys", "no_keys", "mask", "sinks", "has_window"), True
+    )
+    verdicts = [
+        replace(
+            verdict(n, result(4, wrong=True, **shared, bmm1_scale_tensor=n > 1, some_no_keys=True, group=3)),
+            case=RecordedCase(AttentionCall.DECODE, "calls", n, "noon"),
+        )
+        for n in (1, 2, 3)
+    ]
+    assert diagnose(verdicts).broken == (
+        "No judged call is right, so that a rule cannot be told from the recording. All share: a draft mask is given; "
+        "sinks are given; a window is set; no request of the batch has keys; a request has no keys. Among their requests, the "
+        "output is wrong wherever a request has 4 query rows or more (3 of 3 results)."
+    )
 
 
 def test_every_mutant_has_a_trigger_of_known_concepts() -> None:

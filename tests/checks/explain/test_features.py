@@ -280,6 +280,8 @@ def test_functions_have_features_of_their_own() -> None:
     assert read(latent, **offsets) == found | {"cum_seq_lens_q_given": True}
     square = replace(PLAIN, storage=replace(PLAIN.storage, page_size=2))
     assert read(square)["page_size_is_num_kv_heads"]
+    three_rows = torch.ones(2, 3, 2, dtype=torch.uint16)
+    assert read(replace(PLAIN, q_lens=(3, 3)), mask=three_rows)["mask_words"] == 2
 
 
 ARGUMENTS_OF_LATENT = arguments_of(
@@ -425,17 +427,18 @@ def test_the_lengths_of_a_batch_say_its_conditions(
     assert (found["requests"], found["rows_of_batch"], found["longest_kv_len"]) == (2, sum(q_lens), max(kv_lens))
 
 
-def test_a_case_and_its_plain_call_have_the_same_features() -> None:
-    run = CaseRun(references, CASE, CPU)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_case_and_its_plain_call_have_the_same_features(group: int) -> None:
+    case = replace(CASE, group=group)
+    run = CaseRun(references, case, CPU)
     run.call(run.build())
-    of_case, of_call = features_of_case(CASE), run.called
+    of_case, of_call = features_of_case(case), run.called
     assert of_case.of_requests == of_call.of_requests
     assert (of_case.q_lens, of_call.q_lens) == ((2, 2, 2), (2, 2, 2))
     shared = of_case.features.keys() & of_call.features.keys()
     assert {
         "window_left",
         "group",
-        "group_no_power_of_2",
         "head_dim",
         "requests",
         "contents",
@@ -444,6 +447,8 @@ def test_a_case_and_its_plain_call_have_the_same_features() -> None:
         "page_size",
     } <= shared
     assert {name: of_case.features[name] for name in shared} == {name: of_call.features[name] for name in shared}
+    for found in (of_case, of_call):
+        assert ("group_no_power_of_2" in found.features) == (group == 3)
 
 
 def test_a_call_has_the_contents_of_its_own_inputs() -> None:
