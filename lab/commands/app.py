@@ -1,4 +1,4 @@
-"""The command `lab` and its list of commands."""
+"""Assemble the command `lab` from its subcommands."""
 
 import os
 import sys
@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"lab {lab.__version__}")
         raise typer.Exit
 
@@ -41,7 +41,7 @@ def common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Make modules in the current folder importable, as `python -m` does. This runs before each command."""
+    """Make modules in the current folder importable, as `python -m` does. Typer calls this before each command."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -64,7 +64,7 @@ app.command(rich_help_panel=RECORDED)(releases)
 app.command(rich_help_panel=RECORDED)(merge)
 app.command(rich_help_panel=RECORDED)(report)
 app.command(rich_help_panel=RECORDED)(html)
-# Commands of a checkout's other folders, which a wheel does not contain.
+# Commands of the folders `studies` and `corpus` of a checkout, which a wheel does not contain.
 for of_checkout in entry_points(group="lab.commands"):
     with suppress(ModuleNotFoundError):
         command = of_checkout.load()

@@ -9,7 +9,7 @@ import lab
 from lab.commands.options import TimedCalls, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 
-# Index: pytest's own exit status, 0 to 5.
+# The index is pytest's own exit status, 0 to 5.
 STATUS_BY_PYTEST = (
     ExitStatus.DONE,  # all passed
     ExitStatus.WRONG,  # some failed

@@ -1,4 +1,6 @@
-"""`lab compare`, `lab releases` and `lab ab`: compare recorded runs or reports, or two kernels that are timed now."""
+"""Define `lab compare` and `lab releases`, which compare recorded runs or judge reports, and `lab ab`, which times and compares
+two kernels.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +32,7 @@ Significance = Annotated[float, typer.Option(help="level of the rank test, and e
 
 
 def _rule(minimum_effect_percent: float, significance: float) -> "Rule":
-    """Return the rule by which times are compared. End the command if a number is out of range."""
+    """Return the rule that says when two times differ. End the command if a number is out of range."""
     from lab.timing.statistics import Rule
 
     with refusing_errors():
@@ -168,7 +170,9 @@ def ab(
 
 
 def _only_call(context: typer.Context, calls: str) -> "RecordedCase":
-    """Return the recorded call of `--calls`. End the command if there are several, or if an option of scenarios is given."""
+    """Return the recorded call that `--calls` names. End the command if it names several, or if an option that needs a scenario
+    was given.
+    """
     from lab.recorded.case import recorded_cases
 
     fitting = context.params.keys() - {"against", "trace"}

@@ -1,4 +1,4 @@
-"""`lab dry-run`: show kernels, grids and bytes of passes for a GPU that this machine does not have."""
+"""Define `lab dry-run`, which shows kernels, grids and bytes of forward passes for a GPU that this machine does not have."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""`lab invariance`: show which bits of a kernel's results depend on what."""
+"""Define `lab invariance`, which shows whether a kernel's output bits depend on factors such as the batch size."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""`lab judge`: judge an implementation."""
+"""Define `lab judge`, which checks whether a kernel is right, and `lab merge`, which unites reports of parts of a run."""
 
 import re
 import time
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from lab.checks.run.judge_run import Progress
     from lab.checks.run.support_protocol import RefusalNames as NamesOfRefusals
 
-POLL_INTERVAL_S = 0.3  # between two looks at a watched file
-# Parameters that --case accepts.
+POLL_INTERVAL_S = 0.3  # time between two checks whether a watched file has changed
+# Parameters that can be given together with --case.
 OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch", "refusals"}
-# Parameters that --calls accepts.
+# Parameters that can be given together with --calls.
 OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_failure", "e4m3_arithmetic"}
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of a text such as 90s, 10m or 2h; raise BadParameter for any other text."""
+    """Convert a text such as 90s, 10m or 2h to seconds. Raises BadParameter for another text."""
     if not (found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh])", text)):
         raise typer.BadParameter(f"{text} is no time: a number and s, m or h, such as 90s, 10m or 2h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
@@ -207,7 +207,7 @@ def judge(
 def _judge_of_calls(
     calls: str, implementation: str | None, refusals: str | None, settings: dict[str, Any]
 ) -> "Callable[..., Report]":
-    """Return a function that judges recorded calls."""
+    """Return a function that judges the recorded calls of a folder: the recorded outputs, or those of `implementation`."""
     from lab.checks.run.judge import judge_calls
 
     if implementation is not None:
@@ -217,14 +217,18 @@ def _judge_of_calls(
 
 
 def refusals_named(named: str | None, kernel: str) -> "NamesOfRefusals | None":
-    """Return the names that --refusals gives. Only a worker resolves them: this may import the kernel's module."""
+    """Return the names of exceptions in the option --refusals, for the kernel with this name; None if the option was not given.
+    The names are resolved later, in a worker process, because this may import the kernel's module.
+    """
     from lab.checks.run.support_protocol import RefusalNames
 
     return None if named is None else RefusalNames.of(named, kernel)
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
-    """Call `judge_once`, and again after each change of the watched file, if any. End the command with the last exit status."""
+    """Call `judge_once`. If a file is watched, call it again after each change of the file, until Ctrl-C. End the command with
+    the last exit status.
+    """
     status, console = ExitStatus.DONE, Console()
     try:
         for number in rounds(watched):
@@ -242,7 +246,7 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:
-    """Return the path and the number in "REPORT.json#17". End the command if the text does not have this form."""
+    """Split a text such as "REPORT.json#17" into path and number. End the command if the text does not have this form."""
     path, _, number = case.rpartition("#")
     if not path or not re.fullmatch("[0-9]{1,9}", number):
         refuse(f"--case {case} names no case of a report: give its file and number, such as report.json#17")
@@ -252,7 +256,9 @@ def _report_and_number(case: str) -> tuple[Path, int]:
 def _judge_case(
     path: Path, number: int, name: str | None, refusals: str | None, settings: Mapping[str, Any], console: Console
 ) -> ExitStatus:
-    """Judge one case of a report, print its verdict, and return the exit status."""
+    """Judge one case of a report again, print the verdict, and return the exit status. `name` is the implementation; None
+    stands for that of the report.
+    """
     from lab.checks.record import read_case
     from lab.checks.run.judge import judge_recorded
     from lab.checks.run.verdicts import BROKEN
@@ -277,7 +283,9 @@ def _judge_case(
 
 
 def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, console: Console) -> ExitStatus:
-    """Judge, print the report, and the coverage with `shows_coverage`; return the exit status."""
+    """Call `judge_it` while showing its progress, print its report (and, with `shows_coverage`, the coverage of K18), and
+    return the exit status.
+    """
     from lab.reports.judgement import show as show_report
 
     reused: Counter[str] = Counter()
@@ -316,7 +324,7 @@ def merge(
 
 
 def _print_recorded_coverage(path: Path) -> None:
-    """Print the coverage that a report's file records."""
+    """Print the coverage of check K18 in a recorded report. End the command if the file cannot be read."""
     from lab.checks.parameters.coverage import coverages
     from lab.checks.record import ReportError, read_cases, read_expression, read_record
 
@@ -349,7 +357,7 @@ def _print(console: Console, line: str) -> None:
 
 
 def rounds(file: Path | None) -> Iterator[int]:
-    """Yield 0, and then, if a file is given, the next number after each change of the file."""
+    """Yield 0. If a file is given, then wait for each change of the file and yield 1, 2 and so on, without end."""
     number, seen = 0, _state_of(file)
     yield number
     while file is not None:

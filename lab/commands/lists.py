@@ -1,4 +1,4 @@
-"""`lab checks` and `lab implementations`: list what the judge checks, and the kernels that run on this machine."""
+"""Define `lab checks`, which lists the judge's checks, and `lab implementations`, which lists the kernels for this machine."""
 
 from lab.commands.options import ProfileKey, prepare_machine, refusing_errors
 

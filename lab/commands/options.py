@@ -1,4 +1,4 @@
-"""Options and refusals that several commands share, and the preparation of this machine."""
+"""Define the options that several commands share, and functions that end a command with a message."""
 
 import inspect
 import itertools
@@ -21,17 +21,17 @@ RANGES_PANEL = "Ranges: narrow the cases to what the kernel was built for"
 
 
 def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
-    """Print a sentence on stderr and end the command. Control characters in the sentence are printed as escapes.
-
-    Raises:
-        typer.Exit: always.
+    """Print a sentence to stderr, with control characters as escape sequences, and end the command: raise typer.Exit with
+    `status`.
     """
     typer.echo(f"lab: {printable(sentence)}", err=True)
     raise typer.Exit(status)
 
 
 def refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
-    """End the command if an option outside `allowed` was given. The command would ignore it."""
+    """End the command with `sentence` if an option was given whose parameter is not in `allowed`, because it would be
+    ignored.
+    """
     sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     if given:
@@ -40,7 +40,7 @@ def refuse_options_without(context: typer.Context, allowed: Collection[str], sen
 
 
 def _parsed(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser for typer that calls `read` and turns its ValueError into BadParameter."""
+    """Return a parser for typer that calls `read`. A ValueError of `read` becomes typer's BadParameter."""
 
     def parse(text: str) -> Any:
         try:
@@ -58,14 +58,14 @@ def list_option(
     panel: str | None = None,
     default: str | None = None,
 ) -> Any:
-    """Return an option that takes several values: separated by commas, or by giving the option several times.
+    """Return an option that takes several values, separated by commas. The option may also be given several times.
 
     Args:
-        read: converts a text to a value; its ValueError is shown to the user.
+        read: converts a text to a value. The message of its ValueError is shown to the user.
         help_text: the option's help text.
         metavar: placeholder of the values in the help.
-        panel: heading of the option's part of the help.
-        default: text of the default values; None: the command gets None if the option is not given.
+        panel: heading under which the help lists the option.
+        default: text of the default values. If it is None, an option that is not given has the value None.
     """
 
     def joined(lists: list[list[Any]] | None) -> list[Any] | None:  # the option may be given several times
@@ -83,7 +83,7 @@ def list_option(
 
 
 def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
-    """Add to a command the option of each field of `lab.ranges.Ranges`; the command gets the values as keyword arguments."""
+    """Add an option to a command for each field of `lab.ranges.Ranges`. The command gets their values as keyword arguments."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     ranges = itertools.starmap(_parameter, OPTIONS.items())
@@ -92,7 +92,7 @@ def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
-    """Return the parameter that adds a field's option to a command."""
+    """Return the keyword parameter of a command for the option of one field of `Ranges`."""
     spelt, words, kind = f"--{name.replace('_', '-')}", option.help, option.kind
     default: Any = None if option.is_several else getattr(Ranges, name)
     annotation: Any = Annotated[list[str] | None, list_option(kind.read, words, kind.metavar, RANGES_PANEL)]
@@ -146,7 +146,7 @@ TimedCalls = Annotated[
 
 @contextmanager
 def refusing_errors() -> Iterator[None]:
-    """If the block raises ValueError, OSError or LoadError, print a sentence on stderr and end the command with MISUSED."""
+    """If the block raises ValueError, OSError or LoadError, print its message to stderr and end the command with MISUSED."""
     try:
         yield
     except (LoadError, ValueError) as error:
@@ -157,10 +157,11 @@ def refusing_errors() -> Iterator[None]:
 
 @contextmanager
 def refusing_recordings(what_failed: str) -> Iterator[None]:
-    """Print an error about recorded files after `what_failed`, and end the command: NOT_JUDGED if they are not comparable.
+    """If the block raises an error about recorded files, print "`what_failed`: message" to stderr and end the command: with
+    NOT_JUDGED if the files cannot be compared, else with MISUSED.
 
-    A file of any JSON may be given. What the readers of a file raise because it is not in the form that the lab writes is such
-    an error too.
+    A user may give a file with any JSON. So errors that reading causes because a file does not have the lab's format are
+    handled too.
     """
     from lab.checks.record import ReportError
     from lab.reports.compare import NotComparableError
@@ -187,12 +188,11 @@ def need_gpu() -> None:
 
 
 def prepare_machine(device: str | None = None) -> None:
-    """Turn on Triton's interpreter if a command's kernels run on the CPU.
-
-    Triton reads the setting at its import, so a command must import Triton after this call.
+    """Turn on Triton's interpreter if kernels will run on the CPU. Triton reads this setting when it is imported, so call this
+    before.
 
     Args:
-        device: where the command's kernels run, such as "cuda:1"; None stands for a GPU if there is one.
+        device: where the kernels will run, such as "cuda:1"; None stands for a GPU if there is one, else the CPU.
     """
     import torch
 

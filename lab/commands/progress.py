@@ -1,4 +1,4 @@
-"""The judge's progress: a bar on a terminal, one line per minute elsewhere."""
+"""Show the judge's progress: as a bar on a terminal; if the output is no terminal, as one line per minute."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ LINE_INTERVAL_S = 60.0
 
 @contextmanager
 def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], None]]":
-    """Yield a function that shows the number of judged cases, and the estimated time left: after each verdict on a terminal, at
-    most once in `LINE_INTERVAL_S` elsewhere.
+    """Yield a function that must be called after each verdict and shows the number of judged cases and the estimated time left.
+    On a terminal it updates a bar at each call; elsewhere it prints a line at most once per `LINE_INTERVAL_S`.
     """
     from lab.checks.run.verdicts import BROKEN
 
@@ -30,10 +30,10 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
         def update(progress: "ProgressOfJudge") -> None:
             nonlocal last, faults
             verdict, left = progress.verdict, _time_left(progress)
-            is_fault, said = verdict.outcome in BROKEN, f"{verdict.check} of {verdict.interface.name.lower()}"
+            is_fault, current = verdict.outcome in BROKEN, f"{verdict.check} of {verdict.interface.name.lower()}"
             faults += is_fault
             if console.is_terminal:
-                bar.update(task, completed=progress.done, total=progress.total, description=said, left=left)
+                bar.update(task, completed=progress.done, total=progress.total, description=current, left=left)
                 if is_fault and not verdict.drawn:
                     fault = f"{verdict.check} of {verdict.interface.value} is {verdict.outcome.value}"
                     console.print(f"[red]{fault}[/red]", highlight=False)
@@ -47,7 +47,7 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
 
 
 def _time_left(progress: "ProgressOfJudge") -> str:
-    """Return the estimated time left in words; "" while it is unknown."""
+    """Return the estimated time left as text, such as "about 3 minutes left"; "" while it is unknown."""
     if progress.seconds_left is None:
         return ""
     minutes = progress.seconds_left / 60

@@ -1,9 +1,12 @@
-"""`lab record` and `lab recorded`: record the attention calls of a server, and make files from them."""
+"""Define `lab record`, which records the attention calls of a server, and `lab recorded`, which makes programs, issues and
+traces from recorded calls.
+"""
 
 import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict
@@ -95,6 +98,7 @@ def shrink(
 
     from lab.calls import CALL_TYPES
     from lab.checks.run.judge import device_of
+    from lab.provenance import version_of
     from lab.recorded import own_form
     from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of
     from lab.recorded.repro import write_repro
@@ -114,6 +118,9 @@ def shrink(
             find = fault_by_calling(kernel, device_of(device))
             smaller, fault = shrunk(call, find, REDUCTIONS, synthetic)
             called, versions = name.rpartition("/")[2], {"GPU": own_form.gpu() or "none", **own_form.versions()}
+            if (package := sys.modules.get(name.partition(".")[0])) is not None:
+                found = getattr(package, "__version__", None) or version_of(package.__name__)
+                versions[package.__name__] = str(found or "")
         write_repro(out, smaller, fault, versions, called)
     typer.echo(f"written to {out}: ISSUE.md, repro.py{' and repro.pt, which it reads' * (out / 'repro.pt').exists()}")
     if fault is not None:

@@ -1,4 +1,4 @@
-"""`lab report` and `lab html`: recorded results as tables, plots and a page."""
+"""Define `lab report` and `lab html`, which show recorded results as tables, plots and an HTML page."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,6 +1,7 @@
-"""Record attention calls of an engine, and read recorded calls.
+"""Record the attention calls of a serving engine such as SGLang, and read recorded calls.
 
-A recorded call has no history of its requests' tokens. It is judged by its own page table, so a wrong table is not detected.
+A recorded call has the engine's arguments, but not the tokens that its requests should see. The judge computes the expected
+output from the call's own page table, so a wrong page table is not detected.
 """
 
 from lab.recorded.call import RecordedCall, RecordingError

@@ -1,4 +1,4 @@
-"""A recorded attention call: the arguments of an engine's call, and the results of its kernel."""
+"""Define a recorded attention call: the arguments of an engine's call, and the output and LSE of its kernel."""
 
 import math
 import pickle
@@ -19,19 +19,19 @@ from lab.references.assertion import lse_in_base_2
 from lab.references.errors import Truth
 from lab.workloads.inputs.contents import fill
 
-# DSV4's call is left out, because a recording would hold its pools whole.
+# DeepSeek-V4's call is not recorded, because a recording would contain its whole pools.
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
-RESULTS = ("out", "lse")  # arguments that a call fills
-ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
+RESULTS = ("out", "lse")  # arguments that a call writes
+ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this; no load of a kernel needs a larger alignment
 # The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
 DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError)
 
 
 class RecordingError(ValueError):
-    """A file or folder has no call that the lab can read; the message has the path and the reason, in one sentence."""
+    """A file or folder has no call that the lab can read. The message has the path and the reason, in one line."""
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(" ".join(sentence.splitlines()))  # it quotes names in the file
+        super().__init__(" ".join(sentence.splitlines()))  # names that it quotes from a file may contain line ends
 
 
 class InvalidArgumentsError(RecordingError):
@@ -40,10 +40,11 @@ class InvalidArgumentsError(RecordingError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Yield the path of a regular file that is read in the block.
+    """Yield the path, for a block that reads the file. An error that the block raises because the file is damaged becomes a
+    RecordingError.
 
     Raises:
-        RecordingError: in the place of the errors that reading a damaged file raises; or the path is no regular file.
+        RecordingError: the path is not a regular file, or the block raised an error that a damaged file causes.
     """
     try:
         regular = files.regular(path)
@@ -61,16 +62,18 @@ def reading(path: Path) -> Iterator[Path]:
 
 
 def recorded_function(path: Path, name: str) -> AttentionCall:
-    """Return the function that a record names. Raise RecordingError if it is not one of `RECORDED_CALLS`."""
+    """Return the function with this name. Raises RecordingError, with the path of the record, if it is not in
+    `RECORDED_CALLS`.
+    """
     for function in RECORDED_CALLS:
         if function.value == name:
             return function
-    raise RecordingError(f"{path} holds a call of {name}, of which the lab reads no recording")
+    raise RecordingError(f"{path} holds a call of {name}, and the lab does not read recordings of this function")
 
 
 class ListedCall(NamedTuple):
-    """A call in a folder, before its tensors are read. Fields are as in `lab.recorded.case.RecordedCase`, but `function` is ""
-    if the record is damaged.
+    """What the lab knows about a recorded call before it reads the call's tensors. The fields are those of
+    `lab.recorded.case.RecordedCase`; `function` is the function's name, or "" if the record is damaged.
     """
 
     path: Path
@@ -82,22 +85,23 @@ class ListedCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """The recorded arguments of one call, and the results of the kernel.
+    """The arguments of one call of an engine, and the output and LSE of its kernel.
 
     Attributes:
         function: the function that was called.
-        given: the arguments by name, on the CPU if they were read. For `out` and `lse` only dtype, shape and strides matter.
+        given: the arguments by name. Their tensors are on the CPU if the call was read from a file. For `out` and `lse` only
+            dtype, shape and strides are meaningful.
         out: the output after the call; None if the call did not return.
-        lse: the LSE after the call; None if the call did not end or returns no LSE.
+        lse: the LSE after the call; None if the call did not return, or does not compute the LSE.
         versions: the version of each package in the engine's process.
-        lost: sentences about data that the recorder did not keep.
-        gpu: the name of the GPU; "" if the recorder did not write it.
-        raised: the error that the call raised, with its type; "" if it raised none, or if the recorder did not write it.
-        module: the module of the function that was called; "" if the recorder did not write it.
-        pages: the engine's id of each page in `kv_cache`, if the recorder kept some of the pages only; else None.
-        drawn: names of the arguments whose contents were replaced by drawn values.
-        time, replay, layer: as in `ListedCall`, while the recorder has the call.
-        number: the number of the call in its process, while the recorder has the call.
+        lost: sentences about data that was not recorded, such as alignment.
+        gpu: the name of the GPU; "" if it was not recorded.
+        raised: type and message of the error that the call raised; "" if it raised none, or if it was not recorded.
+        module: the module of the called function; "" if it was not recorded.
+        pages: the engine's id of each page in `kv_cache`, if only some pages of the pool were recorded; else None.
+        drawn: names of the arguments whose recorded contents were replaced by random values.
+        time, replay, layer: as in `lab.recorded.case.RecordedCase`. They are set only while the recorder has the call.
+        number: the number of the call in the engine's process. It is set only while the recorder has the call.
     """
 
     function: AttentionCall
@@ -132,12 +136,12 @@ class RecordedCall:
             raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
 
     def arguments(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Return the recorded arguments as keyword arguments of a new call: without the workspace, with NaN in `out` and `lse`,
-        so that an element that is not written is found.
+        """Return the recorded arguments as keyword arguments of a new call. The workspace is None, and `out` and `lse` contain
+        NaN, so that the judge finds elements that a kernel does not write.
 
         Args:
-            device: copy the tensors to this device, with their strides, and with their alignment unless it is lost. Lengths
-                that FlashInfer reads on the host are copied to the CPU. None: no copies.
+            device: the device to which the tensors are copied, with their strides and (if it was recorded) their alignment.
+                Lengths that FlashInfer reads on the host are copied to the CPU. If None, only `out` and `lse` are copied.
         """
 
         def copied(name: str, value: Any) -> Any:
@@ -149,11 +153,11 @@ class RecordedCall:
         return {name: copied(name, value) for name, value in {**self.given, "workspace_buffer": None}.items()}
 
     def problem(self) -> Problem:
-        """Check the arguments, and return the attention that they define, for the computation of references.
+        """Check the arguments, and return the attention problem that they define.
 
         Raises:
             InvalidArgumentsError: the arguments are invalid, such as a page id outside the pool.
-            RecordingError: the lab does not model one of the arguments, or no request has a query row.
+            RecordingError: the lab does not support one of the arguments, or no request has a query row.
         """
         try:
             problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
@@ -170,14 +174,17 @@ class RecordedCall:
         return problem
 
     def refuse_block_sparse(self, done: str) -> None:
-        """Raise RecordingError if each K/V head has keys of its own. `done` is what then cannot be done, such as "timed"."""
+        """Raise RecordingError if the call is block-sparse: each K/V head then selects its own pages. `done` completes the
+        message: "the call cannot be <done> yet".
+        """
         if self.given.get("enable_block_sparse_attention"):
             what = "a call whose K/V heads select pages (enable_block_sparse_attention)"
             raise RecordingError(f"{what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
-        """Return the expected results, and an output and LSE of this call, in the form in which they are compared: one row per
-        query row, and the LSE in base 2. Padding rows and the rows of requests that see a non-finite key are left out.
+        """Return the expected results, and an output and LSE of this call, in the form in which the judge compares them: one
+        row per query row, and the LSE in base 2. Padding rows are omitted, and so are the rows of requests that see a
+        non-finite key.
         """
         if self.function is AttentionCall.MLA_DECODE:
             out = out.flatten(0, 1) if out.dim() == 4 else out
@@ -190,42 +197,43 @@ class RecordedCall:
         return truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
 
     def _copied(self, tensor: Tensor, device: torch.device | None, has_contents: bool) -> Tensor:
-        """Copy a tensor to a device; without its contents, the copy holds NaN, or 0 if it has integers."""
+        """Copy a tensor to a device. If `has_contents` is False, the copy contains NaN (0 for an integer dtype)."""
         copy = placed(
             tensor, 0 if self.lost else tensor.data_ptr(), device
         )  # a lost alignment is that of an allocation
         if has_contents:
             unrepeated(copy).copy_(unrepeated(tensor))
-        elif tensor.is_floating_point():  # a result of integers is wrong, and zeros do for it
+        elif tensor.is_floating_point():  # an integer output is wrong anyway, so zeros suffice
             fill(unrepeated(copy), math.nan)
         return copy
 
 
 def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return K and V as views [num_pages, page_size, num_kv_heads, head_dim]; ragged K and V are one page."""
+    """Return K and V of a problem as views [num_pages, page_size, num_kv_heads, head_dim]. Ragged K and V become one page."""
     if isinstance(problem, RaggedAttention):
         return problem.key.unsqueeze(0), problem.value.unsqueeze(0)
     return problem.k_cache.transpose(1, 2), problem.v_cache.transpose(1, 2)
 
 
 def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Apply a change to a tensor, or to each tensor of a tuple or list with its place; return other values as they are."""
+    """Return change(0, value) for a tensor. For a tuple or list, replace each tensor in it by change(index, tensor). Return any
+    other value unchanged.
+    """
     if isinstance(value, tuple | list):
         return type(value)(change(side, each) if isinstance(each, Tensor) else each for side, each in enumerate(value))
     return change(0, value) if isinstance(value, Tensor) else value
 
 
 def size_bytes(layout: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last one, those of gaps included."""
+    """Return the number of bytes from the start of a tensor's first element to the end of its last one, gaps included."""
     meta = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta")
     return meta.untyped_storage().nbytes()
 
 
 def placed(layout: Tensor, address: int, device: torch.device | None = None) -> Tensor:
-    """Return a tensor of zeros with a tensor's shape, strides and dtype, whose address is `address` modulo ALIGNMENT_BYTES. It
-    is on the CPU if `device` is None.
+    """Return a tensor of zeros with the shape, strides and dtype of `layout`, on the CPU by default. Its address and `address`
+    are equal modulo ALIGNMENT_BYTES.
     """
-    # The system fills only the part that is used.
     memory = torch.zeros(size_bytes(layout) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     own = memory[(address - memory.data_ptr()) % ALIGNMENT_BYTES :][: size_bytes(layout)]
     return own.view(layout.dtype).as_strided(layout.shape, layout.stride())

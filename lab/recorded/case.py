@@ -1,4 +1,4 @@
-"""One recorded call as a case of the judge, and the recorded outputs as an implementation to be judged."""
+"""Define how the judge names a recorded call, and an object that stands for the engine's recorded outputs."""
 
 import re
 from dataclasses import dataclass
@@ -16,15 +16,16 @@ _NUMBERED = re.compile(r"(.+)#([0-9]{1,9})")
 
 @dataclass(frozen=True)
 class RecordedCase:
-    """A recorded call. Its `repr` is an expression that makes an equal object.
+    """A recorded call as a case of the judge: where it is stored, but not its tensors.
 
     Attributes:
         interface: the function that was called.
-        path: the file of the call; for a call that FlashInfer recorded, the folder of the call or of one of its replays.
+        path: the file of the call. If FlashInfer recorded the call, the folder of the call or of one replay of it.
         number: the number of the call in its recording, counted from 1 in the order of time.
-        time: the time of the call; for a replay the time of the replay, or of the capture if FlashInfer recorded it.
+        time: the time of the call. For a replay of a CUDA graph, the lab records the time of the replay, and FlashInfer that of
+            the capture.
         replay: the number of the replay of a CUDA graph; 0 for an eager call.
-        layer: the layer of the model; None if it is not known.
+        layer: the number of the model's layer; None if it is not known.
     """
 
     interface: AttentionCall
@@ -36,25 +37,22 @@ class RecordedCase:
 
     @property
     def address(self) -> str:
-        """Return "FOLDER#number": for this text `recorded_cases` returns only this call."""
+        """Return "FOLDER#number", the text with which a command names this call."""
         path = Path(self.path)
         is_dumped_replay = path.parent.name == flashinfer_dumps.REPLAYS
         return f"{path.parents[2] if is_dumped_replay else path.parent}#{self.number}"
 
     def read(self) -> RecordedCall:
-        """Read the call.
-
-        Raises:
-            RecordingError: the call cannot be read.
-        """
+        """Read the call with its tensors. Raises RecordingError if the call cannot be read."""
         path = Path(self.path)
         return own_form.read(path) if path.suffix == own_form.SUFFIX else flashinfer_dumps.read(path)
 
     def posed(self) -> tuple[RecordedCall, Problem]:
-        """Read the call, and return it with the attention that its arguments define.
+        """Read the call, and return it with the attention problem that its arguments define.
 
         Raises:
-            RecordingError: the call cannot be read, or is refused by `RecordedCall.problem`, with an error of the same type.
+            RecordingError: the call cannot be read, or the lab does not support it.
+            InvalidArgumentsError: the arguments are invalid. It is a RecordingError too.
         """
         try:
             call = self.read()
@@ -67,16 +65,16 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("the recorded outputs cannot be called: name an implementation to call")
 
 
-# Stands for the engine's implementation, whose results are in the recording.
+# Stands for the engine's kernel, whose outputs are in the recording.
 OUTPUTS = SimpleNamespace(**{interface.value: _refuse for interface in AttentionCall})
 
 
 def recorded_cases(recording: Path | str) -> list[RecordedCase]:
-    """Return the attention calls of a recording, in the order of time. A call with a damaged record counts as a decode call,
-    and is declined.
+    """Return the attention calls of a recording, in the order of time. A call with a damaged record is listed as a decode call,
+    and reading it raises RecordingError.
 
     Args:
-        recording: a folder that `lab record` or FlashInfer wrote, or "FOLDER#3" for only its third call.
+        recording: a folder that `lab record` or FlashInfer wrote, or "FOLDER#3" for only the third call in it.
 
     Raises:
         RecordingError: there is no such folder, or it has no attention call, or no call with this number.

@@ -1,9 +1,10 @@
-"""Read the calls that FlashInfer records (`FLASHINFER_LOGLEVEL=10`), in the format of `flashinfer/api_logging.py` of 0.7.2.
+"""Read the calls that FlashInfer itself records if `FLASHINFER_LOGLEVEL=10` is set (`flashinfer/api_logging.py` of 0.7.2).
 
-A call is a folder with `metadata.jsonl`, whose last line is the record, and with tensors in the files `inputs` and `outputs`,
-in torch's format (`.pt`) or as safetensors. A call in a CUDA graph has, in `graph_flushes`, a folder of the same form for each
-replay; the files of the call itself repeat the last replay. A tensor argument has a key such as `arg_0` or `kwarg_query`, a
-tensor in a tuple a key such as `kwarg_kv_cache__0`. The other arguments are JSON in `input_metadata`.
+A call is a folder. The last line of its file `metadata.jsonl` is the record. The files `inputs` and `outputs` have the tensors,
+in torch's format (`.pt`) or as safetensors. A call that was captured in a CUDA graph has a folder `graph_flushes` with one
+folder of the same form for each replay; the files of the call itself repeat the last replay. A tensor argument has a key such
+as `arg_0` or `kwarg_query`, and a tensor in a tuple has a key such as `kwarg_kv_cache__0`. The other arguments are JSON in the
+record's `input_metadata`.
 """
 
 import ast
@@ -30,10 +31,8 @@ _ARGUMENT = re.compile(r"(arg_(?P<index>\d{1,9})|kwarg_(?P<name>\w+?))(__\d+)*",
 
 
 def read(path: Path) -> RecordedCall:
-    """Read the call, or the replay of a captured call, that a folder holds.
-
-    Raises:
-        RecordingError: a file is missing, damaged or in another format, or the function is not in `RECORDED_CALLS`.
+    """Read the call in a folder; the folder may also be that of one replay. Raises RecordingError if a file is missing, damaged
+    or in another format, or if the function is not in `RECORDED_CALLS`.
     """
     record = _last_record(path)
     function = recorded_function(path, record["function_name"])
@@ -41,23 +40,24 @@ def read(path: Path) -> RecordedCall:
     outputs = _tensors(path, "outputs") if _tensor_file(path, "outputs") else {}
     lse = outputs.get("result_1")
     if outputs and lse is None and path.parent.name == REPLAYS:
-        lse = given.get("lse")  # arguments are copied after a replay, but before an eager call
+        lse = given.get("lse")  # FlashInfer copies arguments after a replay, but before an eager call
     versions = {str(name): str(version) for name, version in record["versions"].items()}
     lost = (LOST["safetensors" if record.get("tensor_format") == "safetensors" else "torch"],)
     return RecordedCall(function, given, outputs.get("result", outputs.get("result_0")), lse, versions, lost)
 
 
 def listed(folder: Path) -> list[ListedCall]:
-    """Return the calls in a folder of dumps, in the order of time; for a captured call return its replays.
-
-    The names of the folders begin with the time. The replays of one call are no recording.
+    """Return the calls that FlashInfer recorded in a folder, in the order of time, with which the names of their folders begin.
+    For a captured call, its replays are returned. Return [] for a folder `graph_flushes`.
     """
     calls = [] if folder.name == REPLAYS else _folders_of_calls(folder)
     return [_listed(path) for call in calls for path in _folders_of_calls(call / REPLAYS) or (call,)]
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
-    """Return the folders with a record or inputs: of a call whose record is lost, `read` says so."""
+    """Return, sorted by name, the folders of calls: those that have a record or the inputs. If a call has no record, `read`
+    raises an error about it.
+    """
     return sorted({path.parent for name in (METADATA, "inputs.*") for path in folder.glob(f"*/{name}")})
 
 
@@ -72,7 +72,9 @@ def _listed(path: Path) -> ListedCall:
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
-    """Return the last record in a call's `metadata.jsonl`: a JSON object with the function's name, versions and arguments."""
+    """Return the last record in a call's `metadata.jsonl`: a JSON object with the function's name, versions and arguments.
+    Raises RecordingError if there is none.
+    """
     path = folder / METADATA
     with reading(path) as regular:
         lines = [line for line in regular.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -84,12 +86,14 @@ def _last_record(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_file(folder: Path, kind: str) -> Path | None:
-    """Return the file of a call's "inputs" or "outputs"; None if there is no such file."""
+    """Return the file with a call's "inputs" or "outputs" (`kind`); None if there is none."""
     return next((path for end in (".pt", ".safetensors") if (path := folder / f"{kind}{end}").exists()), None)
 
 
 def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a call's "inputs" or "outputs" by key, on the CPU. Reading executes no code from the file."""
+    """Return, by key and on the CPU, the tensors of a call's "inputs" or "outputs" (`kind`). Code in the file is not executed.
+    Raises RecordingError if the file is missing or damaged.
+    """
     path = _tensor_file(folder, kind)
     if path is None:
         raise RecordingError(
@@ -104,7 +108,9 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def _load_safetensors(path: Path) -> Any:
-    """Read a file. Raise RecordingError if the package safetensors is not installed, and ValueError if the file is damaged."""
+    """Read tensors from a file. Raises RecordingError if the package safetensors is not installed, and ValueError if the file
+    is damaged.
+    """
     try:
         require(f"reading {path}", "safetensors")
     except ModuleNotFoundError as error:
@@ -119,7 +125,9 @@ def _load_safetensors(path: Path) -> Any:
 
 
 def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a call's arguments by name. `input_metadata` takes precedence over tensors, because it names nested tensors."""
+    """Return the arguments of a call by name, from the tensors `inputs` and from the record's `input_metadata`. If both have an
+    argument, `input_metadata` is used, because it shows how tensors are nested in tuples.
+    """
     names, given = _parameters(record), dict[str, Any]()
     for key, value in (*inputs.items(), *record["input_metadata"].items()):
         if (match := _ARGUMENT.fullmatch(key)) is None:
@@ -132,7 +140,9 @@ def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, tor
 
 
 def _parameters(record: Mapping[str, Any]) -> list[str]:
-    """Return the parameter names, in order, in the recorded signature, or in the lab's call type if that is unreadable."""
+    """Return the names of the function's parameters, in order. They are read from the recorded signature; if it cannot be
+    parsed, they are those of the lab's class for this call.
+    """
     try:
         definition = ast.parse(f"def call{record.get('function_signature')}: ...")
     except (SyntaxError, ValueError, RecursionError):
@@ -141,8 +151,8 @@ def _parameters(record: Mapping[str, Any]) -> list[str]:
 
 
 def _value(folder: Path, name: str, value: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
-    """Convert a value of a record into the argument: a tensor, a dtype, a tuple, a list or a plain value. Raise RecordingError
-    if it is lost.
+    """Convert the recorded value of the argument `name` to a tensor, a dtype, a tuple, a list or a plain value. Raises
+    RecordingError if FlashInfer recorded only the type of the value.
     """
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in inputs:

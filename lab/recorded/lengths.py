@@ -1,4 +1,4 @@
-"""The lengths of the requests in recorded calls, as a trace from which scenarios take their batches."""
+"""Convert recorded calls to a trace of request lengths, from which the scenarios of `lab bench` take batches."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,22 +8,25 @@ from lab.recorded.case import RecordedCase
 from lab.workloads.traces import TracedRequest
 
 DECODES = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
-PASS_MS = 1000.0  # from one pass to the next, so that `lab.workloads.traces.snapshot` never mixes two passes
+PASS_MS = (
+    1000.0  # time between two passes: so long that `lab.workloads.traces.snapshot` does not mix requests of two passes
+)
 
 
 def traced_requests(
     cases: Sequence[RecordedCase], note: Callable[[str], object] = lambda _: None
 ) -> list[TracedRequest]:
-    """Return the requests of recorded decode calls as a trace. The length of a request is the number of its keys before the
-    call. If there is no decode call, return the prompts: the query rows of context calls.
+    """Return the requests of recorded decode calls as a trace. The length of a request is the number of keys that it had before
+    the call. If there is no decode call, the trace has the requests of context calls, whose length is their number of query
+    rows.
 
-    Consecutive calls with the same lengths are layers of one forward pass, and count once. Calls that cannot be read and
-    block-sparse calls, whose lengths count selected keys only, are left out: `note` is called with a sentence about each. So
-    are requests without keys before the call, which pad a batch. The requests of a pass arrive together, and each answer is one
-    token.
+    Consecutive calls with the same lengths are assumed to be layers of one forward pass, and are used once. The requests of a
+    pass arrive at the same time, and each generates one token. Requests without keys before the call, which pad a batch, are
+    omitted. Calls that cannot be read are omitted too, and so are block-sparse calls, whose lengths count only selected keys;
+    `note` is called with a sentence about each omitted call.
 
     Raises:
-        RecordingError: no call has a request with a length.
+        RecordingError: no request is left.
     """
     passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for case in cases:

@@ -1,9 +1,11 @@
-"""Calls in the lab's own form: one file for each call, which holds only the pages that the call reads.
+"""Write and read recorded calls in the lab's own format: one file per call, with only those pages of K and V that the call
+reads.
 
-A file is a record in torch's format, which is read without executing code of the file. In the place of a tensor the record has
-its layout (a tensor on the device `meta`), its address modulo 256, and its elements without gaps. A read tensor has these
-strides and this alignment again, but pages that share memory are kept apart. Pages have new ids, in the order of the engine's
-ids, which the record holds too. Contents of the workspace are not kept.
+A file is a record in torch's format, and reading it executes no code of the file. Instead of a tensor, the record has the
+tensor's layout (as a tensor on the device `meta`), its address modulo 256, and its elements without gaps. A tensor that is read
+from a file has the recorded strides and alignment, except that pages that shared memory in the engine become separate. Pages
+get new ids in the order of the engine's ids, and the record has the engine's ids too. The contents of the workspace are not
+recorded.
 """
 
 import math
@@ -41,12 +43,14 @@ UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # argum
 OVERLAPPING = (
     "elements of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
 )
-MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once
+MOST_COPIED_BYTES = 64 * 2**20  # most bytes of a pool that are copied to the host in one step
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d+))?\.call", re.ASCII)
 
 
 def listed(folder: Path) -> list[ListedCall]:
-    """Return the calls of a folder in the lab's own form, in the order of time, with which the files' names begin."""
+    """Return the calls that a folder has in the lab's own format, in the order of time, with which the names of the
+    files begin.
+    """
     found = [
         (path, match.groups()) for path in sorted(folder.glob(f"*{SUFFIX}")) if (match := _NAME.fullmatch(path.name))
     ]
@@ -57,10 +61,8 @@ def listed(folder: Path) -> list[ListedCall]:
 
 
 def read(path: Path) -> RecordedCall:
-    """Read a call.
-
-    Raises:
-        RecordingError: the file is damaged, in another form or of another release, or lacks the value of an argument.
+    """Read a call from its file. Raises RecordingError if the file is damaged, has another format or version, or lacks the
+    value of an argument.
     """
     with reading(path) as regular:
         with regular.open("rb") as file:
@@ -90,17 +92,19 @@ def read(path: Path) -> RecordedCall:
 
 
 def versions() -> dict[str, str]:
-    """Return the version of each package that a record names; "" if it is not installed."""
+    """Return the installed version of each package in `PACKAGES`; "" for a package that is not installed."""
     return {name: version_of(package) or "" for name, package in PACKAGES.items()}
 
 
 def gpu() -> str:
-    """Return the name of the GPU; "" if there is none."""
+    """Return the name of this machine's GPU; "" if there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def write(folder: Path, call: RecordedCall) -> Path:
-    """Copy a call to the host, write its file, and return the path. Waits for the GPU. No reader sees a part of the file."""
+    """Copy a call to the host and write it to a file in a folder; return the path. This waits for the GPU. The file gets its
+    name when it is complete, so that no reader finds a part of it.
+    """
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
@@ -125,7 +129,9 @@ def write(folder: Path, call: RecordedCall) -> Path:
 
 
 def _kept(name: str, value: Any, pages: Tensor | None = None) -> Any:
-    """Return an argument, or a result, whose name is "", as a record holds it. Of a pool, keep only some pages."""
+    """Convert the value of an argument (or of a result, with the name "") to the form in which a record stores it. If `pages`
+    is given, the value is a pool, of which only the pages with these ids are stored.
+    """
     if isinstance(value, Tensor):
         is_apart = pages is not None and _has_overlap(value, len(pages))
         shape = value.shape if pages is None else (len(pages), *value.shape[1:])
@@ -148,7 +154,9 @@ def _kept(name: str, value: Any, pages: Tensor | None = None) -> Any:
 
 
 def _restored(path: Path, name: str, value: Any) -> Any:
-    """Return an argument or result of a record as it was given to the call, or returned by it."""
+    """Convert a stored value back to the value of the argument or result. Raises RecordingError if the value was not stored,
+    and TypeError or ValueError if the record is damaged. `path` is the file that the error names.
+    """
     if isinstance(value, tuple | list):
         return type(value)(_restored(path, name, each) for each in value)
     if isinstance(value, Tensor):
@@ -170,15 +178,17 @@ def _restored(path: Path, name: str, value: Any) -> Any:
 
 
 def _check_is_whole(name: str, elements: Tensor) -> None:
-    """Raise ValueError unless elements are as `write` keeps them: a view may name far more elements than its file has."""
+    """Raise ValueError unless stored elements are a contiguous CPU tensor with its whole storage, as `write` stores them. In a
+    damaged file a view could have far more elements than the file.
+    """
     is_whole = elements.is_contiguous() and elements.nbytes == elements.untyped_storage().nbytes()
     if elements.device.type != "cpu" or not is_whole:
         raise ValueError(f"the elements of {name} are no contiguous tensor with its whole storage on the CPU")
 
 
 def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
-    """Return arguments in which no input shares memory with `out` or `lse`, because the call overwrites it: with copies of such
-    inputs, or else with the reason why they are lost. `out` and `lse` stay.
+    """Return the arguments of a call, in which inputs that share memory with `out` or `lse` are replaced, because the call will
+    overwrite them. If `copies` is True they are replaced by copies, else by a RecordingError that says why they are lost.
     """
     starts = {name: value.data_ptr() for name, value in given.items() if isinstance(value, Tensor)}
     ends = {name: start + size_bytes(given[name]) for name, start in starts.items()}
@@ -191,8 +201,8 @@ def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]
 
 
 def _has_overlap(pool: Any, num_pages: int) -> bool:
-    """Return True if `num_pages` pages with the strides of a pool, or of its K or V, may share memory. The compact cache of a
-    block-sparse call is such a pool, and so is a pool with an expanded dimension.
+    """Return True if elements of a pool (a tensor or a pair of K and V) may share memory, judged by its strides for `num_pages`
+    pages. The compact cache of a block-sparse call is such a pool, and so is a pool with an expanded dimension.
     """
     if not isinstance(pool, Tensor):
         return any(_has_overlap(side, num_pages) for side in pool)
@@ -205,14 +215,15 @@ def _has_overlap(pool: Any, num_pages: int) -> bool:
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the pages that a call reads, and its tables with new page ids.
+    """Return the ids of the pages that a call reads, and its page table with new page ids.
 
-    Pages before every row's window are not read. With separate tables of K and V, the pages of both tables are kept of both
-    pools, and of a block-sparse call those of all K/V heads. If rows select entries, the pages of all entries are kept, used or
-    not. An id outside the pool stays. A cell that is not read gets page 0.
+    Pages before the windows of all rows are not read. If K and V have separate tables, the pages of both tables are kept for K
+    and for V. A block-sparse call keeps the pages of all K/V heads. If rows select entries, the pages of all columns are kept,
+    also of columns that no row uses. An id outside the pool is not changed. A cell of the table that is not read gets page 0.
 
     Returns:
-        The engine's id of each kept page, int64, sorted; and the tables on the host, with their strides and alignment.
+        The engine's id of each kept page, int64, sorted; and the new table on the CPU, with the strides and alignment of the
+        old one.
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
@@ -230,7 +241,7 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _read_cells(given: Mapping[str, Any], tables: Tensor, page_size: int) -> Tensor:
-    """Return bool of the shape of page tables: True for the cells that a call reads."""
+    """Return a mask with the shape of `tables`: True for the cells of the page tables that a call reads."""
     is_shared, by_kv_head = given.get("uses_shared_paged_kv_idx", True), given.get("enable_block_sparse_attention")
     if tables.dim() != (2 if is_shared and not by_kv_head else 3):
         raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
@@ -243,8 +254,8 @@ def _read_cells(given: Mapping[str, Any], tables: Tensor, page_size: int) -> Ten
 
 
 def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
-    """Return the bytes of a tensor's elements on the host, uint8, without gaps. An expanded dimension is stored once. Of a pool
-    only the pages with the ids `pages` are copied, a few at a time, since an engine leaves little memory free.
+    """Return the bytes of a tensor's elements, uint8 on the CPU, without gaps. An expanded dimension is stored once. If `pages`
+    is given, only the pages with these ids are copied, a few at a time, because an engine leaves little GPU memory free.
     """
     whole = tensor.detach()
     if pages is None:

@@ -1,8 +1,8 @@
-"""Record the attention calls of an engine while it runs, in the lab's own form.
+"""Record the attention calls of an engine while it runs, in the lab's own format.
 
-The functions are replaced by wrappers. In a CUDA graph, a wrapper holds the tensors of a call, so
-that their memory is not reused. After each replay the call is recorded like an eager one. An argument that the engine itself
-overwrites later in the same graph is recorded as it is after the replay.
+FlashInfer's functions are replaced by wrappers. When a call is captured in a CUDA graph, the wrapper keeps references to the
+call's tensors, so that their memory is not reused. After each replay of the graph the call is recorded like an eager call. An
+argument that the engine overwrites later in the same graph is recorded with the contents that it has after the replay.
 """
 
 import atexit
@@ -39,26 +39,32 @@ from lab.recorded.wrapping import functions_of, replace_everywhere
 from lab.wording import counted
 
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
-MOST_FRAMES = 12  # callers that are searched for the layer
-MOST_SAID = 20  # different sentences about calls that are not recorded or not judged
-FOLLOWED = ("capture_begin", "capture_end", "replay", "reset")  # methods of a CUDA graph
+MOST_FRAMES = 12  # number of callers in whose variables the layer is searched
+MOST_LOGGED = 20  # number of different sentences about calls that are not recorded or not judged
+FOLLOWED = (
+    "capture_begin",
+    "capture_end",
+    "replay",
+    "reset",
+)  # methods of a CUDA graph after which the recorder is called
 _LOG = logging.getLogger("lab.recorded")
 
 
 @dataclass(frozen=True)
 class Triggers:
-    """Which calls are kept: those for which all of these hold, and among the chosen calls also those that raise.
+    """Conditions that choose the calls to be recorded. A call is recorded if it meets all of them. A call that raises an error
+    is recorded if it meets `every` (or `shadow`), `layers`, `from_s` and `until_s`.
 
     Attributes:
-        every: one of each n calls, or replays of captured calls, of these layers in this time. It is drawn anew among each n,
-            because each n-th call may always be of the same layer.
-        layers: calls of these layers; () for all. A caller's `layer`, `module` or `self` names the layer: by its attribute
-            `layer_id` or `layer_idx`, or by the number in `layer_name`.
-        from_s, until_s: calls in this span of seconds after the recorder's start.
-        longest: calls whose longest request has at least this number of keys.
-        non_finite: calls with NaN or infinity in the output. Each chosen call waits for the GPU.
-        shadow: if not 0, one of each n calls, in place of `every`, is judged at once on its device, without the requests that
-            see a key that is not finite. It is kept if it is wrong, or if its arguments are invalid.
+        every: record one call at random among each `every` calls that meet `layers`, `from_s` and `until_s`. A replay of a
+            captured call counts as a call. (Each n-th call might always be of the same layer.)
+        layers: record calls of these layers; () stands for all. The layer is the attribute `layer_id` or `layer_idx`, or the
+            number in `layer_name`, of a caller's local variable `layer`, `module` or `self`.
+        from_s, until_s: record calls in this span of seconds after the start of the recorder.
+        longest: record calls whose longest request has at least this number of keys.
+        non_finite: record calls with NaN or infinity in the output. Checking the output waits for the GPU.
+        shadow: if not 0, it replaces `every`. One call at random among each `shadow` calls is judged at once on its device, and
+            recorded if it is wrong or its arguments are invalid. Requests that see a non-finite key are not judged.
         e4m3_arithmetic: the bound of `shadow` is that of kernels that round their operands to e4m3.
     """
 
@@ -81,28 +87,29 @@ class Triggers:
 
 
 class _OfThread(threading.local):
-    is_busy = False  # inside a recorded call, whose own calls are not recorded
-    graph: Any = None  # the graph that is captured
+    is_busy = False  # True inside a recorded call: the calls that it makes itself are not recorded
+    graph: Any = None  # the CUDA graph that is being captured
 
 
 class Recorder:
-    """A context in which calls of FlashInfer's functions that this process makes are recorded.
+    """A context manager that records this process's calls of FlashInfer's functions.
 
-    The functions are replaced in all modules that imported them, and put back at the end. Calls that `torch.compile` traces are
-    not recorded. An error of the recorder is logged, and never raised into the engine.
+    The functions are replaced in all modules that imported them, and restored at the end. Calls that `torch.compile` traces are
+    not recorded. Errors of the recorder are logged, and not raised into the engine.
 
     Args:
         out: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
-        triggers: which calls are kept; None: all.
-        functions: modules, or names of packages, whose functions with FlashInfer's names are recorded. They are imported.
-        most_calls, most_bytes: the recording ends as soon as it has so many files, or so many bytes.
-        before: write the inputs before each call, so that they stay if the process crashes in the call.
+        triggers: conditions that choose the calls; None records all calls.
+        functions: modules, or names of packages. Their functions with FlashInfer's names are recorded. The packages are
+            imported.
+        most_calls, most_bytes: the recording ends when this number of files, or of bytes, is written.
+        before: write the inputs before each call, so that they are recorded if the process crashes in the call.
 
     Attributes:
-        kept, kept_bytes: number and bytes of the files that were written.
-        judged, wrong: the numbers of the calls that `Triggers.shadow` judged, and of those that were wrong. The calls of this
-            process are counted from 1.
-        has_ended: True after the end or after a limit. No call is recorded then.
+        kept, kept_bytes: number and size of the written files.
+        judged: numbers of the calls that `Triggers.shadow` judged. The calls of this process are numbered from 1.
+        wrong: numbers of the judged calls that were wrong.
+        has_ended: True after the end of the context, or when a limit is reached. Then no call is recorded.
     """
 
     def __init__(
@@ -118,11 +125,11 @@ class Recorder:
         self.out, self.triggers, self.has_ended = Path(out), triggers or Triggers(), False
         self.kept = self.kept_bytes = 0
         self.judged, self.wrong = list[int](), list[int]()
-        self._dice, self._place = random.Random(0), 0  # all ranks of a server choose the same calls
+        self._dice, self._place = random.Random(0), 0  # seeded, so that all ranks of a server choose the same calls
         self._most_calls, self._most_bytes, self._writes_before = most_calls, most_bytes, before
-        self._start, self._said = time.monotonic(), set[str]()
+        self._start, self._logged = time.monotonic(), set[str]()
         self._numbers, self._matching = itertools.count(1), itertools.count()
-        self._versions = own_form.versions()  # once, since they are read from the disk
+        self._versions = own_form.versions()  # read once, because it reads files
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, list[RecordedCall]] = WeakKeyDictionary()
         self._packages = [each if isinstance(each, str) else each.__name__ for each in functions]
@@ -140,7 +147,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put back all that `__enter__` replaced."""
+        """Restore all functions that `__enter__` replaced."""
         self.has_ended = True
         replace_everywhere({id(wrapper): wrapper.__wrapped__ for wrapper in self._wrappers.values()})
         for name in FOLLOWED:
@@ -148,10 +155,12 @@ class Recorder:
         self._graphs.clear()
 
     def summary(self) -> str:
-        """Say at the end of the recording how many calls are recorded, and what went wrong."""
+        """Return a text with the numbers of recorded, judged and wrong calls, and with the logged sentences. It counts as a
+        call itself: use it once, at the end.
+        """
         words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self.out}"]
         words += [f"{len(self.judged)} judged, {len(self.wrong)} wrong"] if self.triggers.shadow else []
-        return "; ".join([*words, *sorted(self._said)])
+        return "; ".join([*words, *sorted(self._logged)])
 
     def _wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         function, names = AttentionCall(name), list(inspect.signature(original).parameters)
@@ -176,7 +185,7 @@ class Recorder:
         return recorded
 
     def _chooses(self, layer: int | None) -> bool:
-        """Return True if a call may be kept, as far as can be known without its tensors."""
+        """Return True if a call of this layer meets the conditions that need no tensors: layer, time and random choice."""
         triggers = self.triggers
         return (
             not self.has_ended
@@ -186,7 +195,7 @@ class Recorder:
         )
 
     def _is_drawn(self, count: int) -> bool:
-        """Return True for one of each `count` calls, whose place among them is drawn anew."""
+        """Return True for one call at random among each `count` calls of this method."""
         place = next(self._matching) % count
         if place == 0:
             self._place = self._dice.randrange(count)
@@ -196,7 +205,9 @@ class Recorder:
         return not self.triggers.layers or layer in self.triggers.layers
 
     def _make(self, call: RecordedCall | None, run: Callable[[], Any], is_captured: bool) -> Any:
-        """Make a call, and consider it when it has returned. A captured call is held, for the replays of its graph."""
+        """Call the engine's function (`run`) and return its result. Record the call if it meets the conditions. If it is
+        captured in a CUDA graph, keep it to record the replays of the graph. `call` is None if the call cannot be recorded.
+        """
         eager, path = None if is_captured else call, None
         with self._surviving():
             if eager and self._writes_before and self._is_long(eager):
@@ -236,7 +247,9 @@ class Recorder:
                     self._consider(replayed)
 
     def _consider(self, call: RecordedCall, path: Path | None = None) -> None:
-        """Keep a call that returned, if it meets the triggers that need its tensors; else remove the file of its inputs."""
+        """Record a call that has returned, if it meets the conditions that need its tensors. Otherwise remove `path`, the file
+        with its inputs that was written before the call.
+        """
         assert call.out is not None, f"{_words(call)} returned no output"
         if (
             self._is_long(call)
@@ -248,14 +261,17 @@ class Recorder:
             path.unlink()
 
     def _is_long(self, call: RecordedCall) -> bool:
+        """Return True if the call's longest request has at least `Triggers.longest` keys."""
         longest, given = self.triggers.longest, call.given
         bound = given.get("max_seq_len", given.get("max_kv_len", longest))  # known without waiting for the GPU
         return not longest or (bound >= longest and max(given["seq_lens"].flatten().tolist(), default=0) >= longest)
 
     def _is_wrong(self, call: RecordedCall) -> bool:
-        """Judge a call on its device. If it is wrong or its arguments are invalid, log why and return True."""
+        """Judge a call on its device. If it is wrong or its arguments are invalid, log the reason and return True."""
         assert call.out is not None
-        given = {name: value for name, value in call.given.items() if name not in RESULTS}  # out is not of this device
+        given = {
+            name: value for name, value in call.given.items() if name not in RESULTS
+        }  # `arguments` copies them to a CPU
         self.judged.append(call.number)
         try:
             arithmetic = E4M3 if self.triggers.e4m3_arithmetic else None
@@ -263,7 +279,7 @@ class Recorder:
         except InvalidArgumentsError as error:
             fault = Fault(Reason.ARGUMENTS, str(error))
         except RecordingError as error:
-            self._say_once(f"{call.function.value} is not judged: {error}")
+            self._log_once(f"{call.function.value} is not judged: {error}")
             return False
         if fault is not None:
             self.wrong.append(call.number)
@@ -272,7 +288,7 @@ class Recorder:
         return fault is not None
 
     def _keep(self, call: RecordedCall) -> None:
-        """Write a call, in place of a file with its inputs alone, and end the recording at a limit."""
+        """Write a call to its file, which replaces a file with only its inputs. End the recording if a limit is reached."""
         with self._lock:
             if self.has_ended:
                 return
@@ -283,28 +299,32 @@ class Recorder:
 
     def _end(self, why: str) -> None:
         self.has_ended = True
-        self._said.add(why)
+        self._logged.add(why)
         self._graphs.clear()
         _LOG.warning("lab record: %s; process %d records no further call in %s", why, os.getpid(), self.out)
 
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said and len(self._said) < MOST_SAID:
-            self._said.add(sentence)
+    def _log_once(self, sentence: str) -> None:
+        if sentence not in self._logged and len(self._logged) < MOST_LOGGED:
+            self._logged.add(sentence)
             _LOG.warning("lab record: %s", sentence)
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Log what goes wrong in recording, so that the engine does not see it. A full disk ends the recording."""
+        """Log errors that recording raises in the block, so that they do not reach the engine. An OSError, such as a full disk,
+        ends the recording.
+        """
         try:
             yield
         except OSError as error:
             self._end(f"a call cannot be written: {error}")
         except (*DAMAGED, AssertionError) as error:
-            self._say_once(f"a call is not recorded: {type(error).__name__}: {error}")
+            self._log_once(f"a call is not recorded: {type(error).__name__}: {error}")
 
 
 def start_from_environment() -> None:
-    """Record to the end of this process, as the environment variable LAB_RECORD says; then print the summary to stderr."""
+    """Record until this process ends, with the settings in the environment variable LAB_RECORD. Print the summary to stderr at
+    the end.
+    """
     settings = json.loads(os.environ[ENVIRONMENT])
     functions = [each for each in settings["functions"] if _can_be_imported(each)]
     recorder = Recorder(**{**settings, "functions": functions, "triggers": Triggers(**settings["triggers"])})
@@ -313,7 +333,7 @@ def start_from_environment() -> None:
 
 
 def _can_be_imported(package: str) -> bool:
-    """Import a package. If that fails, print why to stderr and return False."""
+    """Import a package and return True. If the import fails, print the reason to stderr and return False."""
     try:
         importlib.import_module(package)
     except Exception as error:  # of any kind: it must not reach the server, nor end the recording of other packages
@@ -328,7 +348,7 @@ def _words(call: RecordedCall) -> str:
 
 
 def _returning(call: RecordedCall, returned: Any) -> RecordedCall:
-    """Return a call with the results that the function returned or wrote."""
+    """Return a call with the output and LSE that the function returned, or wrote into its arguments `out` and `lse`."""
     out, lse = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
     given_out, given_lse = (call.given.get(name) for name in RESULTS)
     return replace(call, out=given_out if out is None else out, lse=given_lse if lse is None else lse)
@@ -339,7 +359,7 @@ def _now() -> str:
 
 
 def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callable[..., Any]:
-    """Return a method of a CUDA graph that calls the hook with the graph after it has succeeded."""
+    """Return a wrapper of a CUDA graph's method, which calls `hook` with the graph after the method has returned."""
 
     @functools.wraps(method)
     def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -351,7 +371,9 @@ def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callab
 
 
 def _layer_of_caller() -> int | None:
-    """Return the number of the layer that makes a call, from the local variables of the callers; None if none has it."""
+    """Return the number of the model's layer that makes the current call. It is read from the local variables of the callers
+    (`Triggers.layers`). Return None if no caller has it.
+    """
     frame: FrameType | None = sys._getframe(2)
     for _ in range(MOST_FRAMES):
         if frame is None:

@@ -1,7 +1,8 @@
-"""Reductions of a recorded call: functions that yield smaller calls.
+"""Define reductions of a recorded call. A reduction is a function that yields smaller or simpler variants of a call.
 
-`lab.recorded.shrink` finds out whether the arguments of a smaller call are valid, and whether its result is wrong. Tensors
-become contiguous. Contents that were drawn are drawn again in the shapes of the smaller call.
+The arguments of a variant may be invalid: `lab.recorded.shrink` checks them, and whether the variant's output is still wrong.
+The changed tensors of a variant are contiguous. Contents that were replaced by random values are drawn again in the variant's
+shapes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,15 +28,15 @@ Change = Callable[[Tensor], Tensor]
 
 CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # data of requests and of the model
 HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks": -1}
-# Arguments that define how others are read; the mask, which XQA needs for several rows; and bmm1_scale, because the scores are
-# too large at its default of 1.
+# Arguments that are not set to their defaults: those that define how other arguments are read; the mask, which XQA needs for
+# several rows; and bmm1_scale, because the logits are too large with its default of 1.
 LAYOUT = ("workspace_buffer", "kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len")
 KEPT = (*LAYOUT, "sparse_mla_top_k", "mask", "bmm1_scale")
-NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # in calls in which they have no default
+NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as defaults in calls that define none
 
 
 class Part(NamedTuple):
-    """What a smaller call keeps of a request: some of its query rows, and its first `kv_len` keys."""
+    """The part of a request that a smaller call keeps: some of the query rows, and the first `kv_len` keys."""
 
     request: int
     rows: range
@@ -43,13 +44,14 @@ class Part(NamedTuple):
 
 
 def parts_of(call: RecordedCall) -> list[Part]:
+    """Return the parts that contain all rows and keys of a call's requests."""
     problem = call.problem()
     sizes = enumerate(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True))
     return [Part(request, range(q_len), kv_len) for request, (q_len, kv_len) in sizes]
 
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
-    """Return a call with only these parts of its requests, and without rows of no request."""
+    """Return a call with only these parts of its requests. Query rows that belong to no request are omitted."""
     problem, offsets = call.problem(), call.problem().row_offsets()
     requests, lengths = [part.request for part in parts], [part.kv_len for part in parts]
     widths = [len(part.rows) for part in parts]
@@ -82,7 +84,9 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
 
 
 def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out requests, the longest first; then rows of no request."""
+    """Yield variants without some of the requests (the longest ones are left out first), then one without the query rows that
+    belong to no request.
+    """
     parts = parts_of(call)
     for others in _without_chunks(sorted(parts, key=lambda part: -part.kv_len)):
         yield cut(call, sorted(others))
@@ -91,7 +95,9 @@ def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out the last rows of each request, with as many keys; or its first rows."""
+    """Yield variants without the last query rows of each request (and the same number of its last keys), and variants without
+    its first query rows.
+    """
     parts = parts_of(call)
     for width in _less(max(len(part.rows) for part in parts)):
         kept = [(part, max(part.kv_len - len(part.rows[width:]), 0)) for part in parts]
@@ -100,7 +106,7 @@ def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out the last keys: of all long requests, then of one."""
+    """Yield variants without the last keys of all long requests, then variants without the last keys of one request."""
     parts = parts_of(call)
     for length in _less(max(part.kv_len for part in parts)):
         yield cut(call, [part._replace(kv_len=min(part.kv_len, length)) for part in parts])
@@ -110,14 +116,14 @@ def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out the last columns of the entries that rows select."""
+    """Yield variants without the last columns of the table of selected entries (sparse MLA)."""
     for columns in _less(call.given.get("sparse_mla_top_k") or 1):
         changes = {"sparse_mla_top_k": columns, "sparse_mla_top_k_lens": partial(torch.clamp, max=columns)}
         yield _changed(call, changes | {"block_tables": itemgetter((..., slice(columns)))})
 
 
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Leave out K/V heads, each with its group of query heads; or the same query heads of each group."""
+    """Yield variants without some K/V heads and their query heads, then variants without some query heads of each group."""
     problem = call.problem()
     kv_heads, of_group = range(problem.num_kv_heads), range(problem.group)
     yield from (_with_heads(call, kept, of_group) for kept in _without_chunks(kv_heads))
@@ -125,7 +131,9 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Keep only the pages that hold keys, numbered in the order of the table, or else in their old order."""
+    """Yield variants whose cache has only the pages with keys of a request. In the first variant pages are numbered in the
+    order of the page table, in the second in their old order. A variant is omitted if it changes nothing.
+    """
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page
@@ -143,7 +151,9 @@ def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> Iterator[RecordedCall]:
-    """Write zeros into the slots of the cache that hold no key of a request, or only into their finite elements."""
+    """Yield a variant with zeros in the slots of the cache that hold no key of a request. With `keeps_non_finite`, the
+    non-finite elements of these slots are kept.
+    """
     problem = call.problem()
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
         return
@@ -161,7 +171,9 @@ def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> It
 
 
 def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Set an argument to its default, lengths' bounds and the table's columns to what is needed, a scale to a number."""
+    """Yield variants in which one argument is simpler: set to its default; a scale tensor replaced by a number; a bound such as
+    `max_seq_len`, or the number of the page table's columns, reduced to what the requests need.
+    """
     given, parts = call.given, parts_of(call)
     fields = CALL_TYPES[call.function].__dataclass_fields__
     width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
@@ -183,7 +195,9 @@ def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Replace the contents of all arguments by drawn values, or those of one."""
+    """Yield a variant with random contents in all arguments of `CONTENTS`, then variants with random contents in one
+    argument.
+    """
     names = [name for name in contents_of(call) if name not in call.drawn]
     if names:
         yield drawn(call, names)
@@ -191,13 +205,13 @@ def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
         yield drawn(call, [name])
 
 
-# What changes the size most is first; what makes FlashInfer compile another kernel (rows, groups of heads) is late. Dead slots
-# are before contents, because drawn contents keep what is not finite.
+# The reductions that save most are first. Those that make FlashInfer compile another kernel (rows, groups of heads) are last.
+# Dead slots are cleared before contents are drawn, because drawn contents keep non-finite elements.
 REDUCTIONS: tuple[Reduction, ...] = (
     *(fewer_requests, fewer_pages, fewer_keys, fewer_entries, without_dead_slots, drawn_contents),
     *(default_arguments, fewer_rows, fewer_heads),
 )
-# By these, the output of the rows that are kept does not change.
+# These reductions do not change the outputs of the remaining rows, so they need no call of a kernel.
 OF_OUTPUTS: tuple[Reduction, ...] = (fewer_requests, fewer_pages, partial(without_dead_slots, keeps_non_finite=True))
 
 
@@ -206,15 +220,17 @@ def contents_of(call: RecordedCall) -> list[str]:
 
 
 def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
-    """Replace contents by normally distributed values, those of each tensor from its own seed (`seed_of`). Elements that are
-    not finite stay.
+    """Replace the contents of these arguments by normally distributed values. Each tensor has its own seed (`seed_of`).
+    Non-finite elements are kept.
     """
     given = {name: each_tensor(call.given[name], partial(_drawn, name)) for name in names}
     return replace(call, given={**call.given, **given}, drawn=call.drawn | {*names})
 
 
 def seed_of(name: str, side: int) -> int:
-    """Return the seed of the tensor `side` of an argument."""
+    """Return the seed of the random contents of an argument's tensor. `side` is its index if the argument is a tuple,
+    else 0.
+    """
     return 10 * CONTENTS.index(name) + side
 
 
@@ -230,7 +246,7 @@ def _drawn(name: str, side: int, tensor: Tensor) -> Tensor:
 
 
 def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[int]) -> RecordedCall:
-    """Return a call with only these K/V heads, and only these query heads of each group."""
+    """Return a call with only these K/V heads, and only the query heads `of_group` of each K/V head's group."""
     group = call.problem().group
     heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
     changes = {name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()}
@@ -242,7 +258,9 @@ def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[
 
 
 def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
-    """Give arguments new values, or apply a function to their tensors and to the results of these names."""
+    """Return a call with changed arguments. `changes` has, by name, a new value, or a function that is applied to the
+    argument's tensors (and, for "out" and "lse", to the recorded results).
+    """
 
     def changed(name: str, value: Any) -> Any:
         change = changes.get(name)
@@ -255,11 +273,11 @@ def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
 
 
 def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:
-    """Yield a sequence without one of its halves, quarters, …, items."""
+    """Yield the sequence without one of its halves, then without one of its quarters, and so on, down to one item."""
     for size in halvings(len(items) // 2):
         yield from ([*items[:start], *items[start + size :]] for start in range(0, len(items), size))
 
 
 def _less(number: int) -> Iterator[int]:
-    """Yield 1 and larger numbers up to number - 1, each half as far from `number` as the one before."""
+    """Yield numbers from 1 to number - 1. The distance to `number` halves at each step: for 9 they are 1, 5, 7 and 8."""
     return (number - step for step in halvings(number - 1))

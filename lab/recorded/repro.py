@@ -1,4 +1,6 @@
-"""Write a call as a program of FlashInfer and torch alone, which compares the result with float64, and as an issue's text."""
+"""Write a recorded call as a program that needs only FlashInfer and torch and compares the output with float64 arithmetic, and
+as the text of an issue for a bug tracker.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,18 +28,18 @@ MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
 def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
 ) -> None:
-    """Write `repro.py` and `ISSUE.md`, and `repro.pt` with the tensors that are too long for the program. The folder is made if
-    there is none.
+    """Write the program `repro.py` and the issue's text `ISSUE.md` into a folder, and tensors that are too long for the program
+    into `repro.pt`. The folder is made if it does not exist.
 
     Args:
-        folder: where the files are written.
+        folder: the folder.
         call: a call with valid arguments.
-        fault: the fault of its result; None if it is right, or not known.
-        versions: the name of the GPU, and the versions of the packages, with which the result is wrong.
-        called: the module or file that was called; "" if the fault is that of the recorded result.
+        fault: why the result is wrong; None if it is right, or if this is not known.
+        versions: the name of the GPU ("GPU") and the versions of the packages with which the result is wrong.
+        called: the module or file whose function was called; "" if no call was made and `fault` is that of the recorded result.
 
     Raises:
-        RecordingError: an argument cannot be expressed.
+        RecordingError: the program cannot express an argument.
     """
     saved: dict[str, Tensor] = {}
     program = repro(call, fault, called, saved)
@@ -52,8 +54,8 @@ def write_repro(
 
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
-    """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if it is wrong. The
-    program reads the tensors of `saved` from `repro.pt`; long ones are added there.
+    """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if the result is wrong.
+    Long tensors are added to `saved`, by name; the program reads them from `repro.pt`.
     """
     problem, given = call.problem(), call.given
     logits, scale = "logits", 'float(ARGUMENTS.get("bmm1_scale", 1))'
@@ -84,14 +86,14 @@ def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str,
 
 
 def _raises(call: RecordedCall, fault: Fault | None) -> str:
-    """Return the condition under which an error of the function is the fault that was recorded or found."""
+    """Return a Python expression of the program: True if an exception `error` of the function is the fault to be reproduced."""
     if fault is None:
         return str(call.out is None)
     return f"type(error).__name__ == {fault.error!r}" if fault.error else str(fault.reason is Reason.NO_RETURN)
 
 
 def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
-    """Return the arguments, by name, that are not at their defaults."""
+    """Return (name, value) of each argument that is not equal to its default."""
     fields = CALL_TYPES[call.function].__dataclass_fields__
     return [
         (name, value)
@@ -111,7 +113,7 @@ def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
 
 
 def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
-    """Yield the lines of the issue, in Markdown."""
+    """Yield the lines of the issue's text, in Markdown. The arguments are those of `write_repro`."""
     yield f"# {in_markdown(_title(call, fault, called))}\n"
     yield from (
         f"* {name}: {in_markdown(version.split()[0] if name != 'GPU' else version)}"
@@ -136,7 +138,9 @@ def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str],
 
 
 def _bounds(problem: Problem) -> list[float]:
-    """Return the largest error that the judge allows an output vector of each request, rounded up; 0 without rows."""
+    """Return, for each request, the largest relative L2 error that the judge allows for one of its output vectors, rounded up;
+    0 for a request without query rows.
+    """
     truth = truth_of_problem(problem)
     truth = truth.of_rows(truth.expected.isfinite().flatten(1).all(dim=1))
     bounds = truth.compare(truth.control).bound[:, 0]
@@ -145,7 +149,9 @@ def _bounds(problem: Problem) -> list[float]:
 
 
 def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
-    """Yield an expression for each request: the places of its keys in K's and V's entries, and which of them each row sees."""
+    """Yield a Python expression for each request: the places of its keys in K, their places in V, and which keys each
+    row sees.
+    """
     places = places_of_requests(problem, range(problem.batch_size))
     for request, (q_len, (k, v)) in enumerate(zip(problem.q_lens(), places, strict=True)):
         if isinstance(problem, PagedAttention) and problem.selected is not None:  # an entry may stand in two columns
@@ -157,7 +163,7 @@ def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _side(call: RecordedCall, side: Tensor) -> str:
-    """Return an expression for K or V of a call, which is a view of one of its arguments."""
+    """Return a Python expression for K or V (`side`), as a view of the argument in whose memory it lies."""
     names = ("kv_cache", "key", "value")
     given = {name: value for name in names if (value := call.given.get(name)) is not None}
     parts = dict[str, Tensor]()
@@ -172,7 +178,9 @@ def _side(call: RecordedCall, side: Tensor) -> str:
 
 
 def _expression(call: RecordedCall, name: str, value: Any, saved: dict[str, Tensor], side: int = 0) -> str:
-    """Return an expression of the program for an argument's value."""
+    """Return a Python expression for the value of an argument. `side` is the index of a tensor in a tuple. Long tensors are
+    added to `saved`. Raises RecordingError if the program cannot express the value.
+    """
     if isinstance(value, tuple | list):
         parts = ", ".join(_expression(call, name, each, saved, place) for place, each in enumerate(value))
         return f"[{parts}]" if isinstance(value, list) else f"({parts},)"
@@ -195,8 +203,8 @@ def _expression(call: RecordedCall, name: str, value: Any, saved: dict[str, Tens
 
 
 def _tensor(value: Tensor, saved: dict[str, Tensor]) -> str:
-    """Return an expression for a tensor: its elements, the rule of consecutive numbers or of causal visibility, or its name
-    in `saved`.
+    """Return a Python expression for a tensor: `torch.arange` for consecutive numbers, `tril` for a causal mask, the elements
+    of a short tensor. Any other tensor is added to `saved`, and the expression reads it from there.
     """
     if value.dtype == torch.int64 and value.dim() == 1 and bool((value.diff() == 1).all()):
         start = int(value[0]) if len(value) else 0
@@ -215,7 +223,9 @@ def _tensor(value: Tensor, saved: dict[str, Tensor]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value in short form: the elements of a small tensor of integers, and the shape of another tensor."""
+    """Return a short text for a value. For a tensor it is the dtype with the elements of a short integer tensor, or with the
+    shape.
+    """
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_short, value))})"
     if not isinstance(value, Tensor):

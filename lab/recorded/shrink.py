@@ -1,4 +1,4 @@
-"""Shrink a recorded call whose result is wrong: find a smaller call that is wrong for the same reason."""
+"""Shrink a recorded call whose output or LSE is wrong: search for a smaller call that is wrong for the same reason."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,13 +32,13 @@ class Reason(NamedEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong result of a call.
+    """The reason why the result of a call is wrong, with details.
 
     Attributes:
-        reason: why it is wrong.
-        sentence: the worst vectors with their errors, the bias, or the error that was raised.
-        error: name of the type of that error; "" if none was raised.
-        vector: place and first elements of the worst output vector, in words; "" if the output is right or there is none.
+        reason: why the result is wrong.
+        sentence: the worst vectors with their errors, the bias, or the exception that was raised.
+        error: the name of the exception's type; "" if none was raised.
+        vector: the place and the first elements of the worst output vector, as text; "" if no output vector is wrong.
     """
 
     reason: Reason
@@ -47,13 +47,12 @@ class Fault:
     vector: str = ""
 
 
-Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call's result; None if the result is right
+Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call; None if the call's result is right
 
 
 def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find:
-    """Return a function that makes a call of an implementation with a call's inputs, and returns the fault of the result.
-
-    It raises torch.AcceleratorError if the call has crashed the GPU's context, so that no further call can be made.
+    """Return a `Find` that calls `function` with the inputs of a recorded call on a device, and returns the fault of the new
+    result. It raises torch.AcceleratorError if the call crashes the GPU's context, because then no further call is possible.
     """
 
     def find(call: RecordedCall) -> Fault | None:
@@ -81,8 +80,9 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Compare a result with float64 arithmetic on the call's inputs, by the judge's bound of each output vector. Requests that
-    see a key that is not finite are left out. `arithmetic` is as in `truth_of_problem`.
+    """Compare an output and LSE with float64 arithmetic on the call's inputs, by the judge's bound for each output vector.
+    Return the fault; None if they are right. Requests that see a non-finite key are not compared. `arithmetic` is that of
+    `truth_of_problem`.
     """
     truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)
     if not len(truth.expected):
@@ -107,16 +107,18 @@ def shrunk(
     reductions: Sequence[Reduction],
     synthetic: bool = False,
 ) -> tuple[RecordedCall, Fault | None]:
-    """Return the smallest call found whose result is wrong for the same reason, and the fault. Ctrl-C ends the search.
+    """Search for a smaller call whose result is wrong for the same reason. Ctrl-C ends the search, and the smallest call found
+    until then is returned.
 
     Args:
         call: a recorded call.
-        find: finds the fault of a call's result: `recorded_fault`, or what `fault_by_calling` returns.
-        reductions: `REDUCTIONS`, or `OF_OUTPUTS` if no call is made. A call that did not return is then kept whole.
-        synthetic: replace all contents by drawn ones, even if the result is then right.
+        find: returns the fault of a call: `recorded_fault`, or a function that `fault_by_calling` returns.
+        reductions: `REDUCTIONS`; with `recorded_fault`, `OF_OUTPUTS`. With `recorded_fault`, a call that did not return is not
+            shrunk.
+        synthetic: replace all contents by random values at the end, even if the result is then right.
 
     Returns:
-        The call and its fault. With `synthetic` the fault is None if it is not known, or if the result is now right.
+        The smallest call and its fault. With `synthetic` the fault is None if the result is right, or if no call was made.
 
     Raises:
         RecordingError: the result is right or has only a bias, the call cannot be judged, it crashes the GPU's context, or it

@@ -1,7 +1,8 @@
 """Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs.
 
-The arguments of a call do not show whether a page table names pages of another request. But some mistakes of an engine leave
-traces in the arguments. This module returns a sentence for each trace; a trace does not change the verdict.
+A recorded call does not show whether its page table names pages of another request. But some mistakes of an engine are visible
+in the arguments, such as two requests with the same last page. This module returns a sentence for each of them. Such a sentence
+is a remark, and does not change the verdict.
 """
 
 import itertools
@@ -23,23 +24,24 @@ MOST_SHOWN = 6
 
 
 class Place(NamedTuple):
-    """The position of a vector in the histories: side 0 for K and 1 for V, request, key within the request, K/V head."""
+    """The position of a K or V vector."""
 
-    side: int
+    side: int  #: 0 for K, 1 for V
     request: int
-    token: int
-    head: int
+    token: int  #: index of the key within the request
+    head: int  #: K/V head
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedInputs:
-    """The inputs of a recorded call, in which traces are searched.
+    """The inputs of a recorded call.
 
     Attributes:
-        problem: a checked call.
-        histories: its requests' K and V, from `lab.references.assertion.histories_of`.
-        pages: the engine's id of each page of the problem's cache; None: the ids are the same.
-        first_kv_head: the number of the problem's first K/V head in the call; not 0 for a part of a block-sparse call.
+        problem: the attention problem of the call, whose arguments were checked.
+        histories: K and V of each request, from `lab.references.assertion.histories_of`.
+        pages: the engine's id of each page of the problem's cache; None if the problem uses the engine's ids.
+        first_kv_head: the number of the problem's first K/V head in the call. It is not 0 if the problem is a part of a
+            block-sparse call.
     """
 
     problem: Problem
@@ -48,7 +50,9 @@ class RecordedInputs:
     first_kv_head: int = 0
 
     def suspicions(self) -> list[str]:
-        """Return sentences about suspicious inputs: a scale of 0, rows of no request, a shared last page, non-finite K or V."""
+        """Return sentences about suspicious inputs: a scale of 0, query rows that belong to no request, a last page that
+        several requests share, non-finite K or V.
+        """
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
         found = [
@@ -64,10 +68,8 @@ class RecordedInputs:
         return first_few(found, MOST_SHOWN)
 
     def origins_of_non_finite(self, out: torch.Tensor) -> list[str]:
-        """Return sentences about the inputs that made outputs non-finite, one for the first non-finite row of each request.
-
-        Args:
-            out: the output of the call, [num_rows, num_qo_heads, v_head_dim].
+        """Return a sentence for each request that has a non-finite output row. It says for the first such row which non-finite
+        input caused it. `out` is the output of the call, [num_rows, num_qo_heads, v_head_dim].
         """
         problem, found = self.problem, []
         bad = ~out.to(torch.float32).isfinite().all(dim=-1)
@@ -81,8 +83,9 @@ class RecordedInputs:
         return first_few(found, MOST_SHOWN)
 
     def _origin(self, request: int, seen: torch.Tensor, kv_head: int) -> str:
-        """Return words for the first non-finite K or V of a request that made a row non-finite: of a key that it sees, of a key
-        that it must not see, or of a slot after the request's last key. `seen` is bool [num_keys].
+        """Return a text about the non-finite K or V vector that made an output row of a request non-finite. The vector is one
+        that the row sees; if there is none, one of the request that the row must not see, or one after the request's last key.
+        `seen`, bool [num_keys], says which keys the row sees.
         """
         problem, places = self.problem, [each for each in self._non_finite(request) if each.head == kv_head]
         for each in sorted(places, key=lambda place: not seen[place.token]):
@@ -96,7 +99,7 @@ class RecordedInputs:
         return "all that it sees is finite"
 
     def _shared_tails(self, problem: PagedAttention) -> Iterator[str]:
-        """Yield a sentence for each page that is the partly filled last page of several requests."""
+        """Yield a sentence for each page that is the last page of several requests and is only partly filled."""
         owners = defaultdict(list)
         for request, kv_len in enumerate(problem.seq_lens.tolist()):
             if kv_len % problem.page_size:
@@ -108,7 +111,7 @@ class RecordedInputs:
                 yield f"page {page} is the last page of requests {several}: each of them writes its next key into it"
 
     def _non_finite(self, request: int) -> list[Place]:
-        """Return the K and V vectors of a request that have a non-finite element."""
+        """Return the positions of a request's K and V vectors that have a non-finite element."""
         return [
             Place(side, request, token, head)
             for side, values in enumerate(self.histories[request])
@@ -116,7 +119,7 @@ class RecordedInputs:
         ]
 
     def _words(self, place: Place) -> str:
-        """Name a vector by its position in the request and in the engine's cache, with its first non-finite element."""
+        """Return a text with a vector's position in its request and in the engine's cache, and its first non-finite element."""
         side, request, token, head = place
         vector, where = self.histories[request][side][token, head].to(torch.float32), ""
         if isinstance(self.problem, PagedAttention):
@@ -126,19 +129,21 @@ class RecordedInputs:
         return f"{key} holds {float(vector[~vector.isfinite()][0])}"
 
     def _place(self, side: int, request: int, token: int) -> tuple[int, int]:
-        """Return the page of a key in the problem's cache, and the key's slot in the page."""
+        """Return, for a key of a request, its page in the problem's cache and its slot within the page. `side` is 0 for K, 1
+        for V.
+        """
         assert isinstance(self.problem, PagedAttention)
         at = torch.tensor([[request], [token]], device=self.problem.query.device)
         return divmod(int(places_of(self.problem, *at)[side]), self.problem.page_size)
 
     def _id(self, page: int) -> int:
-        """Return the engine's id of a page."""
+        """Convert a page number in the problem's cache to the engine's page id."""
         return page if self.pages is None else self.pages[page]
 
 
 def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return bool [q_len, kv_len]: True where a row of the request sees a key. If rows select entries, the request's keys are
-    the entries that `selections_of` returns.
+    """Return a mask, bool [q_len, kv_len]: True where a query row of the request sees a key. If rows select entries (sparse
+    MLA), the keys are the request's entries that `selections_of` returns.
     """
     if isinstance(problem, PagedAttention) and problem.selected is not None:
         ((places, indices),) = selections_of(problem, [request])

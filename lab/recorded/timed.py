@@ -1,7 +1,8 @@
-"""A recorded call as work to be timed: its tables, lengths and strides, with contents that are drawn again for each sample.
+"""Time a recorded call: with its page tables, lengths and strides, but with new random contents for each sample.
 
-A kernel could know the recorded contents, so queries, K and V are drawn from normal distributions with the recorded standard
-deviations. All page ids are shifted by the same number: neighbours stay neighbours, and shared pages stay shared.
+New contents prevent that a kernel returns outputs that it computed before. Queries, K and V are drawn from normal distributions
+with the standard deviations of the recorded contents. All page ids are shifted by the same number, so that neighbouring pages
+stay neighbours and shared pages stay shared.
 """
 
 import copy
@@ -30,24 +31,21 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The sizes of a recorded call, in the fields of `lab.timing.forward.case_facts`. A key that several requests share counts
-    once in `bytes_moved`. `page_size` is None if K and V are not paged. If rows select entries, `kv_lens` counts those of each
-    request, each once.
-    """
+    """The sizes of a recorded call, with the names that `lab.timing.forward.case_facts` reads."""
 
     mode: AttentionCall
     geometry: str
-    page_size: int | None
+    page_size: int | None  #: None if K and V are not paged
     q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]  #: if rows select entries (sparse MLA), the number of distinct entries of each request
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    bytes_moved: int
+    bytes_moved: int  #: a key that several requests share is counted once
     operations: int
 
     @classmethod
     def of(cls, problem: Problem) -> "CallSizes":
-        """Measure a checked call on the CPU."""
+        """Return the sizes of an attention problem on the CPU, whose arguments were checked."""
         q_lens, kv_lens = problem.q_lens(), num_keys(problem)
         visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
         seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
@@ -74,12 +72,13 @@ class CallSizes:
 
 @dataclass(frozen=True, eq=False)
 class RecordedPass:
-    """A recorded call on a device, in place of a forward pass (`lab.workloads.inputs.forward_pass.EnginePass`) that is timed.
+    """A recorded call on a device. It has the methods of a forward pass (`lab.workloads.inputs.forward_pass.EnginePass`), so
+    that it can be timed like one.
 
     Attributes:
         case: the sizes of the call.
-        given: the arguments, `out` included. No kernel gets these tensors, and nothing overwrites them but `out`.
-        deviations: standard deviations of the recorded query, K and V.
+        given: the arguments, with `out`. Kernels get copies of these tensors, so their contents stay as recorded.
+        deviations: the standard deviations of the recorded query, K and V.
     """
 
     case: CallSizes
@@ -88,10 +87,8 @@ class RecordedPass:
 
     @classmethod
     def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
-        """Read a recorded call, and copy its arguments to a device.
-
-        Raises:
-            RecordingError: as of `RecordedCase.posed`.
+        """Read a recorded call, and copy its arguments to a device. Raises RecordingError if the call cannot be read, is not
+        supported or is block-sparse.
         """
         call, problem = recorded.posed()
         call.refuse_block_sparse("timed")
@@ -104,7 +101,9 @@ class RecordedPass:
         return cls(sizes, given, [_deviation(each) for each in contents])
 
     def posed(self, arguments: Mapping[str, Any]) -> Problem:
-        """Return the attention that arguments of this call define. Its tensors are views of the arguments."""
+        """Return the attention problem that arguments of this call's function define. Its tensors are views of the
+        arguments.
+        """
         problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
         return problem
 
@@ -133,33 +132,37 @@ class RecordedPass:
 
 @dataclass(frozen=True, eq=False)
 class CallRedraw(SeededRedraw):
-    """Draws new queries, K and V, page ids and lengths for a recorded call. Ragged K and V keep their lengths."""
+    """Draws new queries, K, V, page ids and lengths for a recorded call. The lengths of ragged K and V are not changed."""
 
     forward: RecordedPass
 
     @property
     def selects(self) -> bool:
-        """Return True if rows select entries. Lengths, with which the selected entries would change, then stay."""
+        """Return True if rows select entries (sparse MLA). Lengths are then not changed, because the selected entries depend on
+        them.
+        """
         return bool(self.forward.given.get("sparse_mla_top_k"))
 
     def first_set(self) -> dict[str, Any]:
         return copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw all K and V again, and shift the page ids."""
+        """Draw all of K and V with a seed, and shift the page ids."""
         sides = _sides(self.forward.posed(arguments))
         for number, side in enumerate(sides, start=1):
             side.copy_(self._drawn(side.shape, side.dtype, number, seed))
         if self.forward.case.page_size:
             table, num_pages = self.forward.given["block_tables"], len(sides[0])
-            stays = self.keeps_metadata or sides[0].dtype == NVFP4  # scale factors stay in their pages
+            stays = self.keeps_metadata or sides[0].dtype == NVFP4  # the scale factors of a page are not moved
             shift = 0 if stays else random.Random(f"pages {seed}").randrange(num_pages)
             in_page = self.forward.case.page_size if self.selects else 1  # a cell names an entry of a page, or a page
             is_page, count = (table >= 0) & (table < num_pages * in_page), num_pages * in_page
             arguments["block_tables"].copy_(torch.where(is_page, (table + shift * in_page) % count, table))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw the queries and a few tokens again, and wipe the output. For some seeds, requests become shorter."""
+        """Draw the queries and a few keys and values with the seeds, and clear the output. For some seeds, shorten
+        the requests.
+        """
         query, kv_lens = arguments["query"], torch.tensor(self.forward.case.kv_lens, device=arguments["query"].device)
         query.copy_(self._drawn(query.shape, query.dtype, 0, seeds.call))
         problem, ends = self.forward.posed(arguments), kv_lens.cumsum(0)
@@ -181,7 +184,9 @@ class CallRedraw(SeededRedraw):
         wipe(arguments)
 
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
-        """Return the expected results. Over an e4m3 cache the bound is that of products in e4m3, in which XQA computes."""
+        """Return the expected outputs of some requests for these seeds. For an e4m3 cache the bound allows products in e4m3,
+        because XQA computes in e4m3.
+        """
         arguments = {**self.forward.given, **self.first_set()}
         self.write_tokens(arguments, seeds.tokens)
         self.write_call(arguments, seeds)
@@ -189,13 +194,14 @@ class CallRedraw(SeededRedraw):
         return truth_of_problem(self.forward.posed(arguments), arithmetic, requests=requests)
 
     def _shorter(self, seed: int) -> list[int]:
+        """Return the number of keys by which each request is shortened for a seed."""
         case = self.forward.case
         dice, shortens = random.Random(f"lengths {seed}"), not self.keeps_metadata and seed % SHORTER_EVERY == 0
         spare = (max(kv_len - max(q_len, 1), 0) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
         return [dice.randint(0, min(MOST_SHORTER, each)) if shortens else 0 for each in spare]
 
     def _drawn(self, shape: Sequence[int], dtype: torch.dtype, number: int, seed: int) -> Tensor:
-        """Draw contents of the query (number 0), K (1) or V (2)."""
+        """Draw contents of a shape and dtype for the query (`number` 0), K (1) or V (2)."""
         generator = self._generator(seed + number)
         if dtype == NVFP4:
             return torch.randint(256, tuple(shape), dtype=dtype, device=generator.device, generator=generator)
@@ -204,12 +210,12 @@ class CallRedraw(SeededRedraw):
 
 
 def _sides(problem: Problem) -> list[Tensor]:
-    """Return K and V as `sides_of` does. If V is a part of K, return K only."""
+    """Return K and V of a problem, as `sides_of` does. If V is the first part of K (MLA), return only K."""
     k, v = sides_of(problem)
     return [k] if k.data_ptr() == v.data_ptr() else [k, v]
 
 
 def _deviation(contents: Tensor) -> float:
-    """Return the standard deviation of the finite elements; 1 if there is none or it is 0."""
+    """Return the standard deviation of the finite elements; 1 if there are none or the deviation is 0."""
     wide = contents.to(torch.float32)
     return float(wide[wide.isfinite()].std(correction=0).nan_to_num()) or 1.0

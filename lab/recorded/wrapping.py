@@ -1,4 +1,4 @@
-"""Replace functions in all modules of this process."""
+"""Find functions of packages by name, and replace them in all modules of this process."""
 
 import importlib
 import sys
@@ -9,8 +9,8 @@ Function = Callable[..., Any]
 
 
 def functions_of(names: Sequence[str], packages: Sequence[str]) -> dict[int, tuple[str, Function]]:
-    """Import packages or modules, and return the functions with these names in them and in their submodules: each with its
-    name, by its id. A submodule that nothing has imported is not searched.
+    """Import packages, and find the functions with these names in the packages and in those of their submodules that are
+    imported. Return (name, function) of each, by id(function).
     """
     for package in packages:
         importlib.import_module(package)
@@ -24,7 +24,7 @@ def functions_of(names: Sequence[str], packages: Sequence[str]) -> dict[int, tup
 
 
 def replace_everywhere(new: Mapping[int, Function]) -> None:
-    """Replace the attributes of all modules, whatever their names: each object whose id is a key."""
+    """Replace attributes of all imported modules: a value whose id is a key of `new` becomes new[id]."""
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", {})
         for name, value in list(space.items()):

@@ -81,7 +81,9 @@ def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
 
 def test_a_function_that_is_no_attention_call_is_refused(recorded_once: Path) -> None:
     assert listed(recorded_once)[5].function == "relu"
-    with pytest.raises(RecordingError, match="holds a call of relu, of which the lab reads no recording"):
+    with pytest.raises(
+        RecordingError, match="holds a call of relu, and the lab does not read recordings of this function"
+    ):
         read(listed(recorded_once)[5].path)
 
 

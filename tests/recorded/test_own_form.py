@@ -371,11 +371,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a later version": (lambda path: _change(path, version=4), "is of version 4; this release of the lab reads 3"),
     "an unknown function": (
         lambda path: _change(path, function="relu"),
-        "holds a call of relu, of which the lab reads no recording",
+        "holds a call of relu, and the lab does not read recordings of this function",
     ),
     "a call that is not recorded": (
         lambda path: _change(path, function=AttentionCall.DSV4_DECODE.value),
-        "of which the lab reads no recording",
+        "and the lab does not read recordings of this function",
     ),
     "elements that repeat one byte": (
         lambda path: _change_query(path, elements=torch.zeros(1, dtype=torch.uint8).expand(1536)),

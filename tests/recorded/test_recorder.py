@@ -404,10 +404,10 @@ def test_no_more_than_some_sentences_are_logged(
 ) -> None:
     setattr(module, DECODE, lambda **_: None)
     with Recorder(tmp_path, functions=[module]):
-        for _ in range(recorder_module.MOST_SAID + 5):
+        for _ in range(recorder_module.MOST_LOGGED + 5):
             decode(module)
     assert "a call is not recorded: AssertionError: call 1 returned no output" in caplog.messages[0]
-    assert len(caplog.messages) == recorder_module.MOST_SAID
+    assert len(caplog.messages) == recorder_module.MOST_LOGGED
 
 
 def test_calls_of_several_threads_are_all_recorded(module: ModuleType, tmp_path: Path) -> None:

@@ -667,6 +667,15 @@ def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, caps
     assert "/repro" not in text
 
 
+def test_an_issue_names_the_version_of_the_called_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somebodys_kernels").mkdir()
+    (tmp_path / "somebodys_kernels" / "__init__.py").write_text(f"__version__ = '7.8.9'\n{WRONG}")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = f"recorded shrink {_wrong_recording(tmp_path / 'dumps')}#1 --out {tmp_path}/repro --device cpu"
+    assert run(f"{line} --implementation somebodys_kernels") == 0
+    assert "* somebodys_kernels: 7.8.9\n" in (tmp_path / "repro" / "ISSUE.md").read_text()
+
+
 def test_a_call_in_the_labs_own_form_is_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its versions name packages that are not installed, and it may have no GPU."""
     module = ModuleType("an_engines_kernels")

@@ -1,7 +1,7 @@
 """Start the recorder in each Python process of a command that `lab record` runs.
 
-Python imports the module `sitecustomize` at its start, and `lab record` puts this folder first in PYTHONPATH. Torch and the lab
-are imported only when the process has imported a package whose functions are recorded.
+Python imports the module `sitecustomize` when it starts, and `lab record` puts this folder first in PYTHONPATH. Torch and the
+lab are imported only after the process has imported a package whose functions are recorded.
 """
 
 import atexit
@@ -18,11 +18,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _FirstImport(MetaPathFinder):
-    """Starts the recorder when a recorded package is imported and no import of its root package runs any more: the recorder
-    never sees a package that is initialised in part, and an import that fails starts nothing.
+    """An import hook that starts the recorder after a recorded package was imported, when all imports of its root package have
+    ended. So the recorder does not see a package that is only partly initialised. An import that fails does not start the
+    recorder.
     """
 
-    running = 0  # imports that have not ended, of modules of the root packages
+    running = 0  # number of modules of the root packages whose import has not ended
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_watched = fullname.partition(".")[0] in {each.partition(".")[0] for each in PACKAGES}
@@ -45,7 +46,7 @@ class _FirstImport(MetaPathFinder):
         return spec
 
     def say_at_end(self) -> None:
-        """Name the packages in the server's first process if it imported none of them."""
+        """In the server's first process, print a line to stderr if the process has not imported any of the packages."""
         if self in sys.meta_path and os.environ["LAB_RECORD_FIRST"] == str(os.getpid()):
             print(f"lab record: process {os.getpid()} never imported {', '.join(PACKAGES)}", file=sys.stderr)
 
