@@ -239,9 +239,7 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return for each pair and declared triple why no allowed point contains it: the reason of a rule. "" if a point
-        does.
-        """
+        """Return for each pair and declared triple the reason of the rule that forbids it; "" if an allowed point has it."""
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     @functools.cached_property

@@ -1,7 +1,8 @@
-"""DeepSeek-V4's call: its model (parameters, their values and rules), and how the call of a configuration is made.
+"""DeepSeek-V4's decode call: the values and rules of its parameters, and how its arguments are built from a configuration.
 
-The first value of each axis is its default. The cases are those of MLA decode calls whose rows select entries: one for the pool
-of tokens and one for the pool of compressed tokens, with the same rows.
+Each query row attends to two pools: a sliding window of tokens, and compressed entries, each of several tokens. The tensors of
+each pool are built by a sparse MLA decode case. A configuration has a value for each parameter (axis) of the call. The first
+value of an axis is its default.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +33,16 @@ from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.dsv4 import DSV4Inputs, build_dsv4
 from lab.workloads.inputs.views import GAP, Layout, apart
 
-COMPRESSION = 3  # tokens for one compressed entry of the cases; 4 and 128 in the model, which leave fewer
-HEAD_DIM, SMALL_HEAD_DIM = 512, 64  # DeepSeek-V4's, and one for large cases
+COMPRESSION = 3  # tokens of one compressed entry in the cases; DeepSeek-V4 has 4 and 128, with fewer entries to select
+HEAD_DIM, SMALL_HEAD_DIM = 512, 64  # of DeepSeek-V4, and of cases with large batches or lengths
 ENTRIES = tuple(each.name.lower() for each in (Entries.SHUFFLED, *Entries))
-# -1 in a column in use is no entry to the backend cake, but by SGLang 0.5.23 a key of zeros to trtllm-gen
-# (`deepseek_v4_backend.py` 591). So rows use all window columns that they may, and no -1 is before a compressed entry.
+# Backends differ on -1 in a column in use: the backend cake skips it, while trtllm-gen takes it as a key of zeros according to
+# SGLang 0.5.23 (`deepseek_v4_backend.py` 591). So cases have -1 neither in window columns in use nor before a compressed entry.
 FULL = ENTRIES[0], Entries.ORDERED.name.lower()
 
 
 def dsv4_model(ranges: Ranges) -> Model:
-    """Return the axes and rules of the call, restricted to ranges."""
+    """Return the axes (parameters with their values) and rules of DeepSeek-V4's call. Their values come from `ranges`."""
     pairs = [pair for pair in ranges.widened("dtypes") if pair[0] == pair[1]] or [(torch.bfloat16,) * 2]
     axes: dict[str, Sequence[Any]] = {
         "dtypes": [DtypePair(text_of(pair)) for pair in pairs],
@@ -88,22 +89,22 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 
 
 def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs:
-    """Return the tensors of a configuration."""
+    """Return the tensors of the call that a configuration describes."""
     return _inputs(of, device, lens_of(of), of.seed, of.seed, of["sinks"] != "none")
 
 
 def redrawn_dsv4(
     of: Chosen, _ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the inputs of a configuration with other lengths, another seed and, if `moved`, other pages in both pools. They
-    include sinks.
+    """Return the tensors of a configuration with the lengths `lens` and sinks. `seed` changes the data, and `moved` the pages
+    of both pools.
     """
     return _inputs(of, device, lens, of.seed + 2 * seed, of.seed + moved, True)
 
 
 def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_by: int, has_sinks: bool) -> DSV4Inputs:
-    """Return the tensors of a configuration with these lengths. The seeds are those of the window pool; the other pool has the
-    seeds after them.
+    """Return the tensors of a configuration with these lengths. `drawn_by` and `pages_by` are the seeds of the data and of the
+    page order of the window pool; the compressed pool gets these seeds plus 1.
     """
     columns = of["columns"] - WINDOW_COLUMNS
     compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in lens.kv_lens)
@@ -137,7 +138,7 @@ def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_b
 
 
 def _pools(call: BuiltCall) -> None:
-    """Pass both pools with the strides and axes, and the other arguments in the form, that a configuration gives them."""
+    """Pass both pools with the strides and number of axes, and the remaining arguments in the form, of the configuration."""
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
     for name in ("swa_kv_cache", "compressed_kv_cache"):
         pages = call.given[name]

@@ -1,4 +1,7 @@
-"""The parameters of the function that writes the K/V index lists of a draft: dtypes, drafts, batches, prefixes, and buffers."""
+"""The parameters of the function that writes the K/V index lists of a draft, with their values and rules.
+
+A list has the pool slots of all keys that one branch of a request's draft reads in one draft step.
+"""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -7,7 +10,7 @@ from typing import Any
 from lab.checks.parameters.covering import Model, constraints
 from lab.workloads.inputs.draft_lists import DTYPES, DraftListsCase
 
-# The tensors that are int32; the rest are int64.
+# For each value of the axis "dtypes": the tensors that are int32. The rest are int64.
 NARROW = {
     "int64": (),
     "int32": tuple(DTYPES),
@@ -20,10 +23,10 @@ NARROW = {
     "int32 pages": ("v2p",),
     "int32 but the table": tuple(name for name in DTYPES if name != "req_to_token"),
 }
-SHORT = (5, 17, 1, 40, 9, 33, 2)  # of the requests in turn
-MOST_CELLS = 3_000_000  # of kv_indices
-MOST_SLOTS = 5_000_000  # of req_to_token
-MOST_LISTS = 41_000  # of all steps
+SHORT = (5, 17, 1, 40, 9, 33, 2)  # prefix lengths of the requests in turn
+MOST_CELLS = 3_000_000  # in kv_indices
+MOST_SLOTS = 5_000_000  # in req_to_token
+MOST_LISTS = 41_000  # in all steps together
 
 AXES: dict[str, tuple[Any, ...]] = {
     "dtypes": tuple(NARROW),
@@ -46,6 +49,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
+    """Return the prefix length of each request for a value of the axis "prefixes"."""
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),
@@ -59,7 +63,7 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-    """Return a rule condition: `count` of the draft's case, such as its number of list cells, is at most `most`."""
+    """Return the condition of a rule: `count(case)`, such as the number of list cells of a draft, is at most `most`."""
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)

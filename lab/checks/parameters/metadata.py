@@ -1,4 +1,8 @@
-"""Judge the metadata builders of the MHA and MLA backends: loops over requests compute the expected metadata of two passes."""
+"""Judge the metadata builders of the MHA, MLA and DeepSeek-V4 backends.
+
+A builder turns the batch of one forward pass into the metadata of an attention call: lengths, offsets and page tables. Each
+case builds the metadata of two passes. Loops over requests compute the expected metadata.
+"""
 
 import copy
 import functools
@@ -29,22 +33,22 @@ from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.requests import PassLens, admit, new_pool
 
 WINDOW_LEFT = 24
-SLOTS = 3  # of padding, of a batch; and query rows of padding
+SLOTS = 3  # padding requests of a padded batch; also its number of padding rows
 
 
 @dataclass(frozen=True)
 class MetadataCase(PassLens):
-    """The requests of a pass for which metadata is built, without tensors; attributes as in `PassLens` and `PassCase`."""
+    """The requests of a forward pass as lengths, without tensors. `PassCase` documents the fields of the same names."""
 
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
     page_size: int = 16
-    rows: int = 1  # of each request of a verification, in an empty batch too
+    rows: int = 1  # query rows per request in a verification; needed for an empty batch
 
     def later(self, how: Later) -> "MetadataCase":
-        """Return the requests of the second pass, which differ from these requests as `how` says."""
+        """Return the requests of the second pass, which differs from this one as `how` says."""
         prefix_lens, q_lens, half = self.prefix_lens, self.q_lens, len(self.q_lens) // 2
         if how == Later.LONGER:
             prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
@@ -60,7 +64,7 @@ class MetadataCase(PassLens):
 
 
 def metadata_case(of: Configuration) -> MetadataCase:
-    """Return the requests of a configuration's first pass: their forward mode, prefix lengths and query rows."""
+    """Return the requests of the first pass of a configuration (a value for each parameter of a builder)."""
     page_size, requests = of["page_size"], of["requests"]
     in_turn = {
         Prefixes.NONE: (0,),
@@ -83,7 +87,7 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 
 class Snapshot:
-    """Copies of the tensors that some objects have now, by name."""
+    """Copies of the tensors that the attributes of some objects have at this moment. `changed` compares them later."""
 
     def __init__(self, *of: Any) -> None:
         self._of = of
@@ -102,8 +106,14 @@ class Snapshot:
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation's metadata builder. What it changes in its batch or pool is recorded as an error and undone, so
-    that the expected values are computed from what the builder was given. `what` names the metadata.
+    """Return the implementation's metadata builder, wrapped so that it cannot change its inputs: a changed tensor of the
+    batch or pool is recorded as an error and restored. The expected metadata is computed from the inputs afterwards.
+
+    Args:
+        run: the run of the case.
+        interface: which builder.
+        what: name of the metadata in the sentences of errors.
+        features: features of the pass, for the diagnosis.
     """
     function = run.function(interface)
 
@@ -120,9 +130,9 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Build the metadata of a pass and of a later pass with the implementation. Loops over requests compute what both must be.
+    """Judge the metadata that the implementation builds for a pass and for a later pass, against loops over requests.
 
-    No build may change its inputs or earlier metadata, and metadata must not share tensors with the batch or the pool.
+    A build must not change its inputs or the first pass's metadata. The metadata must not share memory with the batch or pool.
     """
     of = run.case
     first = metadata_case(of)
@@ -144,10 +154,10 @@ def judge_metadata(run: CaseRun) -> None:
 def expect_own_tensors(
     run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
 ) -> None:
-    """Change the tensors of a batch and its pool in place, one after the other. Expect that the metadata does not change."""
+    """Change the tensors of a batch and its pool in place, one after another. Expect that the metadata does not change."""
     built = Snapshot(metadata)
     for name, tensor in Snapshot(batch, pool).tensors().items():
-        tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
+        tensor.add_(1)  # an engine writes the numbers of its next batch into the same tensors
         wrongs = [f"the metadata's {each} changed with {name}" for each in built.changed()]
         run.expect("own tensors", wrongs, "invariants", features)
         if wrongs:
@@ -160,7 +170,7 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 
 
 def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> Any:
-    """Return the metadata of a pass, after it was judged."""
+    """Build the metadata of a pass, judge it, and return it."""
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, batch, pool, metadata) if each]
@@ -169,7 +179,7 @@ def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features:
 
 
 def _options(of: Configuration) -> dict[str, Any]:
-    """Return the keyword arguments of a metadata builder, besides the batch and the pool, that a configuration names."""
+    """Return the further keyword arguments of the builder call that a configuration describes."""
     if of.interface is MetadataFunction.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
     if of.interface is MetadataFunction.MLA_PREFILL:
@@ -181,6 +191,7 @@ def _options(of: Configuration) -> dict[str, Any]:
 
 
 def _wrong(of: Configuration, batch: ForwardBatch, pool: KVPool, metadata: Any) -> Iterable[str | None]:
+    """Return a sentence for each error in the metadata of a pass. Entries of None and "" mean no error."""
     where, options = (_on_cpu(batch), _on_cpu(pool), metadata), _options(of)
     if of.interface is MetadataFunction.MLA_METADATA:
         return wrong_eager_mla_metadata(*where, **options)
@@ -208,13 +219,13 @@ def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int
         page_size=first.page_size,
         max_context_len=max(max(lens), 1) + spare.get(of["context"], 0),
         spare_pages=of["spare_pages"],
-        # Not as many as the other pool has.
+        # Other than in the full pool, so that the sizes of the two pools differ.
         swa_spare_pages=None if of.get("window", "none") == "none" else of["spare_pages"] - 3,
         virtual_slots=of["slots"] in ("virtual", VIRTUAL_WITH_HOLES),
         seed=seed,
         device=device,
     )
-    # What freed requests leave in an engine's table: slots that belong to other requests by now.
+    # Rows of req_to_token still have slots of earlier requests, which belong to other requests now.
     slots = (pool.num_virtual_pages or pool.num_pages) * pool.page_size
     generator = torch.Generator().manual_seed(seed)
     left = torch.randint(pool.page_size, slots, (pool.req_to_token.shape[1],), generator=generator)
@@ -223,7 +234,7 @@ def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int
 
 
 def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
-    """Admit a pass's requests to the pool, and return its batch with the padding and the dtypes of a configuration."""
+    """Admit the requests of a pass to the pool, and return the batch with the padding and dtypes of a configuration."""
     if case.q_lens:
         requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
         if of.get("window", "none") in ("evicted", "evicted as -1"):
@@ -244,7 +255,7 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
     if of["table_rows"] == TWICE:
         batch.req_pool_indices[-1] = batch.req_pool_indices[0]
     if of["context"] == "exceeded":
-        batch.seq_lens[0] = pool.max_context_len + 3 * pool.page_size  # its row of the table is as wide as all
+        batch.seq_lens[0] = pool.max_context_len + 3 * pool.page_size  # more than a row of req_to_token holds
     if of["padding"].slot_length is not None:
         batch = _padded(of, case, batch)
     host_lens = tuple(batch.seq_lens.tolist()) if of["host_lens"] == "given" else None
@@ -257,7 +268,9 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
 
 
 def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
-    """Set the slots of one page of each request to -1; where slots are virtual, of every other request the page in v2p."""
+    """Set the slots of one page of each request to -1. In a pool with virtual slots, every second request instead has its page
+    set to -1 in v2p.
+    """
     for number, row in enumerate(rows):
         first = number % 3 * pool.page_size
         slots = pool.req_to_token[row, first : first + pool.page_size]
@@ -268,7 +281,7 @@ def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
 
 
 def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with `SLOTS` padding slots after its requests, as the batch of a CUDA graph has them."""
+    """Return the batch with `SLOTS` padding requests after its requests, as in the batch of a CUDA graph."""
     more = functools.partial(torch.nn.functional.pad, pad=(0, SLOTS))
     changes: dict[str, Any] = {
         "req_pool_indices": more(batch.req_pool_indices),
@@ -276,7 +289,7 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
         "num_tokens": batch.num_tokens + SLOTS * (0 if case.mode is ForwardMode.DRAFT_EXTEND else case.rows),
     }
     if batch.extend_seq_lens is not None and batch.extend_seq_lens_cpu is not None:
-        # A fixed number of rows is the slots' too, and their tokens go to the sink.
+        # If the mode has a fixed number of rows, padding requests have it too. Their tokens are written to slot 0.
         rows = case.rows if case.mode.query_rows is QueryRows.FIXED else 0
         new_lens = more(batch.extend_seq_lens, value=rows)
         changes |= {
@@ -291,7 +304,7 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return the SpecInfo of a CUDA graph's batch: its numbers of rows, and of draft tokens, are not those of this pass."""
+    """Return a SpecInfo whose numbers of rows and draft tokens differ from those of the pass, as in a larger CUDA graph."""
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()
@@ -307,7 +320,7 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
 def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
     """Permute the page numbers of a pool and of its batch in place. Page 0, into which padding is written, keeps its number.
 
-    Virtual slots do not change: as in an engine that moves pages, their physical pages change.
+    In a pool with virtual slots, only the mapping to physical pages (v2p) changes.
     """
     generator = torch.Generator().manual_seed(seed)
     if pool.v2p is not None:
@@ -327,7 +340,7 @@ def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
 def _renumbering(
     num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps each slot to the same offset in another page. -1 stays -1."""
+    """Return a function that maps each slot to the same offset in a permuted page, and -1 to -1."""
     others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
     others = others.to(device)
 

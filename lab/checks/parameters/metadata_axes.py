@@ -1,4 +1,4 @@
-"""The parameters of the MHA and MLA metadata builders: modes, batches, rows, padding, windows, and a second pass."""
+"""The parameters (axes) of the metadata builders with their values and rules: modes, batches, padding, a second pass."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,8 +12,8 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.workloads.interfaces import Interface, MetadataFunction
 
-MOST_CELLS = 3_000_000  # of req_to_token
-TWICE = "the first one's twice"  # a request may occur twice in a batch
+MOST_CELLS = 3_000_000  # in req_to_token
+TWICE = "the first one's twice"  # the last request of the batch has the same row of req_to_token as the first
 ONE_ROW = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.ONE)
 AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.DRAFT_TOKENS)
 FIXED = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.FIXED)
@@ -21,13 +21,13 @@ ON_DECODE = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE
 PREFILLS = tuple(mode.name for mode in ForwardMode if mode.is_prefill)
 
 DIVISIBLE = "unequal, as many as equal"
-# Rows of the requests in turn; those that are divisible are as many as 3 each.
+# Numbers of query rows of the requests in turn. The mean of the DIVISIBLE ones is 3.
 ROWS: dict[Any, tuple[int, ...]] = {
     "unequal": (5, 1, 2, 4, 3, 1),
     DIVISIBLE: (2, 4, 3, 3, 1, 5),
     "long": (70, 1, 130, 33, 5, 2),
 }
-# Of a batch's tensors, where they are not those of an engine.
+# For each value of the axis "dtypes": the dtypes of batch tensors that differ from those of SGLang.
 DTYPES: dict[str, dict[str, torch.dtype]] = {
     "int64": {},
     "int32": dict.fromkeys(("seq_lens", "req_pool_indices", "extend_prefix_lens"), torch.int32),
@@ -72,7 +72,7 @@ AXES: dict[Interface, dict[str, tuple[Any, ...]]] = {
         "mode": ON_DECODE,
         "attention": ("mla with offset", "mla"),
         **SHARED,
-        # Blocks of 4,096 tokens are crossed by the rows, by the draft, by padding alone.
+        # A table row is rounded up to 4,096 tokens: with these prefixes, rows, a draft or only padding cross this edge.
         "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
         "page_size": (64, 32),
     },

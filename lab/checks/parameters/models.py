@@ -1,4 +1,7 @@
-"""The model (parameters with their values, and rules) of each function that can be judged, and the cases that it describes."""
+"""The model of each judged function, and configurations. A model lists the parameters (axes) of a call, their values and rules.
+
+A configuration is one point of a model: a value for each axis.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +25,13 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 @dataclass(frozen=True)
 class CallFamily:
-    """What the judge knows of one of FlashInfer's calls."""
+    """The functions with which the judge makes the calls of one attention function."""
 
-    model: Callable[[Ranges], Model]  # returns the model of the call within ranges
-    inputs: Callable[..., Any]  # makes the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
-    forms: tuple[Callable[[BuiltCall], None], ...]  # pass arguments of this call alone in a configuration's form
-    redrawn: Callable[..., Any]  # makes the inputs of a case with other lengths and another seed, for a replay
-    # Makes the cases of K9 of the ragged call. Those of a paged call are random, and those of DSV4's call configurations.
+    model: Callable[[Ranges], Model]  # returns the model with the values in the ranges
+    inputs: Callable[..., Any]  # returns the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
+    forms: tuple[Callable[[BuiltCall], None], ...]  # give this function's own arguments the form of a configuration
+    redrawn: Callable[..., Any]  # returns the tensors of a case with other lengths and another seed, for a graph replay
+    # Yields the cases of check K9 (graph replays) of the ragged call. The other functions have random cases or configurations.
     replayed_cases: Callable[..., Iterator[Any]] | None = None
 
 
@@ -54,8 +57,8 @@ MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Configuration(Chosen):
-    """One call as a value for each axis (parameter) of its function's model. Its `repr` is an expression that builds it again,
-    and leaves out defaults.
+    """One call as a value for each axis (parameter) of the function's model. The `repr` is an expression that builds an equal
+    configuration; it leaves out default values.
 
     Raises:
         ValueError: `values` names an axis that the function's model does not have.
@@ -81,16 +84,17 @@ class Configuration(Chosen):
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return two mappings by axis, for a function's model in the default ranges: the default value, and all values.
-
-    The second maps each value to itself, so that a text finds the value that equals it.
+    """Return two mappings for a function's model in the default ranges: from an axis to its default, and from an axis to all
+    its values. The values of an axis are a dict from each value to itself, so that an equal text finds the value.
     """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
-    """Return the declared value that equals a text. If there is none, convert the text to a value of the same kind."""
+    """Return the declared value that equals `value`. If there is none, return a text as a DtypePair or HeadDims if the axis has
+    such values, and any other value unchanged.
+    """
     first = next(iter(declared))
     if value in declared or not isinstance(value, str):
         return declared.get(value, value)

@@ -1,6 +1,6 @@
-"""The model (parameters with their values, and rules between them) of calls over a paged cache: decode, context and MLA decode.
+"""The parameters of calls over a paged cache (decode, context and MLA decode), called axes, with their values and rules.
 
-The first value of each axis is its default. If a caller has narrowed a field of `Ranges`, the axis has only these values.
+The first value of each axis is its default. If the caller has set a field of `Ranges`, the axis has only these values.
 Otherwise it also has unusual values, which kernels for common sizes decline.
 """
 
@@ -38,16 +38,16 @@ from lab.workloads.attention_case import Entries, HeadPages
 from lab.workloads.inputs.views import Layout
 
 REQUESTS = 3
-SHORT = 150  # keys of the longest request that is not long
-FEW = 8  # rows of a request, in a large batch
-# Of a call: a large batch has few rows or heads. The largest may have 64 heads, which are more than 65,535 (row, head) pairs.
+SHORT = 150  # keys of the longest request in a case without long requests
+FEW = 8  # most query rows of a request in a large batch
+# Most elements of an output. With 64 heads, the largest batch still has more than 65,535 (row, head) pairs.
 MOST_OUT_ELEMENTS = 1040 * 64 * 64
-MOST_PRODUCTS = 2**29  # of Q·K^T, and so of P·V: a long request has few rows or heads
-MOST_MLA_PRODUCTS = 1.4e9  # 128 heads over the longest request
+MOST_PRODUCTS = 2**29  # most multiplications of Q·K^T: a long request has few rows or heads
+MOST_MLA_PRODUCTS = 1.4e9  # most multiplications of Q·K^T in MLA: 128 heads over the longest request
 MOST_KV_ELEMENTS = 2**26
-MOST_POOL_ELEMENTS = 2**27  # of K, and so of V: a large batch has few heads or small pages
-MOST_NVFP4_ELEMENTS = 2**20  # of a page of K
-LEAST_KEYS = 64  # about, of a request's pages in a large batch
+MOST_POOL_ELEMENTS = 2**27  # most elements of the K pool: a large batch has few heads or small pages
+MOST_NVFP4_ELEMENTS = 2**20  # most elements of one K page in NVFP4
+LEAST_KEYS = 64  # estimate of the keys for which a request of a large batch has pages
 
 LSE = (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.ALONE, Lse.STRIDED, Lse.ROWS_APART)
 OUT = (Output.NONE, Output.GIVEN, Output.VIEW, Output.GIVEN_FP16, Output.GIVEN_FP32)
@@ -56,43 +56,43 @@ QUERY = (
     *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.HEADS_FIRST),
 )
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
-# Factors of skip-softmax: one that leaves out nothing, with which FlashInfer 0.7.2 probes (decode.py 4461), and one that lets
-# the longest request of most cases leave out keys of less than 2 % of the largest weight.
+# Factors of skip-softmax: INERT skips nothing (FlashInfer 0.7.2 probes with it, decode.py 4461). With SOME_SKIPPED, the longest
+# request of most cases skips keys of less than 2 % of the largest weight.
 INERT, SOME_SKIPPED = 1e-30, 3.0
-# (rank, number of ranks) by its text; "none" is a call without context parallelism.
+# For each value of the axis "rank": (rank, number of ranks), or None for a call without context parallelism.
 RANKS: dict[str, Any] = {"none": None, "0 of 2": (0, 2), "3 of 4": (3, 4), "0 of 1": (0, 1)}
 SPLIT_SCALES = (0.5, 1e-6, 300.0)  # values of o_scale that change no result
 USUAL = "usual"
-# Absolute values of the scales: 1, which kernels take for no scale, and values far from it.
+# Absolute values of the scales: 1, which a kernel may treat as no scale, and values far from 1.
 BMM1_SIZES, BMM2_SIZES = (USUAL, 1.0, 1e-6, 16.0), (USUAL, 1.0, 1e-6, 300.0)
 LARGE, MODERATE = BMM1_SIZES[1::2], BMM2_SIZES[:2]
-# Dtypes whose exponents have room for results of any scale; None is the query's
+# Output dtypes that hold results of any scale; None stands for the query's dtype.
 WIDE = {torch.bfloat16, torch.float32, None}
-NEAR = "nothing"  # of the values of "far", the arguments whose last row lies more than 2**31 elements after the first
-EQUAL = 128  # keys of each request where lengths are equal, otherwise at most of those that are not the longest
+NEAR = "nothing"  # default of the axis "far", which names the argument whose rows span more than 2**31 elements
+EQUAL = 128  # keys of each request if lengths are equal; otherwise the most keys of requests except the longest
 CONTIGUOUS_TABLES = (Tables.PLAIN, Tables.NEGATIVE_TAIL, Tables.FAR_TAIL, Tables.WIDE, Tables.SEPARATE)
 VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
-# By an axis: whether kernels decline a value, or compute it by separate code, so that it tests no pair of other values.
+# For an axis: whether kernels decline a value, or compute it by separate code, so that it tests no pair of other values.
 IS_APART: dict[str, Callable[[Any], bool]] = {
     "dtypes": lambda dtypes: dtypes.cache == NVFP4,
     "rank": lambda rank: rank != "none",
     "head_pages": lambda head_pages: head_pages != NO_SELECTION,
 }
-PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
-# Scale factors lie as these caches do.
+PROMPTS = (65, 300, 1040)  # query rows of the longest prompt in a context call
+# The values of "cache" with which scale factors of NVFP4 can be stored too.
 STORED_WITH_FACTORS = (Cache.PLAIN, Cache.PAGES_APART, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES)
-# The values of "head_pages" by their texts; "none" is a call that is not block-sparse.
+# The axis "head_pages": which pages the K/V heads of a block-sparse call select; "none" for other calls.
 NO_SELECTION = "none"
 HEAD_PAGES = {NO_SELECTION: None, **{each.name.lower().replace("_", " "): each for each in HeadPages}}
 OF_SEVERAL_HEADS = [text for text, each in HEAD_PAGES.items() if each in (HeadPages.NOT_LAST, HeadPages.SOME_NONE)]
 SOME_WITHOUT = [each for each in Without if each is not Without.ALL]
-# Lengths among which no request stands out as the longest.
+# Values of "lengths" with which no request is longer than the rest.
 WITHOUT_LONGEST = (Lengths.EQUAL, Lengths.FEWER, Lengths.AS_ROWS, Lengths.OF_THE_NEXT)
-MOST_LONG = 64  # requests of a batch in which all but one are long
-ALL_KEYS = "all"  # rows select no entries
+MOST_LONG = 64  # most requests of a batch in which all except one are long
+ALL_KEYS = "all"  # value of "entries": rows see all keys instead of selected entries
 WITH_GAPS = tuple(each.name.lower() for each in Entries if each.has_gaps)
 
-# Axes that not all calls over a paged cache have, and the calls that have them.
+# Axes that only some calls over a paged cache have, and these calls.
 MHA, DECODES = (AttentionCall.DECODE, AttentionCall.CONTEXT), (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
     **dict.fromkeys(("group", "num_kv_heads", "head_dim", "kv_layout", "window_left"), MHA),
@@ -104,7 +104,7 @@ ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
 
 
 def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
-    """Return the axes and rules of a decode, context or MLA decode call, restricted to ranges."""
+    """Return the axes and rules of a decode, context or MLA decode call. The values come from `ranges`."""
     is_decode, is_context, is_mla = (call is each for each in (*MHA, AttentionCall.MLA_DECODE))
     pairs = ranges.widened("dtypes")
     queries = () if is_mla or True not in ranges.nvfp4 else dict.fromkeys(query for query, _ in pairs if query != E4M3)
@@ -158,7 +158,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
 
 
 def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    """Return the axes of a softmax's arguments, which all calls have: the fields of `lab.calls.problem.Softmax`."""
+    """Return the axes of the arguments that change the softmax: sinks, the two scales, and skip-softmax."""
     sinks = [each for each in Sinks if call is AttentionCall.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
     return {
         "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
@@ -171,11 +171,12 @@ def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]
 
 
 def _longest(lengths: Any) -> int:
+    """Return about how many keys the longest request has, for a value of the axis "lengths"."""
     return lengths if isinstance(lengths, int) else SHORT
 
 
 def _prompt(rows: Any) -> int:
-    """Estimate the rows of a request in a context call."""
+    """Estimate the query rows per request of a context call, for a value of the axis "rows"."""
     return rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 5
 
 

@@ -1,6 +1,7 @@
-"""Make the call of a configuration over a paged cache: its sizes, lengths and contents, and its arguments in their forms.
+"""Build the lengths, tensors and arguments of the paged call that a configuration (a value for each parameter) describes.
 
-`lab.checks.parameters.calls` adds the forms of the arguments that calls without a paged cache have too.
+The functions `_backend` to `_mask` change the arguments of a built call to the form that the configuration says, such as a page
+table with gaps. `lab.checks.parameters.calls` does the same for arguments that other calls have too.
 """
 
 import random
@@ -38,13 +39,13 @@ from lab.workloads.inputs.masks import draft_masks, strictly_causal, with_bits_a
 from lab.workloads.inputs.ragged import padded
 from lab.workloads.inputs.views import GAP, Layout, apart, in_halves, with_odd_strides
 
-LONGEST_OF_MANY = 600  # keys of a large batch's longest request: a kernel splits it, unlike the rest
-CONTEXT_ROWS = (5, 1, 17, 2, 33)  # of the requests in turn
-WIDE = 4200  # columns of a wide table, more than 4,096
+LONGEST_OF_MANY = 600  # keys of the longest request in a large batch, so that a kernel splits only this request
+CONTEXT_ROWS = (5, 1, 17, 2, 33)  # query rows of the requests in turn, in a context call
+WIDE = 4200  # columns of a wide page table: more than 4,096
 TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
 PADDED = (Offsets.PADDED, Offsets.PADDED_WITH_NAN)
 FAR_ENTRY = 2**30  # far outside every pool
-# By a form of the cache: K or V in it, of the pages and the axis of their tokens, 1 or 2. The other is the axis of heads.
+# For a form of the cache: a function from K or V pages, and the number of their token axis (1 or 2), to pages in this form.
 CACHE_LAYOUTS: dict[Cache, Callable[[Tensor, int], Tensor]] = {
     Cache.PAGES_APART: lambda pages, _: apart(pages, 0, pages[0].numel()),
     Cache.TOKENS_APART: lambda pages, tokens: apart(pages, tokens, GAP),
@@ -81,7 +82,7 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
         **heads,
         dtype=dtypes.query,
         kv_dtype=dtypes.cache,
-        # A kernel rounds the weights of a query of e4m3 so too.
+        # A kernel with an e4m3 query rounds the softmax weights to e4m3 too.
         arithmetic=E4M3 if dtypes.query == E4M3 else ranges.arithmetic(dtypes.cache),
         window_left=of.get("window_left", -1),
         sinks=of["sinks"] != Sinks.NONE,
@@ -120,7 +121,7 @@ def q_lens_of(of: Chosen) -> tuple[int, ...]:
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
-    """Return the number of query rows of each request in a call that takes prompts (context or ragged)."""
+    """Return the number of query rows of each request in a context or ragged call, as the axis "rows" says."""
     unequal = CONTEXT_ROWS if of["requests"] <= REQUESTS else (1, 2, 3)
     rows = {Rows.UNEQUAL: unequal, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     q_lens = [rows[request % len(rows)] for request in range(of["requests"])]
@@ -131,7 +132,9 @@ def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
 
 
 def longest_requests(of: Chosen) -> list[int]:
-    """Return the indexes of the longest requests, without those that have no rows or no keys."""
+    """Return the indexes of the requests that the axis "longest_request" names and that have rows and keys; if there are none,
+    the index of the last request.
+    """
     count = of["requests"]
     empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
     places: LongestRequest = of.get("longest_request", LongestRequest.LAST)
@@ -139,13 +142,13 @@ def longest_requests(of: Chosen) -> list[int]:
 
 
 def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return the lengths, with 0 for the requests that `without` names. If it is no `Without`, nothing changes."""
+    """Return the lengths, with 0 for the requests that `without` names. Nothing changes if `without` is no `Without`."""
     empty = empty_requests(without, len(lens))
     return tuple(0 if request in empty else length for request, length in enumerate(lens))
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the number of keys of each of the longest requests: to one from `longest`, of every second request to half of one."""
+    """Set the numbers of keys of the longest requests to results of `longest()`; for every second of them, to half a result."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
@@ -160,7 +163,7 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Draw numbers of keys near ends of tiles; in a large batch, from `least` on in turn."""
+    """Draw the number of keys of each request near ends of tiles. In a large batch, return `least` keys or some more."""
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
     edges = edge_lengths(tile, EQUAL)
@@ -176,11 +179,11 @@ def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     elif count > REQUESTS:
         with_long(kv_lens, of, lambda: LONGEST_OF_MANY)
     else:
-        with_long(kv_lens, of, lambda: SHORT - rng.randrange(20))  # a window hides something of it
+        with_long(kv_lens, of, lambda: SHORT - rng.randrange(20))  # long enough that a window hides keys
         if of.get("pages") == Pages.TWICE:
             kv_lens = [kv_len + page_size for kv_len in kv_lens]
     if of.get("mask") == Mask.OWN_BIT_CLEAR:
-        # Of the draft alone, whose first row sees no key.
+        # One request has only the keys of the draft, so that its first row sees no key.
         kv_lens[min({*range(count)}.difference(longest_requests(of)), default=0)] = 0
     if lengths == Lengths.EQUAL:
         kv_lens = [EQUAL] * count
@@ -191,7 +194,7 @@ def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionInputs:
-    """Return the tensors of a paged call's configuration, with its cache, page table, sinks and mask."""
+    """Return the tensors of the paged call that a configuration describes."""
     inputs = _stored(build_attention(attention_case(of, ranges), device), of)
     mask: Mask = of.get("mask", Mask.NONE)
     if mask == Mask.NONE:
@@ -203,8 +206,8 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the inputs of a case with other lengths, another seed and, if `moved`, other pages. They include a random mask,
-    and sinks if the case has them or an MLA call may have them.
+    """Return the tensors of a case with the lengths `lens`, a random mask, and sinks if the case has them or is an MLA call.
+    `seed` changes the data, and `moved` the pages.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
@@ -215,7 +218,7 @@ def redrawn_paged(
 
 
 def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
-    """Return the inputs with the cache's strides, and the page table's contents and form, as a configuration says."""
+    """Return the inputs with the strides of the cache and the page table that a configuration says."""
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
     form, case, k_pages, v_pages = of["cache"], inputs.case, inputs.k_pages, inputs.v_pages
@@ -235,7 +238,9 @@ def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Return inputs in which the last page of each request, if it has several, is the page before it."""
+    """Return the inputs with page tables that name one page twice: the last page of each request with several pages is replaced
+    by the page before it.
+    """
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)
     for request, kv_len in enumerate(inputs.case.kv_lens):
@@ -250,7 +255,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Pass the backend's name if it is not "auto", and arguments that an engine passes in every call."""
+    """Pass the backend's name unless it is "auto", the counter buffer of an engine, and arguments that select a kernel."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]
@@ -260,7 +265,7 @@ def _backend(call: BuiltCall) -> None:
         call.given["qk_nope_head_dim"] *= 2
     if call.forms.get("hints"):
         call.given |= _hints(call)
-    # As the engine gives them in every call. They must not be changed after the call, like tensors that a kernel only reads.
+    # An engine passes the counters in every call. They must be zero again afterwards, so they count as an unchanged input.
     # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
     call.given["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
         len(case.q_lens), case.num_qo_heads, sm_count=1, device=call.device
@@ -268,7 +273,7 @@ def _backend(call: BuiltCall) -> None:
 
 
 def _hints(call: BuiltCall) -> dict[str, Any]:
-    """Return arguments that select other kernels with equal results."""
+    """Return arguments that select another kernel, whose results must be equal."""
     if call.interface is AttentionCall.DECODE:
         return {"bf16q_fp8kv_transform_mode": "k_only"}
     is_var_seq = len(set(call.inputs.kv_lens)) > 1
@@ -276,12 +281,12 @@ def _hints(call: BuiltCall) -> dict[str, Any]:
 
 
 def _cache(call: BuiltCall) -> None:
-    """Pass the cache as one tensor for K and V, or with four axes, if the configuration says so."""
+    """Pass K and V as one tensor, or with four axes, if the configuration says so."""
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form.is_one_tensor:
         whole = as_one_tensor(call.inputs)
         call.given["kv_cache"] = in_halves(whole) if form == Cache.HALVES else whole
-        # A decode takes scale factors as a pair alone.
+        # Only a context call takes the scale factors of K and V as one tensor.
         if call.inputs.scale_factors is not None and call.interface is AttentionCall.CONTEXT:
             k, v = (each.view(torch.uint8) for each in call.given["kv_cache_sf"])
             call.given["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
@@ -307,7 +312,9 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _selection(call: BuiltCall) -> None:
-    """Add entries far outside the pool for rows of padding, and pass `sparse_mla_top_k_lens` as a part of a larger tensor."""
+    """For sparse MLA: give padding rows entries far outside the pool, and pass `sparse_mla_top_k_lens` as a view of a larger
+    tensor, if the configuration says so.
+    """
     if not call.inputs.case.top_k:
         return
     padding = {"block_tables": FAR_ENTRY, "sparse_mla_top_k_lens": call.inputs.case.top_k}

@@ -1,8 +1,8 @@
-"""What a serving engine sends: the values of each parameter that it passes to the judged functions, and where its code says so.
+"""Profiles of serving engines: which values an engine passes for each parameter of the judged functions.
 
-`profiles.json`, beside this module, has the values, as they were read in the engines' code. It also has the parameter that a
-feature of a call or case shows (`shown_by`), with the parameter's value, or "" if this is the feature's own. A case that no
-engine sends is a documented corner: the documentation allows it, and a kernel that is wrong there spoils no request.
+`profiles.json` has the values, and the lines of the engine's code from which they were read. Its table `shown_by` maps a
+feature (a named property of a call) to the parameter that it shows, and to the value of the parameter, or "" if the value is
+that of the feature. A case that no engine sends is a documented corner: only the documentation of the function allows it.
 """
 
 import functools
@@ -22,8 +22,8 @@ from lab.workloads.interfaces import Interface
 
 ANY = "any"
 ALL_BUT = f"{ANY} but "
-EVERY = "every"  # the rows of all functions that the engine calls
-OF_LENGTHS = ("no_keys", "fewer_keys", "no_rows")  # which say something of a call alone: a prefix may have no token
+EVERY = "every"  # key of the parameters that all functions of the engine share
+OF_LENGTHS = ("no_keys", "fewer_keys", "no_rows")  # features that count only for attention calls, not for passes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Parameter:
     remark: str  # the forward modes that pass the values, or another remark
 
     def has(self, value: Any) -> bool:
-        """Return True if the engine passes the value."""
+        """Return True if `value` is among the values that the engine passes."""
         is_listed = str(value).lower() in self.values.removeprefix(ALL_BUT).split(" | ")
         return is_listed != self.values.startswith(ALL_BUT) or self.values == ANY
 
@@ -46,8 +46,8 @@ class Profile:
 
     name: str
     version: str
-    folder: str  # of the sources in the engine's package
-    # Parameters by their names; by the short names of the functions to which they belong, or by `EVERY`.
+    folder: str  # folder of the sources in the engine's package
+    # From the short names of functions (or `EVERY`) to the parameters of these functions by name.
     functions: Mapping[str, Mapping[str, Parameter]]
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Profile:
         return {name: parameter for rows in (every, *own) for name, parameter in rows.items()}
 
     def passes(self, interface: Interface, values: Iterable[tuple[str, Any]]) -> bool:
-        """Return True if the engine calls the function, and passes these values, each given as (parameter, value)."""
+        """Return True if the engine calls the function and passes these values, given as (parameter, value) pairs."""
         parameters = self.of(interface)
         return bool(parameters) and all(parameters[name].has(value) for name, value in values if name in parameters)
 
@@ -73,15 +73,14 @@ class Profile:
         return all(self.passes(interface, _values(interface, {**found.features, **request})) for request in requests)
 
     def concerns(self, verdict: CaseVerdict) -> bool:
-        """Return True if the engine sends what a verdict is about.
-
-        A check varies the call of a case. If results are wrong, the engine must make the call of at least one of them.
+        """Return True if the engine sends the case of a verdict and, if results are wrong, the call of at least one wrong
+        result. (A check also makes variations of the case's call, which the engine may never make.)
         """
         if isinstance(verdict.case, RecordedCase) or not self.sends(verdict.interface, verdict.case):
             return False
         wrong = [result for result in verdict.judged.results if result.wrong]
         is_one_call = isinstance(verdict.case, Configuration) and verdict.check == "K18"
-        if not wrong or hasattr(verdict.case, "mode") or is_one_call:  # a pass is made as SGLang makes it
+        if not wrong or hasattr(verdict.case, "mode") or is_one_call:  # all calls of a forward pass are an engine's
             return True
         return any(
             self.passes(verdict.interface, _values(verdict.interface, {**result.features, **request}))
@@ -91,7 +90,7 @@ class Profile:
 
 
 def _values(interface: Interface, features: Features) -> Iterator[tuple[str, Any]]:
-    """Yield (parameter, value) for the values that a call, or a case that is no `Configuration`, shows by its features."""
+    """Yield (parameter, value) for each parameter whose value can be read from the features of a call or case."""
     is_call = isinstance(interface, AttentionCall)
     if is_call and "dtype" in features:
         query = features.get("query_dtype", features["dtype"])
@@ -109,7 +108,7 @@ def _table() -> Any:
 
 @functools.cache
 def profiles() -> Mapping[str, Profile]:
-    """Return the profiles by the names that commands take, such as "sglang"."""
+    """Return all profiles by their short names, such as "sglang"."""
     found = {}
     for key, engine in _table()["engines"].items():
         of_functions = engine.pop("functions").items()
@@ -119,11 +118,7 @@ def profiles() -> Mapping[str, Profile]:
 
 
 def profile_named(key: str) -> Profile:
-    """Return the profile with a name that commands take.
-
-    Raises:
-        ValueError: there is no such profile.
-    """
+    """Return the profile with a short name such as "sglang". Raise ValueError if there is none."""
     if key not in profiles():
         raise ValueError(f"no profile is called {key!r}: one of {', '.join(profiles())}")
     return profiles()[key]

@@ -1,8 +1,8 @@
-"""The ragged context call: MLA before absorption, over contiguous K/V. Its model (parameters, their values and rules), and how
-the cases and calls of a configuration, and those of replays, are made.
+"""The ragged context call (MLA without absorption, over contiguous K/V): its parameters, called axes, with their values and
+rules, and how its tensors and arguments are built from a configuration (a value for each axis).
 
 The first value of each axis is its default. Query dtypes, windows, sinks, large batches and long requests come from `Ranges`.
-Heads and head_dims are the model's own; they include those of DeepSeek and related models.
+Numbers of heads and head_dims are listed here; they include those of DeepSeek and related models.
 """
 
 import math
@@ -58,27 +58,27 @@ from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged, padded
 from lab.workloads.inputs.views import GAP, Layout
 from lab.workloads.ragged_case import RaggedCase
 
-FEW_KEYS = 50  # about, of a request in a large batch
-LONGEST = 65_600  # keys: every one has a head of its own
+FEW_KEYS = 50  # estimate of the keys of a request in a large batch
+LONGEST = 65_600  # most keys of a long request: K and V have up to 128 heads
 MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
-MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
+MOST_PRODUCTS = 2**29  # most multiplications of Q·K^T in one of the attentions that a case computes
 DEEPSEEK_HEADS = 128
 HEAD_DIMS = ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128")
 KEYS_AND_VALUES = (
     *(Layout.CONTIGUOUS, Layout.TOKENS_APART, Layout.HEADS_APART, Layout.HEADS_FIRST),
     *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.FAR_APART, *KV),
 )
-BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their differences overflows
-# Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.
+BELOW_ZERO = "below zero"  # value of "contents": all logits of a row lie between LOWEST and HIGHEST
+# exp of these logits underflows in float32 (below e**-103), and exp of their difference overflows (above e**88.7).
 HIGHEST, LOWEST = -110.0, -210.0
 QUERY_COORDINATE = 16.0
-# The value of each element of the keys' padding, which no row may read.
+# The value of each element of padding after K and V, which no row may read.
 PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 100.0, RaggedPadding.NAN: math.nan}
 
 
 def ragged_model(ranges: Ranges) -> Model:
-    """Return the axes and rules of the ragged context call, restricted to ranges."""
+    """Return the axes and rules of the ragged context call. Some values come from `ranges`."""
     axes: dict[str, Sequence[Any]] = {
         "dtype": tuple(text_of(query) for query, _ in ranges.widened("dtypes")),
         "head_dims": tuple(map(HeadDims, HEAD_DIMS)),
@@ -117,13 +117,14 @@ def ragged_model(ranges: Ranges) -> Model:
 
 
 def _keys(requests: int, lengths: Any) -> int:
+    """Estimate the number of keys of a call."""
     return (
         requests * FEW_KEYS if requests > REQUESTS else REQUESTS * SHORT + (lengths if isinstance(lengths, int) else 0)
     )
 
 
 def _pairs(rows: Any, lengths: Any) -> int:
-    """Estimate the number of (row, key) pairs of a call with few requests."""
+    """Estimate the number of (query row, key) pairs of a call with few requests, for values of these two axes."""
     prompt = rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 10
     return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
 
@@ -174,7 +175,7 @@ TRIPLES = (
 
 
 def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInputs:
-    """Return the tensors of a configuration, with its sinks and without padding, which `RAGGED_FORMS` adds."""
+    """Return the tensors of the ragged call that a configuration describes, without padding (`RAGGED_FORMS` adds it)."""
     inputs = build_ragged(ragged_case(of), device)
     inputs = _below_zero(inputs) if of["contents"] == BELOW_ZERO else inputs
     sinks = None if of["sinks"] == Sinks.NONE else torch.linspace(1.0, 4.0, inputs.query.shape[1], device=device)
@@ -204,7 +205,7 @@ def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     """Return the number of keys of each request in a ragged call, as the axis "lengths" says."""
     lengths, rng = of["lengths"], generator(of)
     kv_lens = short_lens(rng, TILE, q_lens)
-    longest = lengths if isinstance(lengths, int) else SHORT - 20  # a window hides something of it
+    longest = lengths if isinstance(lengths, int) else SHORT - 20  # long enough that a window hides keys
     with_long(kv_lens, of, lambda: longest + rng.randrange(20))
     kv_lens = list(map(max, kv_lens, q_lens))
     if lengths == Lengths.AS_ROWS:
@@ -217,7 +218,7 @@ def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Return the inputs with one coordinate replaced, so that all logits of a row lie between LOWEST and HIGHEST."""
+    """Return the inputs with element 0 of each query and key vector replaced, so that all logits are near LOWEST to HIGHEST."""
     query, parts = inputs.query.float(), []
     query[..., 0] = QUERY_COORDINATE
     for keys, values in inputs.parts:
@@ -229,12 +230,12 @@ def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
 
 
 def _keys_and_values(call: BuiltCall) -> None:
-    """Pass the keys and values of a ragged call in the layout that the axis "kv" names, with padding after them."""
+    """Pass K and V of a ragged call in the memory layout that the axis "kv" names, with padding after the last token."""
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
     if form == KV.ONE_TENSOR:
         key, value = torch.cat((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
-    elif form == KV.V_OF_A_PROJECTION:  # which has the keys' elements without position before the values
+    elif form == KV.V_OF_A_PROJECTION:  # V is a view of the output of MLA's up-projection, [..., key part, value]
         without_position = key.shape[-1] // 2 // GAP * GAP
         value = torch.cat((key[..., :without_position], value), dim=-1)[..., without_position:]
     elif form == KV.V_APART:
@@ -245,7 +246,7 @@ def _keys_and_values(call: BuiltCall) -> None:
 
 
 def _host_lengths(call: BuiltCall) -> None:
-    """Pass the lengths as CPU tensors too, if the configuration says so."""
+    """Also pass the lengths as CPU tensors, if the configuration says so."""
     if call.forms["mirrors"] != "none":
         dtype = getattr(torch, call.forms["mirrors"])
         call.given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
@@ -256,7 +257,7 @@ RAGGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host
 
 
 def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterator[RaggedCase]:
-    """Yield `count` cases for replays, and one with each number of keys in `longest`."""
+    """Yield `count` short cases for graph replays, and one case for each number of keys in `longest`."""
     dtypes = [dtype for dtype, _ in ranges.dtypes]
     shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
     for number in range(count):
@@ -269,7 +270,7 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the inputs of a case with other lengths and another seed. They include sinks, and the call returns the LSE."""
+    """Return the tensors of a call with sinks and LSE for the lengths `lens`. `seed` and `moved` change the data."""
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
     sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0

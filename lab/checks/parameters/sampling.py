@@ -1,4 +1,7 @@
-"""Draw random points (a value for each axis) of a model, and shrink a point with a wrong result."""
+"""Draw random points of a model, and shrink a point whose case has a wrong result.
+
+A model lists the parameters of a call, called axes, with their values and rules. A point has one value for each axis.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +21,7 @@ class DrawnPoint:
 
     model: Model
     point: Mapping[str, Any]
-    seed: int  # of everything that the case draws
+    seed: int  # the seed of the case
     make: Callable[[Point, int], Any]  # returns the case of a point and a seed
 
     @property
@@ -26,7 +29,9 @@ class DrawnPoint:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["DrawnPoint"]:
-        """Yield allowed samples with another value of an axis: its default, then smaller sizes, the smallest first."""
+        """Yield samples with a simpler value of an axis: its default, then smaller numbers, the smallest first. Points that
+        break a rule are left out. Nothing is yielded if the axis has its default.
+        """
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
@@ -42,13 +47,13 @@ class DrawnPoint:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[DrawnPoint]:
-    """Yield an endless sequence of random samples of a model. The same seed gives the same samples.
+    """Yield random points of a model without end. The same seed gives the same points.
 
     Args:
         model: the model of the points.
-        seed: seed of the points.
+        seed: seed of the sequence.
         make: as in `DrawnPoint`.
-        fewest: least number of axes that are drawn; the rest keep their default. None: all axes are drawn.
+        fewest: least number of axes with random values; the remaining axes have their default. None: all axes are random.
     """
     rng, names = random.Random(seed), list(model.axes)
     while True:
@@ -62,7 +67,9 @@ def samples(
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Shrink a sample whose case is wrong: reset values to their defaults and reduce sizes as long as the case stays wrong."""
+    """Return a simpler sample for which `stays_wrong(case)` is still True: values are reset to their defaults, numbers are
+    reduced, and the seed becomes 0 if possible.
+    """
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)

@@ -1,4 +1,4 @@
-"""The values of a call's parameters that are not numbers. Each value equals a text, which the repr of a case contains."""
+"""The parameter values of calls that are not numbers, as enums. A member equals a text, which the `repr` of a case contains."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -15,10 +15,10 @@ from lab.workloads.interfaces import Interface
 
 @dataclass(frozen=True)
 class Chosen:
-    """A value for each axis of a function's model, and a seed."""
+    """A value for each axis (parameter) of a function's model, and a seed. Base class of `Configuration`."""
 
     interface: Interface
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of every axis; default values may be left out
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # by axis; default values may be left out
     seed: int = 0
 
     def __getitem__(self, axis: str) -> Any:
@@ -30,7 +30,7 @@ class Chosen:
 
 
 class DtypePair(str):
-    """The dtypes of the query and the cache, such as bf16/e4m3."""
+    """The dtypes of the query and of the cache as a text, such as "bf16/e4m3"."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class DtypePair(str):
 
 
 class HeadDims(str):
-    """The head_dims of keys and of values, such as 576/512."""
+    """The head_dims of keys and of values as a text, such as "576/512"."""
 
     __slots__ = ()
 
@@ -58,23 +58,26 @@ class HeadDims(str):
 
 
 class Lengths(TextEnum):
-    """How the numbers of keys of the requests are chosen."""
+    """How many keys the requests have. LONGER, AS_ROWS and OF_THE_NEXT belong to the ragged call."""
 
     UNEQUAL = "unequal"
     EQUAL = "equal"
-    LONGER = "longer"
+    LONGER = "longer"  # than the request's number of query rows
     AS_ROWS = "as rows"
-    OF_THE_NEXT = "as the next request's rows"  # as many keys as rows in all, but not of each request
+    OF_THE_NEXT = "as the next request's rows"  # the whole batch has as many keys as rows, but a request does not
     FEWER = "fewer than rows"
 
 
 class Without(TextEnum):
-    """Which requests have no rows, or no keys. `requests` returns their indexes in a batch of a given size."""
+    """Which requests are empty: without query rows as a value of "offsets", without keys as a value of "lengths".
+
+    `requests` returns the indexes of the empty requests for a number of requests.
+    """
 
     FIRST = "none first", lambda count: range(1)
     MIDDLE = "none in the middle", lambda count: range(count // 2, count // 2 + 1)
     LAST = "none last", lambda count: range(count - 1, count)
-    TWICE = "none twice", lambda count: range(max(count - 3, 0), count - 1)  # the two before the last
+    TWICE = "none twice", lambda count: range(max(count - 3, 0), count - 1)  # the two requests before the last one
     ALL_BUT_ONE = "none but the first", lambda count: range(1, count)
     ALL = "none at all", range
 
@@ -83,7 +86,7 @@ class Without(TextEnum):
 
 
 class LongestRequest(TextEnum):
-    """Which requests are the longest of the batch. `requests` returns their indexes in a batch of a given size."""
+    """Which requests are the longest ones. `requests` returns the indexes of these requests for a number of requests."""
 
     LAST = "last", lambda count: (count - 1,)
     FIRST = "first", lambda count: (0,)
@@ -97,29 +100,29 @@ class LongestRequest(TextEnum):
 
 @functools.cache
 def empty_requests(without: Any, requests: int) -> frozenset[int]:
-    """Return the indexes of the requests in a batch that `without` names. If it is no `Without`, there are none."""
+    """Return the indexes of the empty requests in a batch of `requests` requests; none if `without` is no `Without`."""
     return frozenset(without.requests(requests) if isinstance(without, Without) else ())
 
 
 @functools.cache
 def is_outside(place: LongestRequest, without: Any, requests: int) -> bool:
-    """Return True if none of the longest requests is one of those that `without` empties. If it empties all, any place fits."""
+    """Return True if the longest requests (`place`) are not among the empty ones (`without`), or if all requests are empty."""
     return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 
 class Offsets(TextEnum):
-    """How row offsets are given, and whether padding rows follow the requests' rows."""
+    """Whether row offsets (`cum_seq_lens_q`) are passed, which numbers of rows they give, and which padding rows follow."""
 
     PLAIN = "plain"
-    NONE = "none"
-    EQUAL = "equal"
+    NONE = "none"  # no offsets: all requests have the same number of rows
+    EQUAL = "equal"  # offsets of equal numbers of rows
     UNEQUAL = "unequal"
     PADDED = "padding after"
     PADDED_WITH_NAN = "padding of NaN"
 
 
 class Rows(TextEnum):
-    """How the numbers of query rows of the requests are chosen, in a context call or ragged context call."""
+    """How many query rows the requests of a context call or ragged context call have."""
 
     UNEQUAL = "unequal"
     ONE_EACH = "one each"
@@ -133,27 +136,27 @@ class Mask(TextEnum):
     FULL = "full", "full mask"
     TREE = "tree", "tree mask"
     BY_REQUEST = "by request", "mask that differs by request"
-    OWN_BIT_CLEAR = "own bit clear"  # of each row: it sees the draft's tokens before it, and so the first row none
+    OWN_BIT_CLEAR = "own bit clear"  # a row sees only the draft tokens before its own, so the first row sees none
     BITS_AFTER = "bits after the draft", "tree mask"
     AT_A_WORD = "at a word", "tree mask"  # the mask begins at no multiple of 4 bytes
 
     def __init__(self, _: str, shown: str | None = None) -> None:
-        self.shown = shown  # its name in `draft_masks`; None where it has none
+        self.shown = shown  # the key of the mask in `draft_masks`, or None
 
 
 class Sinks(TextEnum):
-    """Whether a call has sinks (one number per head), and how it gets them."""
+    """Whether a call has sinks (one number per head), and how they are passed."""
 
     NONE = "none"
     PER_HEAD = "per head"
     SOME_MINUS_INFINITY = "some minus infinity"
-    A_PART = "a part of others"
+    A_PART = "a part of others"  # a view of a larger tensor of NaN
     LIST = "list"
     TUPLE = "tuple"
 
 
 class LogitScale(TextEnum):
-    """How a call gets `bmm1_scale`: as a number or a tensor, with which sign, and in base e or 2."""
+    """How `bmm1_scale` is passed: as a number or tensor, with which factor of the usual scale, and in base e or 2."""
 
     NUMBER = "number", None, 1.0
     TENSOR_1D = "tensor [1]", (1,)
@@ -168,16 +171,16 @@ class LogitScale(TextEnum):
     def __init__(
         self,
         _: str,
-        shape: tuple[int, ...] | None,  # of a tensor; None for a number
-        factor: float = 0.75,  # of the usual scale
-        is_log2: bool = False,  # the scale is given as `bmm1_scale_log2`
-        is_beside: bool = False,  # `bmm1_scale` is given too, as a tensor; `bmm1_scale_log2` takes precedence
+        shape: tuple[int, ...] | None,  # shape of the tensor; None for a number
+        factor: float = 0.75,  # the scale divided by the usual scale
+        is_log2: bool = False,  # the scale is passed as `bmm1_scale_log2`
+        is_beside: bool = False,  # `bmm1_scale` is passed too, as a tensor; `bmm1_scale_log2` takes precedence
     ) -> None:
         self.shape, self.factor, self.is_log2, self.is_beside = shape, factor, is_log2, is_beside
 
 
 class ValueScale(TextEnum):
-    """How a call gets `bmm2_scale`. 0.9 is not a sum of few powers of two, so that rounding of the scale shows."""
+    """How `bmm2_scale` is passed. 0.9 has many mantissa bits, so that a rounded scale gives a wrong result."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None
@@ -193,7 +196,7 @@ class ValueScale(TextEnum):
 
 
 class Output(TextEnum):
-    """How a call gets its output buffer and dtype: `out` and `out_dtype`."""
+    """How a call gets the buffer and dtype of its output: `out` and `out_dtype`."""
 
     NONE = "none", None, False
     GIVEN = "given"
@@ -207,8 +210,8 @@ class Output(TextEnum):
     E4M3 = "dtype e4m3", E4M3, False
 
     def __init__(self, _: str, dtype: torch.dtype | None = None, is_given: bool = True) -> None:
-        self.dtype = dtype  # of the output; None for the call's own
-        self.is_given = is_given  # a buffer is passed
+        self.dtype = dtype  # dtype of the output; None for the dtype that the call has by default
+        self.is_given = is_given  # whether `out` is passed
 
     def is_e4m3(self, dtypes: DtypePair) -> bool:
         """Return True if the output of a call with these dtypes is e4m3."""
@@ -216,47 +219,49 @@ class Output(TextEnum):
 
 
 class Lse(TextEnum):
-    """How a call is asked for the LSE: `lse` and `return_lse`."""
+    """How a call requests the LSE: `lse` and `return_lse`."""
 
     NONE = "none", False
     RETURNED = "returned", False
     GIVEN = "given"
-    AS_THE_QUERY = "given as the query"
-    ALONE = "given alone"
+    AS_THE_QUERY = "given as the query"  # with the query's axes except the last
+    ALONE = "given alone"  # `lse` without `return_lse`
     STRIDED = "strided"
     ROWS_APART = "rows apart"
     BASE_E = "base e", False
 
     def __init__(self, _: str, is_given: bool = True) -> None:
-        self.is_given = is_given  # a buffer is passed
+        self.is_given = is_given  # whether `lse` is passed
 
 
 class SeqLens(TextEnum):
+    """How lengths are passed: with which dtype, or as a view of a larger tensor of wrong lengths (AMID_OTHERS)."""
+
     INT32 = "int32"
     UINT32 = "uint32"
     AMID_OTHERS = "amid others"
 
 
 class KeyOffsets(TextEnum):
-    """What the offsets `cum_seq_lens_kv` of a context call count."""
+    """The unit of the offsets `cum_seq_lens_kv` of a context call."""
 
     KEYS = "keys"
     PAGES = "pages"
 
 
 class Bound(TextEnum):
-    """Which value is passed as an upper bound of the lengths, such as `max_kv_len`."""
+    """Which value is passed as an upper bound of lengths, such as `max_kv_len`."""
 
-    OF_THE_TABLE = "of the table"
-    EXACT = "exact"
+    OF_THE_TABLE = "of the table"  # the tokens in a row of the page table
+    EXACT = "exact"  # the longest length
     LARGER = "larger"
-    FOUR_TIMES = "4 times"
-    OF_A_MODEL = "262,144"  # as long as a model's requests may become, however short the batch's are
+    FOUR_TIMES = "4 times"  # OF_THE_TABLE times 4
+    OF_A_MODEL = "262,144"  # the longest context of a model
     NONE = "None"
 
 
 class Tables(TextEnum):
-    """How a call gets its block tables."""
+    """How `block_tables` are passed: with which gaps, alignment, width, and entries after a request's last page."""
 
     PLAIN = "plain"
     ROWS_APART = "rows apart"
@@ -268,12 +273,14 @@ class Tables(TextEnum):
     SEPARATE_ROWS_APART = "separate with rows apart", True
 
     def __init__(self, _: str, is_separate: bool = False) -> None:
-        self.is_separate = is_separate  # K and V have tables of their own
+        self.is_separate = is_separate  # whether K and V have different tables
 
 
 class Pages(TextEnum):
+    """Whether the page table of a request names a page twice."""
+
     ONCE = "once each"
-    TWICE = "the last twice"  # the last page of a request of several is the one before it
+    TWICE = "the last twice"  # the last table entry of a request with several pages is that of the page before
 
 
 class Cache(TextEnum):
@@ -283,25 +290,23 @@ class Cache(TextEnum):
     PAGES_APART = "pages apart"
     TOKENS_APART = "tokens apart"
     AT_16_BYTES = "at 16 bytes"
-    # An element apart: strides that are no whole loads of 16 bytes, nor of 16 elements, which a kernel may decline.
+    # A gap of one element: the strides are no multiples of 16 bytes, which a kernel may decline.
     PAGES_AN_ELEMENT_APART = "pages an element apart"
     TOKENS_AN_ELEMENT_APART = "tokens an element apart"
     HEADS_APART = "heads apart", False
     ODD_STRIDES = "odd strides", False
     V_OTHERWISE = "V otherwise", False
-    V_INSIDE = (
-        "V otherwise inside pages",
-        False,
-    )  # gaps between V's tokens in HND, between its heads in NHD, and none in K
-    ONE_TENSOR = "one tensor", False, True  # V's page after K's
-    HALVES = "one tensor of two halves", False, True  # all of V after all of K
+    # Gaps inside V's pages and none in K's: between tokens in HND, between heads in NHD.
+    V_INSIDE = "V otherwise inside pages", False
+    ONE_TENSOR = "one tensor", False, True  # each page of V follows its page of K
+    HALVES = "one tensor of two halves", False, True  # all pages of V follow all pages of K
     K_IS_V = "K is V", False
     FOUR_AXES = "4-D", True
     FOUR_AXES_ODD_STRIDES = "4-D with odd strides", True
 
     def __init__(self, _: str, is_of_mla: bool | None = None, is_one_tensor: bool = False) -> None:
-        self.is_of_mla = is_of_mla  # whether MLA alone has the form, or all but MLA; None: each call has it
-        self.is_one_tensor = is_one_tensor  # K and V are passed as one tensor of twice the pages
+        self.is_of_mla = is_of_mla  # True: only MLA calls have the form; False: only other calls; None: all calls
+        self.is_one_tensor = is_one_tensor  # whether K and V are passed as one tensor
 
 
 class KV(TextEnum):
@@ -313,7 +318,7 @@ class KV(TextEnum):
 
 
 class RaggedPadding(TextEnum):
-    """Which padding follows the requests' rows and keys in a ragged call."""
+    """Which padding follows the last query row and the last key of a ragged call."""
 
     NONE = "none"
     ROWS = "rows"
@@ -323,7 +328,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How the batch of a metadata builder is padded: not at all, with slots for requests, or with rows."""
+    """How the batch of a metadata builder is padded: with requests (slots) of a length, or only with query rows."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0
@@ -331,11 +336,11 @@ class BatchPadding(TextEnum):
     ROWS = "rows"
 
     def __init__(self, _: str, slot_length: int | None = None) -> None:
-        self.slot_length = slot_length  # of each slot of padding; None where there is none
+        self.slot_length = slot_length  # seq_len of each padding request; None without padding requests
 
 
 class Later(TextEnum):
-    """How the second pass of a metadata builder differs from the first."""
+    """How the second pass of a metadata builder's case differs from the first pass."""
 
     SAME = "the same"
     LONGER = "longer"
@@ -348,7 +353,7 @@ class Later(TextEnum):
     ANOTHER_POOL = "another pool"
 
     def __init__(self, _: str, more_rows: int = 0) -> None:
-        self.more_rows = more_rows  # than each request of the first pass has
+        self.more_rows = more_rows  # query rows that each request has more than in the first pass
 
 
 class Prefixes(TextEnum):
@@ -359,4 +364,4 @@ class Prefixes(TextEnum):
     SOME_NONE = "some none"
     EQUAL = "equal"
     AT_PAGE_EDGES = "at page edges"
-    NO_LIST = "none, and no list of them"
+    NO_LIST = "none, and no list of them"  # `extend_prefix_lens` is None

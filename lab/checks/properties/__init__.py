@@ -1,4 +1,6 @@
-"""The checks. Each module is one check; its docstring says which errors the check finds that random data would not show."""
+"""The checks of the judge. Each module is one check, such as K4 (poison). The docstring of a module says which errors its check
+finds that a test with random data does not show.
+"""
 
 import functools
 import importlib
@@ -9,7 +11,7 @@ from lab.checks.properties.check import Check
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
-    """Return the checks of this package's modules, sorted by key. R1 is left out, because it has no cases of its own.
+    """Return the checks of this package's modules, sorted by key, without R1 (recorded calls), which has no cases of its own.
 
     K1 to K15 judge single attention calls, K16 and K17 metadata, and K18 combinations of arguments. L1 judges the K/V lists of
     a draft, M1 to M3 forward passes, and S1 and S2 graph replays.
@@ -21,9 +23,7 @@ def checks() -> tuple[Check, ...]:
 
 @functools.cache
 def checks_by_key() -> dict[str, Check]:
-    """Return `checks()`, R1, the check of recorded calls, which has cases only if a recording is given, and the factors of
-    `lab.checks.invariance`.
-    """
+    """Return all checks by key: `checks()`, R1 (recorded calls), and the factors of `lab.checks.invariance`."""
     recorded = importlib.import_module(f"{__name__}.recorded").RECORDED_CALLS
     factors = importlib.import_module(f"{__name__}.invariance").FACTORS
     return {check.key: check for check in (*checks(), recorded, *factors)}

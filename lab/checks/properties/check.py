@@ -1,4 +1,7 @@
-"""A check as data: its key, its cases, and the function that judges a case."""
+"""A check: one test of the judge, with a key such as K4, the cases that it judges, and the function that judges a case.
+
+A case is a frozen dataclass that describes the inputs of a call or of a forward pass.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,40 +19,36 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 WHOLE = Shard()
-QUICK_BUILDS = 8  # as many as there are groups and numbers of rows
+QUICK_BUILDS = 8  # kernels that the quick level compiles: as many as there are groups, and numbers of rows
 
 
 class Level(NamedEnum):
-    """The number of cases of a check: few at SMOKE, many at FULL. QUICK has those first that tell the most, then the others of
-    SMOKE while there is time.
-    """
+    """How many cases a run judges."""
 
-    QUICK = "quick"
-    SMOKE = "smoke"
-    FULL = "full"
+    QUICK = "quick"  # the most informative cases, then the cases of SMOKE until the time is over
+    SMOKE = "smoke"  # few cases
+    FULL = "full"  # many cases
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The input from which a check makes its fixed cases: the function to judge, the ranges of its arguments, the level, and
-    the shard, for a check that divides its cases itself.
-    """
+    """What a check must know to make its fixed cases."""
 
-    interface: Interface
-    ranges: Ranges
+    interface: Interface  # the function to judge
+    ranges: Ranges  # the values that each parameter may have
     level: Level
-    shard: Shard = WHOLE
+    shard: Shard = WHOLE  # the part of a run on several machines; only K18 reads it
 
     @property
     def is_full(self) -> bool:
         return self.level is Level.FULL
 
     def counted(self, smoke: int, full: int) -> int:
+        """Return the number of cases: `full` at the full level, else `smoke`."""
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield random attention cases, `smoke` or `full` of them. All permitted values of a parameter occur equally often."""
-        # The number of combinations that cases share of values for which a kernel is compiled.
+        """Yield `full` random attention cases at the full level, else `smoke`. Values of a parameter occur equally often."""
         num_builds = QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, num_builds)
 
@@ -60,8 +59,7 @@ class Scope:
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
 
 
-# Cases of one shard that follow from its verdicts so far, and random ones within what the verdicts say that the implementation
-# takes.
+# From the function, the ranges, the verdicts so far (and the shard): further cases, and random cases of judged values only.
 Following = Callable[[Interface, Ranges, Sequence[CaseVerdict], Shard], Iterable[Any]]
 DrawOn = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[DrawnPoint]]
 
@@ -72,28 +70,26 @@ def itself(case: AttentionCase) -> AttentionCase:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: the cases that show one kind of mistake, and the function that judges them."""
+    """One check: cases that reveal one kind of error, and the function that judges a case."""
 
     key: str  #: the check's short name, such as "K4"
     name: str  #: the check's name in snake_case, such as "poison"
-    doc: str | None  #: the docstring of the module, whose first line says what the check catches
-    #: yields the fixed cases for a scope (function, ranges and level). They are the same in every run
+    doc: str | None  #: the docstring of the check's module. Its first line says which errors the check finds.
+    #: yields the fixed cases. Equal scopes give equal cases.
     fixed: Callable[[Scope], Iterable[Any]]
-    #: judges one case: it makes calls by the methods of a `CaseRun`, and gives it the expected results. It raises `Unsupported`
-    #: if nothing could be judged
+    #: judges one case by calls and expectations of a `CaseRun`. It raises `Unsupported` if nothing could be judged.
     judge: Callable[[CaseRun], None]
     interfaces: tuple[Interface, ...] = PAGED_CALLS  #: the functions that the check judges
     #: turns a random attention case into a case of this check; None for a check without random cases
     drawn: Callable[[AttentionCase], Any] | None = None
-    #: by the level, one function for each further round of cases. A function gets the verdicts of all earlier rounds, and
-    #: returns the cases of its round. At the full level the rounds follow the smoke level's cases, which at the quick level are
-    #: the last round: each shard has all of them. Of other rounds a shard has the cases of its own goals
+    #: for a level: functions that each return one further round of cases, from the verdicts on all earlier rounds. At the full
+    #: level, the rounds follow the fixed cases of the smoke level. At the quick level, these fixed cases are the last round.
     more: Mapping[Level, Sequence[Following]] = field(default_factory=dict, hash=False)
-    quick: int = 2  #: cases at the quick level, spread over the fixed ones; a check with `more` has its own
-    #: yields further random cases, which are judged after the level's cases if the run has time left
+    quick: int = 2  #: number of fixed cases at the quick level, for a check without `more`
+    #: yields further random cases, which are judged after all other cases if the run has time left
     draw_on: DrawOn = lambda *_: ()
-    #: the special kinds of calls that the check judges too, in cases made from its attention cases: one case of a kind, at the
-    #: full level one of each form of it
+    #: the special kinds of calls, such as those over an NVFP4 cache, that the check judges too: one case of each kind, at the
+    #: full level one case of each form of the kind
     kinds: tuple[CallKind, ...] = KINDS
 
     @property
@@ -101,8 +97,8 @@ class Check:
         return (self.doc or "").split("\n", 1)[0]
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed cases of the check for one function, within the ranges, at a level. Only a check that divides its
-        cases itself reads the shard; the cases of other checks are those of all shards.
+        """Return the fixed cases of the check for a function, with the values in `ranges`, at a level. For a check with `more`
+        (K18), return only the cases of the shard; for another check, the cases of all shards.
         """
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
@@ -117,10 +113,10 @@ class Check:
         return [cases[at * len(cases) // count] for at in range(count)]
 
     def draw(self, interface: Interface, ranges: Ranges) -> Iterable[DrawnPoint]:
-        """Return an endless series of random cases; no case if `drawn` is None."""
+        """Return random cases without end; () if `drawn` is None."""
         return () if self.drawn is None else drawn_cases(interface, ranges, self.drawn)
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    """Return a function for `Check.fixed`, which yields the cases of `Scope.balanced` with these numbers and this seed."""
+    """Return a function from a scope to `scope.balanced(smoke, full, seed)`, for `Check.fixed`."""
     return lambda scope: scope.balanced(smoke, full, seed)

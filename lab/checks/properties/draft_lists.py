@@ -21,8 +21,8 @@ EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
 def _cases(scope: Scope) -> Iterator[DraftListsCase]:
-    """Yield drafts whose prefixes end at block edges of kernels, and drafts that combine branches, pages, steps and windows.
-    The check K18 (combinations) has all other cases.
+    """Yield drafts whose prefixes end at block edges of kernels, and some drafts with several branches, page sizes, steps and
+    windows. Check K18 judges all combinations.
     """
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):
@@ -49,7 +49,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeatures | None = None) -> bool:
-    """Let the function write the lists of a draft, and expect all their cells to be right. Return True if they are."""
+    """Call the function on the buffers of a draft. Return True if all cells are right; record the errors otherwise."""
     wrongs = lists.wrongs(in_place(run.function(MetadataFunction.DRAFT_KV_INDICES)))
     run.judged += 1
     run.expect(what, wrongs, "lists", features)
@@ -57,7 +57,7 @@ def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeat
 
 
 def draft_lists_case(of: Configuration) -> DraftListsCase:
-    """Return the draft that a configuration describes: prefix lengths, steps, branches, page size, window, dtypes and so on."""
+    """Return the draft that a configuration (a value for each parameter of the function) describes."""
     return DraftListsCase(
         lens_of(of["requests"], of["prefixes"], of["page_size"], of.seed),
         positions_differ=of["positions"] == "others",
@@ -70,8 +70,8 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Run the function on the draft of a configuration, then on another draft in the same tensors. Compare every cell of every
-    output buffer with the reference.
+    """Call the function on the draft of a configuration, then on another draft in the same buffers. Compare every cell of the
+    output buffers with the reference.
     """
     case = draft_lists_case(run.case)
     features = features_of_case(case)

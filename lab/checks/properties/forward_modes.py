@@ -32,16 +32,20 @@ from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.pass_case import PASS_CONTENTS
 
-# The slice that brings each model to its fewest heads per GPU without replicating K/V.
+# For each model, the number of tensor-parallel GPUs that gives the fewest heads per GPU without replicated K/V heads.
 TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-oss-120b": 8, "gemma-3-27b": 8}
 
 
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield passes of one geometry, by its name, in the forward modes that the MHA backend runs. Prefixes are empty, end at a
-    page edge or one token from it, or have the lengths `long`, beyond the geometry's window. A mode in which all requests must
-    have equally many query rows gets one pass for each number in `q_lens`.
+    """Yield forward passes in each mode that the MHA backend runs.
+
+    Args:
+        name: name of the geometry (heads, head_dim, window).
+        page_size: tokens in a page. Some prefixes end at a page edge or one token from it.
+        q_lens: numbers of query rows per request, for the modes in which all requests have equally many rows.
+        long: prefix lengths beyond the window.
     """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
@@ -51,17 +55,17 @@ def mode_cases(
     unequal, dealt, new = (5, 1, 2, 4, 3, 1), (5, page_size + 1, 70, 4, 130, 33), (5, page_size + 1, 70, 1, 130, 33)
     for step in (None, 0, 2):
         yield case(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), draft_step=step)
-    # A frozen-KV draft has no token of its own, so a request has one at least, and here two branches.
+    # A step of a frozen-KV draft writes no token, so that each request needs a prefix. Each prefix occurs twice: two branches.
     branches = [prefix for prefix in (1, *prefixes[1:]) for _ in range(2)]
     yield case(ForwardMode.DECODE, branches, (1,) * len(branches), draft_step=FROZEN_KV_STEP, topk=2)
     for q_len in q_lens:
-        # Offsets that cross a page: the request before the edge gains a page, the one on it too.
+        # Drafts that begin before, at and after a page edge.
         edge = max(page_size - q_len, 0)
         crossing = (0, edge, edge + 1, page_size, *long)
         verify = case(ForwardMode.TARGET_VERIFY, crossing, (q_len,) * len(crossing))
         yield verify
         yield replace(verify, mode=ForwardMode.DRAFT_EXTEND_V2)
-        # A pool that lies in memory as the kernels see it, one whose slots are virtual, and six requests in four calls.
+        # Settings that need one pass only: the HND layout, virtual slots, an encoder-only layer, and a batch in four calls.
         if q_len == 4:
             yield replace(verify, layout=KVLayout.HND)
             yield replace(verify, virtual_slots=True)
@@ -72,14 +76,14 @@ def mode_cases(
     yield case(ForwardMode.DRAFT_EXTEND, prefixes, unequal, draft_extend=AttentionCall.DECODE)
     yield case(ForwardMode.RAGGED_VERIFY, prefixes, unequal)
     yield case(ForwardMode.RAGGED_VERIFY, prefixes, unequal, num_padding_rows=7)
-    # The same on the other call of change 24566: V2 on the context kernel.
+    # The draft extend of fixed width on the context kernel, as in SGLang's change 24566.
     yield case(ForwardMode.DRAFT_EXTEND_V2, prefixes, (4,) * len(prefixes), draft_extend=AttentionCall.CONTEXT)
     yield case(ForwardMode.EXTEND, (0,) * len(new), new)
     yield case(ForwardMode.EXTEND, prefixes, new)
     yield case(ForwardMode.EXTEND, prefixes, new, num_padding_rows=7)
     yield case(ForwardMode.EXTEND, prefixes, new, encoder_only=True)
     yield case(ForwardMode.EXTEND, prefixes, new, virtual_slots=True)
-    # Dealt to ranks: the late blocks of all requests follow the early ones, over the same pages.
+    # Context parallelism: each rank has an early and a late block of the rows of each request.
     yield case(ForwardMode.EXTEND, prefixes, dealt, context_parallel=2)
     for splits_tail in (False, True):
         yield case(ForwardMode.MIXED, prefixes, (5, 70, 2, 1, 1, 1), split_mixed_tail=splits_tail)
@@ -104,8 +108,8 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield vLLM's passes: decodes and verifications without and with a graph's padding, requests whose rows differ, and both
-    calls in one pass.
+    """Yield vLLM's passes: decodes and verifications, with and without the padding of a graph; requests with unequal numbers of
+    rows; and passes that make a decode call and a context call.
     """
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
 
@@ -133,7 +137,7 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield MiniMax-M3's passes: a decode and verifications. One row sees one page more than a row selects."""
+    """Yield a decode and verifications of MiniMax-M3 (block-sparse). One row sees one page more than it can select."""
     dtype = ranges.dtypes[0][0]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
     for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
@@ -142,10 +146,8 @@ def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[Forwar
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
-    """Yield passes over e4m3 and NVFP4 caches in which the engine casts the query to e4m3. Over NVFP4, also yield decode passes
-    without the cast.
-
-    trtllm-gen and fmha_v2 take e4m3 queries. XQA, which has only decode calls, takes queries without the cast.
+    """Yield passes over e4m3 and NVFP4 caches in which the engine casts the query to e4m3, as trtllm-gen and fmha_v2 need it.
+    Over NVFP4, also yield decode passes without the cast, as XQA needs it.
     """
     prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
@@ -171,12 +173,12 @@ def usual_page_size(ranges: Ranges) -> int:
 
 
 def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
-    """Return the numbers of query rows per request at the smoke level: 4 if the ranges have it, else their largest number."""
+    """Return the number of query rows per request at the smoke level, as a tuple: 4 if the ranges have it, else the largest."""
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
 def dtypes_of(ranges: Ranges) -> dict[str, Any]:
-    """Return the fields `dtype`, `kv_dtype` and `arithmetic` of a pass, from the first pair of dtypes in the ranges."""
+    """Return `dtype`, `kv_dtype` and `arithmetic` of a pass as keyword arguments, from the first pair of dtypes in `ranges`."""
     dtype, kv_dtype = ranges.dtypes[0]
     return {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": ranges.arithmetic(kv_dtype)}
 
@@ -230,8 +232,8 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a pass with the implementation. Expect the output that the requests' histories give, unchanged inputs, and no write
-    around the output.
+    """Run a forward pass with the implementation. Expect the output that is computed from the requests' K/V histories,
+    unchanged inputs, and no write around the output.
     """
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
@@ -254,10 +256,9 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield each further way to make the calls of a pass: its description, and a function that runs the pass in this way into a
-    given output.
+    """Yield further ways to make the calls of a pass, each as (description, function that runs the pass into a given output).
 
-    The ways are one call with all arguments, and calls that were prepared or planned while query, K and V were zeros.
+    The ways are: direct calls, and calls that were prepared or planned while query, K and V were zeros.
     """
     if CallForm.PREPARED in run.forms:
         yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))

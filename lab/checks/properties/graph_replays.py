@@ -1,9 +1,9 @@
 """A pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
 
-Each case is one replay sequence: a short series of graph replays, eager passes and overwritten buffers with one graph runner,
-in a forward mode that an engine captures. Whatever ran before, each replay must give the metadata of
-`lab.references.forward_metadata` and the output that is computed from the requests' histories. On a CPU a capture is simulated:
-the same calls are made again on the same buffers.
+Each case is one replay sequence: a short series of graph replays, eager passes and overwritten buffers, in a forward mode
+that an engine captures. Each replay must give the metadata of `lab.references.forward_metadata` and the output that is
+computed from the requests' K/V histories, whatever ran before it. On a CPU a replay is simulated: the calls are made again on
+the same buffers.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,17 +26,16 @@ from lab.workloads.graph_case import GraphCase, ReplaySequence, graph_modes, vll
 from lab.workloads.inputs.replay_backends import new_fixture
 from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, right_runner
 
-REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as the lab's own has
-WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
+REAL = ("gpt-oss-120b",)  # real geometries of the full level; this one has sliding-window layers and sinks
+WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (mode, sequence, turn) for each forward mode that runs in graphs and each replay sequence. Callers use the number
-    `turn` to alternate other settings, such as the sliding window.
+    """Yield (mode, sequence, turn) for the forward modes that run in graphs and the replay sequences. `turn` is a number by
+    which further settings, such as the sliding window, can alternate.
 
-    The full level has every sequence in every mode, with every number of query rows per request and several draft steps. The
-    smoke level has each sequence in two modes, which alternate. Sequences run in bfloat16, so there are none if the ranges lack
-    bfloat16. `more` are modes that only the caller's backend has.
+    The full level has every sequence in every mode, with all numbers of query rows per request and several draft steps. The
+    smoke level has each sequence in two modes. Nothing is yielded if the ranges lack bfloat16. `more` are further modes.
     """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
@@ -84,10 +83,10 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
-    """Run the replay sequence of a case on a new fixture (requests, layer and graph runner), and record the first error.
+    """Run the replay sequence of a case on new requests and a new graph runner from `make`. Record the first error.
 
-    If the implementation refuses a call at capture, the case is declined. If it refuses a call later, with ValueError or
-    AssertionError, the case is wrong: a replay has given the call wrong arguments.
+    If the implementation refuses a call at capture, the case is declined. If it refuses a later call with ValueError or
+    AssertionError, the case is wrong, because the metadata of a replay has given the call invalid arguments.
 
     Raises:
         Unsupported: the case is declined.
@@ -111,20 +110,20 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
         run.expect(what, wrong, kind="output")
 
 
-# What is wrong, a sentence each. A sequence ends with the first. Its lengths are those of `ReplayFixture.lengths`.
+# Sentences about errors. A replay sequence gets four K/V lengths: `ReplayFixture.lengths`. It is stopped at its first sentence.
 Wrongs = Iterator[str]
 
 
 def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
-    """Replay several batches one after another. Yield what is wrong in each pass."""
+    """Replay several batches one after another. Yield a sentence for each error."""
     for number, batch in enumerate(batches):
         for wrong in fixture.wrongs(batch, fixture.replay(batch)):
             yield f"replay {number}: {wrong}"
 
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Expect no NaN from the capture itself, and a right replay of a full batch after it. A capture uses the length of padding
-    requests, which in a draft extend is less than the number of query rows.
+    """Expect no NaN in the output of the capture, and a right replay of a full batch after it. All requests of a capture are
+    padding requests. In a draft extend, their length is less than their number of query rows.
     """
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
         yield f"{wrong} output vectors of the capture itself are not finite"
@@ -139,8 +138,8 @@ def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: 
 
 
 def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay a batch of short requests after a batch of long ones. Page tables and running sums still hold the long batch's
-    values after the live cells, so a kernel that uses a stale length reads unrelated tokens.
+    """Replay a batch of short requests after a batch of long requests. Page tables and running sums still have values of the
+    long batch after the live cells, so that a kernel with a stale length reads wrong tokens.
     """
     longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
     yield from _replayed(fixture, longer, shorter)

@@ -1,9 +1,9 @@
-"""Which bits of an output depend on what: a check for each factor, such as the batch size. None is in the catalogue.
+"""Whether the bits of an output depend on a factor, such as the batch size: one check for each factor.
 
-A case makes a base call, and variants of it that differ in the factor alone. A variant whose bits differ is noted as a
-`BitDifference`; one beyond the bound is wrong, as in every check. The host bound of the keys is the same in all calls, but in
-the factor "bounds". The first request has the most keys and rows, so that it stays the longest in any batch. If the base call
-has other bits when it is repeated, before the variants or after them, no difference is the factor's: the case is not judged.
+A case makes a base call, and variants of this call that differ only in the factor. A variant with other bits is recorded as a
+`BitDifference`; it is wrong only if its error exceeds the bound. All calls of a case have the same host bound of the keys,
+except for the factor "bounds". The first request has the most keys and rows, so that it is the longest in every variant. A
+case is not judged if the base call has other bits when it is repeated before or after the variants.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,12 +40,12 @@ from lab.workloads.inputs.ragged import build_ragged
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 from lab.workloads.ragged_case import RaggedCase
 
-WINDOW = 127  # long enough that a kernel divides the keys in it
+WINDOW = 127  # long enough that a kernel splits the keys in the window
 Variants = Callable[[CaseRun, CallInputs], Iterator[Variant]]
 
 
 def _cases(scope: Scope) -> Iterator[Any]:
-    """Yield the cases of each pair of dtypes in turn: of short and of long requests, which kernels split."""
+    """Yield cases for each pair of dtypes, in turn with short requests and with a long first request, which kernels split."""
     ranges, short = scope.ranges, 3 * scope.ranges.longest + 1
     lengths = (short, *ranges.long_requests[: scope.counted(1, 2)])
     if scope.interface not in PAGED_CALLS:
@@ -69,6 +69,7 @@ def _of_several_rows(scope: Scope) -> Iterator[Any]:
 
 
 def _judge(run: CaseRun, variants: Variants) -> None:
+    """Make the base call of a case and its variants. Record each variant with other bits, and each error beyond its bound."""
     inputs = build_ragged(run.case, run.device) if isinstance(run.case, RaggedCase) else run.build()
     truth, found = inputs.truth(), list[tuple[Variant, Result]]()
     held = {} if variants is bounds else {inputs.kv_bound: max(*inputs.kv_lens, 1)}
@@ -139,7 +140,7 @@ def _graphs(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with each backend, and with each value of the arguments that select a kernel of equal results."""
+    """Yield the call with each backend, and with each value of the arguments that select one of several equivalent kernels."""
     values = {name: CHOICES[name] for name in CALL_TYPES[inputs.interface].__dataclass_fields__ if name in CHOICES}
     if "backend" not in inputs.arguments():  # an NVFP4 cache is stored as one backend reads it
         values["backend"] = tuple(FAMILIES[inputs.interface].model(run.ranges).axes["backend"])
@@ -147,7 +148,7 @@ def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
         yield from (Variant(f"{name}={value!r}", inputs, {name: value}) for value in others)
 
 
-# Calls whose cases are not configurations.
+# Functions with attention cases or ragged cases.
 _EVERY: tuple[Interface, ...] = tuple(
     call for call, family in FAMILIES.items() if call in PAGED_CALLS or family.replayed_cases is not None
 )

@@ -33,14 +33,12 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
     for size, case in zip(batch_sizes, scope.balanced(len(batch_sizes), len(batch_sizes), seed=23), strict=True):
         yield _large_batch(scope.on_fewest_heads(case), size)
     for case in scope.balanced(4, 8, seed=25):
-        if (case.arithmetic or case.dtype) is torch.bfloat16:  # fp16's loses the light keys, as e4m3's
+        if (case.arithmetic or case.dtype) is torch.bfloat16:  # fp16 and e4m3 weights of the light keys underflow
             yield replace(case, window_left=-1, contents=Contents.OVERSHADOWED)
 
 
 def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
-    """Return the case with `batch_size` short requests of unequal lengths. In a context call, the numbers of query rows are
-    unequal too.
-    """
+    """Return the case with `batch_size` short requests of unequal lengths; in a context call also of unequal query rows."""
     q_lens = (case.q_lens[0],) * batch_size
     if case.interface is AttentionCall.CONTEXT:
         q_lens = tuple(1 + request % 3 for request in range(batch_size))
@@ -60,8 +58,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Request an e4m3 output, with a bmm2_scale that brings P·V into e4m3's range. A kernel that clamps before it scales gives
-    a wrong output.
+    """Request an e4m3 output with a small bmm2_scale: P·V exceeds the range of e4m3, but the scaled output does not. A kernel
+    that saturates to e4m3 before it scales is wrong.
     """
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:

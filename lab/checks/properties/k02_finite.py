@@ -15,11 +15,11 @@ from lab.checks.properties.check import Check, Scope
 from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 
-# Far above every random logit; an fp16 output underflows beyond.
+# Far above every random logit. With a larger sink an fp16 output underflows.
 LARGE_SINK = {torch.bfloat16: 30.0, torch.float16: 6.0}
 
 
-# Float32 logits of -200,000, in base 2 -290,000, lie 1/32 apart; merged by such logarithms, splits are off by 2**(1/32) - 1.
+# Float32 logits near -290,000 (base 2) have a spacing of 1/32, so that merged splits have relative errors of 2**(1/32) - 1.
 ROUNDED_LOGITS = 0.03
 
 
@@ -32,7 +32,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
                 case, window_left=case.page_size - 1, sinks=True in scope.ranges.sinks, contents=Contents.TALL
             )
     for case in scope.balanced(2, 8, seed=3):
-        # Fewer keys than rows, and none: the leading rows see nothing.
+        # The first request has fewer keys than rows, the last has no keys: some rows see no key.
         short = case.with_rows(*case.q_lens).kv_lens
         case = replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
         yield case
@@ -57,7 +57,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Compare a result with the expected one. An output that is not finite, or NaN in the LSE, is a further error."""
+    """Compare a result with the expected one. Record further errors for an output that is not finite and for NaN in the LSE."""
     if result is None:
         return
     run.expect_close(what, result, truth, least_bound)

@@ -14,8 +14,8 @@ from lab.checks.parameters.attention import edge_lengths
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 
-LONG = 8192  # keys: 64 splits of 128, more than some merges hold
-MOST_COUNTED = 200  # one key more changes the output by a hundredth, above the bound of bf16
+LONG = 8192  # keys of a long request: 64 splits of 128 keys, more than some kernels can merge
+MOST_COUNTED = 200  # most keys of a request of counted keys: one key more changes the output by more than bf16's bound
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -32,7 +32,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _long(case: AttentionCase) -> AttentionCase:
-    """Return the case with two requests: one so long that kernels compute it in many splits, and a short one."""
+    """Return the case with two requests: one with more than `LONG` keys, which kernels split many times, and a short one."""
     kv_lens = (LONG + case.page_size // 2 + 1, case.kv_lens[1])
     return replace(case, kv_lens=kv_lens, q_lens=case.q_lens[:2], window_left=-1, contents=Contents.NEEDLES)
 

@@ -31,7 +31,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Make the call with the numbers of `Storage.dead` in all entries that no row selects. The result must not change."""
+    """Make the call with the values that `dead` names (huge or NaN) in all cache entries that no row selects. Expect the bits
+    of the result `expected`.
+    """
     inputs = run.build(dead=dead)
     places, entries = inputs.places(), inputs.k_pages.flatten(0, 1)
     selected = places[places >= 0].long()
@@ -42,9 +44,8 @@ def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
 
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Make the call as after an engine has freed the pages that lie wholly before every row's window. Their cells in the page
-    table name an unused page with the numbers of `Storage.dead`. The tokens before the windows in the windows' first pages,
-    which an engine has written, are huge. The result must not change.
+    """Make the call as if an engine had freed the pages before the window of every row. The page table names an unused page of
+    dead values instead. The tokens before the window in the window's first page are huge. Expect the bits of `expected`.
     """
     case = run.case
     inputs = run.build(dead=dead)

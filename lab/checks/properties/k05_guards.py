@@ -17,7 +17,7 @@ def _judge(run: CaseRun) -> None:
     truth = inputs.truth()
     before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
     workspace, around_workspace = guarded(new_workspace(run.device))
-    # What lies around these would change the result: the longest possible length, and NaN.
+    # Lengths and sinks are views of larger tensors. Their neighbours would change the result: too large lengths, and NaN.
     among = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
     if inputs.sinks is not None:
         among["sinks"] = embedded(inputs.sinks, float("nan"))

@@ -19,7 +19,7 @@ from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.contents import new_workspace
 
-LEFT = 0x5A  # each byte of a workspace that is given up
+LEFT = 0x5A  # the value of each byte of a workspace that no call may write any more
 
 
 def _judge(run: CaseRun) -> None:
@@ -50,9 +50,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Return a case whose requests have longer lengths, in reversed order. It has twice as many requests if the seed is odd,
-    otherwise half as many.
-    """
+    """Return the case with longer requests in reversed order: twice as many if the seed is odd, otherwise half as many."""
     count = len(case.kv_lens)
     keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))
@@ -60,7 +58,7 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
 
 
 def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
-    """Record an error for each counter buffer, by its name, that is not zero after the call `what`."""
+    """Record an error for each buffer in `counters` (by name) that is not zero. `what` names the call that was made."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
@@ -68,8 +66,10 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Repeat a call, once with scratch full of NaN and once full of large values. Expect the same bits as in the first call.
-    Return the scratch tensor. If the workspace begins with the kernel's counters (`counts`), these are not overwritten.
+    """Repeat a call with scratch full of NaN, and with scratch full of large values. Expect the bits of the result `first`.
+
+    Return the scratch: the part of the call's workspace that was overwritten. `counts` says whether the workspace begins with
+    counters of the kernel, which are not overwritten.
     """
     scratch = scratch_of(call.given["workspace_buffer"], counts)
     for what in filled(scratch):
@@ -78,21 +78,23 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
-    """Return the part of a workspace that may hold anything, after a call with it. `counts` is as in `expect_any_scratch`."""
+    """Return the part of a workspace whose contents may not change a result, after a call with the workspace: the bytes after
+    the counters, or all bytes if the kernel keeps no counters in the workspace (`counts`) and wrote to the first bytes.
+    """
     semaphores, scratch = semaphores_and_scratch(workspace)
-    return workspace if not counts and semaphores.any() else scratch  # the kernel writes all of it
+    return workspace if not counts and semaphores.any() else scratch
 
 
 def filled(scratch: Tensor) -> Iterator[str]:
-    """Fill a scratch tensor, once with NaN and once with large values. Yield words for it each time."""
+    """Fill a scratch tensor with NaN, then with large values. Yield a description after each filling."""
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
         yield f"scratch that holds {name}"
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Repeat a call with a new workspace. Expect the bits of the first call, and no write to `scratch`, which belongs to the
-    earlier workspace.
+    """Repeat a call with a new workspace. Expect the bits of the result `first`, and no write to `scratch`, a part of the
+    call's earlier workspace.
     """
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))

@@ -33,7 +33,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Variant]:
-    """Yield calls with other numbers of requests: the first alone, and all of them several times."""
+    """Yield calls with other numbers of requests: the first request alone, and the whole batch `times` times in one call."""
     yield part(inputs, "request 0 alone", [0])
     every = range(len(inputs.q_lens))
     for each in times:
@@ -41,14 +41,14 @@ def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Var
 
 
 def positions(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield calls with the same requests at other places in the batch."""
+    """Yield calls with the same requests in another order."""
     every = range(len(inputs.q_lens))
     yield part(inputs, "requests in reversed order", every[::-1])
     yield part(inputs, "request 0 after the others", [*every[1:], 0])
 
 
 def another_query(inputs: CallInputs) -> Variant:
-    """Return the call with another query of the first request, which no other request may show."""
+    """Return the call with another query of the first request. The results of the remaining requests must not change."""
     rows = inputs.q_lens[0]
     query, others = inputs.query.clone(), torch.arange(len(inputs.query), device=inputs.query.device)
     query[:rows] *= -2.0
@@ -65,8 +65,8 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs changed such that all requests begin with the same full pages: the first pages of the longest request,
-    at most `SHARED_PAGES`.
+    """Return the inputs with a common prefix: the first pages of all requests are those of the longest request, at most
+    `SHARED_PAGES` full pages.
     """
     page_size = inputs.case.page_size
     lengths = inputs.case.kv_lens

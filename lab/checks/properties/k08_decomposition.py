@@ -25,9 +25,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def several_rows(case: AttentionCase) -> AttentionCase:
-    """Return the case with at least two query rows per request, at most eight in a context call, and with at least as many keys
-    as rows in each request.
-    """
+    """Return the case with at least two query rows per request (in a context call at most eight), and at least as many keys."""
     most = 8 if case.interface is AttentionCall.CONTEXT else max(2, *case.q_lens)
     return case.with_rows(*(min(max(q_len, 2), most) for q_len in case.q_lens))
 
@@ -37,7 +35,7 @@ def _judge(run: CaseRun) -> None:
     truth = inputs.truth()
     together = run.call(inputs)
     run.expect_close("together", together, truth)
-    allowed = 2.0 * truth.compare(together.out).bound  # each side may be off by as much
+    allowed = 2.0 * truth.compare(together.out).bound  # both compared results may have an error up to the bound
     for variant in single_rows(inputs):
         result = run.vary("one row at a time", variant.inputs)
         run.expect_close(variant.what, result, variant.inputs.truth())
@@ -49,16 +47,14 @@ def _judge(run: CaseRun) -> None:
 
 
 def single_rows(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield calls that have one query row of each request, and the request's keys up to this row's key: the last row, then the
-    row before it, and so on.
-    """
+    """Yield calls with one query row of each request and the keys up to this row, from the last rows to the first."""
     for back in range(min(inputs.q_lens)):
         rows = [range(q_len - 1 - back, q_len - back) for q_len in inputs.q_lens]
         yield part(inputs, f"the row {back} before the last, by itself", range(len(rows)), rows)
 
 
 def halves(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield two calls: with the first half of each request's rows and the keys up to them, and with the other half."""
+    """Yield two calls: with the first half of each request's rows and the keys up to these rows, and with the second half."""
     firsts = [range(q_len // 2) for q_len in inputs.q_lens]
     rests = [range(q_len // 2, q_len) for q_len in inputs.q_lens]
     for what, rows in (("the first half of the rows", firsts), ("the second half of the rows", rests)):

@@ -31,10 +31,10 @@ from lab.workloads.inputs.contents import unwritten
 from lab.workloads.inputs.ragged import TILE
 from lab.workloads.interfaces import PAGED_CALLS
 
-LONG = (4096, 32768)  # keys of a request that was captured on a page
-MOST_BETWEEN = 1024  # keys of a request in the eager call, and two pages more
-KEPT = ("workspace_buffer", "out")  # arguments whose contents are not a batch's
-# Configurations of DSV4's call. Of the smoke level the first three, and one with a long request.
+LONG = (4096, 32768)  # keys of a long request, which is replayed in a graph that was captured with few keys
+MOST_BETWEEN = 1024  # most keys of a request in the eager call between replays, apart from two tiles
+KEPT = ("workspace_buffer", "out")  # arguments that are not overwritten by those of a batch
+# Configurations of DeepSeek-V4's call. The smoke level has the first three, and one with a long request.
 OF_TWO_POOLS: tuple[dict[str, Any], ...] = (
     {"q_len": 2, "lengths": Lengths.EQUAL},
     {"q_len": 3, "offsets": Offsets.UNEQUAL, "columns": 640},
@@ -45,7 +45,7 @@ OF_TWO_POOLS: tuple[dict[str, Any], ...] = (
 )
 
 
-Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie elsewhere
+Make = Callable[..., CallInputs]  # make(lens, seed, moved) returns tensors; `moved` means other pages
 
 
 def _cases(scope: Scope) -> Iterator[Any]:
@@ -72,17 +72,15 @@ def _of_two_pools(scope: Scope) -> Iterator[Configuration]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Return the case with at least as many keys in each request as any request has query rows. If 3 divides the seed, a decode
-    call gets cum_seq_lens_q.
+    """Return the case with at least as many keys in each request as the largest number of query rows. A decode call whose
+    seed is a multiple of 3 gets cum_seq_lens_q.
     """
     offsets = case.offsets or (case.interface is not AttentionCall.CONTEXT and case.seed % 3 == 0)
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
 
 
 def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
-    """Return the case with two requests of `q_len` query rows: one with more than `most_keys` keys, which kernels compute in
-    many splits, and a short one.
-    """
+    """Return the case with two requests of `q_len` query rows: one with more than `most_keys` keys, and a short one."""
     kv_lens = (most_keys + case.page_size // 2 + 1, TILE + 1)
     return replace(case, kv_lens=kv_lens, q_lens=(q_len,) * 2, window_left=-1)
 
@@ -107,9 +105,14 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Judge a captured call in replays of several batches, and calls that are made eagerly, prepared or planned. `room` are the
-    lengths of the largest batch, which fills the call's tensors. If `waits`, a replay may have requests with fewer query rows
-    than at capture.
+    """Judge a captured call in replays of several batches, and calls that are made eagerly, prepared or planned.
+
+    Args:
+        run: the run of the case.
+        make: returns the tensors of a batch from its lengths.
+        forms: the optional arguments and their forms, such as scales as tensors.
+        room: the lengths of the largest batch. The call's tensors have room for it.
+        waits: whether a replayed batch may have requests with fewer query rows than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
@@ -137,7 +140,7 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
     eager.expect_bounded("the next in the same tensors, bounded by longer requests", grown)
     for form in run.forms[1:]:
         if hasattr(run.implementation, form.value + short.interface.value):
-            # A call that was planned once finds the same lengths, rows, page ids and masks; a prepared one anything.
+            # Lengths, rows, page ids and masks must not change after a call was planned. After it was prepared, they may.
             is_planned, words = form is CallForm.PLANNED, f"{form.name.lower()} once"
             same = {"shown": short.inputs.shown} if is_planned else {}
             others = [call_of(_short(room, waits), 2, moved, **same) for moved in (False, not is_planned)]
@@ -150,14 +153,14 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
 
 def maker_of(run: CaseRun, case: Any) -> Make:
-    """Return a function that makes the inputs of a case with other lengths, another seed and, if `moved`, other pages. They
-    include sinks and a mask, as far as the case allows.
+    """Return a function (lens, seed, moved) that returns the tensors of a case with these lengths, other data and, if `moved`,
+    other pages. The tensors include sinks and a mask if the function has these arguments.
     """
     return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the optional arguments and forms to try, such as a mask or scales as tensors. The case's seed selects some."""
+    """Return the optional arguments and the forms of arguments, such as a mask, that a case tries. The seed selects some."""
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
@@ -172,22 +175,22 @@ def _wanted(run: CaseRun, waits: bool) -> list[Form]:
         Form.OUT: seed // 2 % 2 == 1,
         Form.PDL: seed // 2 % 2 == 0,
         Form.NO_BOUND: is_mla and waits and seed % 2 == 0,
-        Form.LSE: is_paged and not (is_mla and waits) and seed % 3 == 2,  # where it needs no name of its base
+        Form.LSE: is_paged and not (is_mla and waits) and seed % 3 == 2,  # MLA with offsets would need return_lse_base
     }
     return [form for form, is_wanted in wanted.items() if is_wanted]
 
 
 def _padding(room: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch of padding alone, with which an engine captures: each request has only the keys of its own
-    query rows. A request has at most one row if `waits`: requests may then have fewer rows than at capture.
+    """Return the lengths of a batch of padding requests, as an engine captures it: a request has as many keys as query rows. If
+    `waits` (replays may have fewer rows than the capture), a request has at most one row.
     """
     q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in room.q_lens)
     return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
 
 
 def _short(room: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch in which every second request has less than a tile of keys, and the others are padding.
-    Padding has no query rows if `waits`: requests may then have fewer rows than at capture.
+    """Return the lengths of a batch in which every second request is short, with less than a tile of keys, and the remaining
+    requests are padding. If `waits` (replays may have fewer rows than the capture), padding has no query rows.
     """
     kv_lens, q_lens = [], []
     for request, (most_keys, most_rows) in enumerate(zip(room.kv_lens, room.q_lens, strict=True)):
@@ -199,32 +202,32 @@ def _short(room: Lens, waits: bool) -> Lens:
 
 
 def shrunk(room: Lens) -> Lens:
-    """Return lengths with the query rows in reversed order, and half as many keys, but at least one per row."""
+    """Return lengths with the numbers of query rows reversed, and half the numbers of keys, but at least one key per row."""
     q_lens = room.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in room.kv_lens))), q_lens)
 
 
 def another(room: Lens) -> Lens:
-    """Return the lengths of a batch with twice as many requests. The second half has two tiles of keys more than the first."""
+    """Return the lengths of a batch with twice as many requests. The second half has two more tiles of keys per request."""
     kv_lens = tuple(map(max, room.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in room.kv_lens)))
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes a call eagerly, each time with the same tensors. Only the first call may be refused."""
+    """Return a function that makes a call eagerly with the same tensors. A refusal after the first call is a failure."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
 
 def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Capture a call in a CUDA graph, and return a function that replays it. Without a GPU, or if the call reads offsets on the
-    host (max_q_len=None), return a function that makes the call again.
+    """Capture a call in a CUDA graph, and return a function that replays the graph. On a CPU, or if the call reads offsets on
+    the host (max_q_len=None), return a function that makes the call eagerly.
     """
     if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:
         return made_again(run, call)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what is made once, is made before the capture, on its stream
+    with torch.cuda.stream(stream):  # the first call compiles kernels and allocates memory, before the capture
         run.call(call)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -241,7 +244,7 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Prepare or plan a call once, and return a function that makes the prepared or planned call."""
+    """Prepare or plan a call once, and return a function that makes the call in this form."""
     ready = run.prepare(form, call.interface, call.given)
 
     def make() -> Result:
@@ -254,9 +257,15 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """A call that always has the same tensors, as a captured call must: those of `room`, the call of the largest batch. Each
-    batch is written into them. The call is captured, prepared or planned with the batch `first`. `make` returns a function that
-    replays it: `captured`, `made_again`, or `made_ready` with its form. The errors are those of `CaseRun.call`.
+    """A call that is made several times with the same tensors, as in a CUDA graph. Each batch is copied into these tensors.
+
+    Args:
+        run: the run of the case.
+        room: the call of the largest batch, whose tensors are used.
+        first: the batch with which the call is captured, prepared or planned.
+        make: returns a function that makes the call: `captured`, `made_again`, or `made_ready` with a form.
+
+    The methods raise the errors of `CaseRun.call`.
     """
 
     def __init__(
@@ -271,16 +280,14 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Write a batch into the tensors, replay, and compare output and LSE of the batch's requests with the expected ones.
-        Return copies of output and LSE.
-        """
+        """Copy a batch into the tensors, replay, and expect the output and LSE of the batch. Return copies of both."""
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Write a batch into the tensors, and make the call eagerly with the batch's longest length as its host bound
-        (max_seq_len or max_kv_len), if the call has one. Compare its requests' output with the expected one.
+        """Copy a batch into the tensors, and make the call eagerly. The host bound of the keys (max_seq_len or max_kv_len) is
+        the longest length of the batch. Expect the output of the batch.
         """
         self._load(batch)
         self._clear_out()
@@ -289,12 +296,12 @@ class Replay:
         self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
     def of(self, batch: BuiltCall) -> Result:
-        """Write a batch into the tensors, replay, and return copies of its requests' output and LSE."""
+        """Copy a batch into the tensors, replay, and return copies of the output and LSE."""
         self._load(batch)
         return self.again()
 
     def again(self) -> Result:
-        """Replay the batch that is in the tensors, and return copies of its requests' output and LSE."""
+        """Replay the batch that is in the tensors, and return copies of the output and LSE."""
         self._clear_out()
         call = self.run.note_call(self.call.interface, self.call.given)
         out, lse, _ = self._replay().leading(self._rows)
@@ -305,9 +312,7 @@ class Replay:
             unwritten(out)
 
     def _load(self, batch: BuiltCall) -> None:
-        """Copy the contents of a batch into the beginning of each tensor of the call, if they differ. The rest of a tensor is
-        not written.
-        """
+        """Copy the tensors of a batch into the beginning of the call's tensors. Equal tensors are not written."""
         self._rows = batch.rows
         for name, new in batch.given.items():
             if name not in KEPT:
@@ -321,7 +326,7 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 def _overwrite(kept: Tensor, new: Tensor) -> None:
-    """Copy a tensor into the beginning of a larger one, unless its contents are already there."""
+    """Copy `new` into the beginning of `kept`, unless both are equal there."""
     if new.dtype.itemsize == 1:  # float8 has no comparison
         kept, new = kept.view(torch.uint8), new.view(torch.uint8)
     part = kept[tuple(map(slice, new.shape))]

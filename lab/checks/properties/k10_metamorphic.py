@@ -26,9 +26,9 @@ from lab.workloads.inputs.ragged import RaggedInputs
 from lab.workloads.inputs.views import GAP, apart
 
 MOST_HEADS = 32
-LARGE_PAGE = 256  # tokens; kernels were wrong from there on
-SPARE_COLUMNS = (40, 1100)  # a little, and more than a block of 1,024 threads
-FOLDED = 4.0  # a power of two: moving it between the query and the scale rounds nothing
+LARGE_PAGE = 256  # tokens; some kernels were wrong for pages of this size
+SPARE_COLUMNS = (40, 1100)  # few columns, and more columns than a block has threads (1,024)
+FOLDED = 4.0  # factor that is moved from the scale to the query: a power of two, so that nothing is rounded
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -37,7 +37,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
     if scope.interface is AttentionCall.MLA_DECODE:
         return
     for case in scope.balanced(1, 4, seed=20):
-        # As many heads as tokens in a page: the layouts' shapes are equal, their strides are not.
+        # As many heads as tokens in a page: HND and NHD then have equal shapes and different strides.
         many = replace(case, num_kv_heads=case.page_size, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
         if case.page_size <= MOST_HEADS:
             yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in ranges.kv_layouts)
@@ -46,9 +46,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
-    """Return the case with an NVFP4 cache, several query rows per request, a window and sinks, because kernels for NVFP4 are
-    separate.
-    """
+    """Return the case with an NVFP4 cache, several query rows per request, a window and sinks."""
     return replace(
         case,
         kv_dtype=NVFP4,
@@ -76,11 +74,11 @@ def _judge(run: CaseRun) -> None:
 
 
 def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Make the call with the same keys in other pages. A kernel may sum pages in the order of their numbers, so that results
-    differ by rounding.
+    """Make the call with the same keys in other pages, page sizes and layouts. Expect results within the bound, not equal
+    bits: a kernel may sum pages in another order.
     """
     for variant in chain([other_pages(run)], page_sizes(run)):
-        # Pages may decide which keys are seen, and where needles are.
+        # In some cases the page size decides which keys rows see, and where needles are.
         run.vary(variant.what, variant.inputs, truth if _is_same(variant.inputs, inputs) else variant.inputs.truth())
     if not run.case.is_mla:
         for layout in run.ranges.kv_layouts:
@@ -93,7 +91,7 @@ def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
 
 
 def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:
-    """Return True if two calls have the same query, keys and values, whose rows see all keys up to their positions."""
+    """Return True if two calls have the same query, keys and values, and `inputs` selects no pages or entries."""
     if not isinstance(inputs, AttentionInputs) or inputs.selected is not None or inputs.seen is not None:
         return False
     sides, of_other = ([each.query, *chain(*each.histories)] for each in (inputs, other))
@@ -101,12 +99,12 @@ def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:
 
 
 def other_pages(run: CaseRun) -> Variant:
-    """Return the call with the same keys in pages with other numbers."""
+    """Return the call with the same keys in other pages of the pool."""
     return Variant("pages in another order", run.build(page_seed=run.case.storage.page_seed + 1))
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of each size that the ranges have, and in large pages."""
+    """Yield the call with the same keys in pages of each size in the ranges, and with 128 also of `LARGE_PAGE` tokens."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)
@@ -115,8 +113,8 @@ def page_sizes(run: CaseRun) -> Iterator[Variant]:
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Make calls in which the page table, the query or the pages are views with gaps, of the same elements. A page table with
-    gaps must give the bits of `base`; the other results must be within the bound of `truth`.
+    """Make calls in which the page table, the query or the cache is a view with gaps. With gaps in the page table, expect the
+    bits of `base`; with gaps in the query or cache, expect a result within the bound of `truth`.
     """
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
@@ -132,7 +130,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return a view with the tensor's numbers, in which a gap of large values, longer than a row, follows each row."""
+    """Return an equal tensor with gaps in memory: large values, more than one row of them, follow each row."""
     rows = tensor.flatten(1)
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
     wide[:, : rows.shape[1]] = rows
@@ -140,7 +138,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """Return a view of a larger pool, with the numbers of `pages`. A page of zeros follows each page."""
+    """Return an equal tensor of pages with gaps in memory: a page of zeros follows each page."""
     return torch.stack((pages, torch.zeros_like(pages)), dim=1)[:, 0]
 
 
@@ -150,7 +148,7 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
     result = run.vary(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED)
     if run.case.arithmetic is None:
         run.expect_equal_bits(what, result, base)
-    run.expect_close(what, result, truth)  # a query that is rounded to e4m3 rounds otherwise when it is larger
+    run.expect_close(what, result, truth)  # a larger query has other errors if it is rounded to e4m3
     tensors = {
         "bmm1_scale": torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=run.device),
         "bmm2_scale": torch.tensor([inputs.bmm2_scale], dtype=torch.float32, device=run.device),
@@ -163,7 +161,7 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with other host bounds (such as max_seq_len), and with wider page tables."""
+    """Yield the call with other bounds of lengths on the host (such as max_seq_len), and with wider page tables."""
     longest = max(*inputs.kv_lens, 1)
     room = longest if isinstance(inputs, RaggedInputs) else inputs.max_seq_len
     for value in (longest, 4 * room):
@@ -175,7 +173,7 @@ def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make the call with windows that hide no key, and with sinks of minus infinity. Neither may have an effect."""
+    """Make the call with windows that hide no key, and with sinks of minus infinity. Expect the output without them."""
     if not run.case.has_window_argument:
         return
     longest = max(max(run.case.kv_lens), 1)

@@ -21,10 +21,10 @@ from lab.workloads.inputs.attention import AttentionInputs, running_sum
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import draft_masks, tree
 
-WINDOW = 20  # keys to the left of a row: some of a draft and some before it, or, for many rows, of the draft alone
-FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it
+WINDOW = 20  # window_left: short enough to hide keys of every request, and with many rows also tokens of a draft
+FAR = 64.0  # factor of a row's logits: exp2 of the difference underflows, and an e4m3 query does not overflow
 
-Change = tuple[dict[str, Any], dict[str, Any]]  # of the arguments, and of the `Rules` that then hold
+Change = tuple[dict[str, Any], dict[str, Any]]  # changed arguments, and the changed `Rules` of the expected result
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -33,7 +33,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
         yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
     if scope.interface is AttentionCall.DECODE:
-        # Fewer keys than rows, under a mask: cases of their own, since some kernels cannot take them.
+        # Requests with fewer keys than rows and a mask are separate cases, because some kernels refuse them.
         rows = scope.ranges.masked_rows
         for case in scope.balanced(1, 4, seed=21):
             q_len = rows[case.seed % len(rows)]
@@ -50,7 +50,7 @@ def _judge(run: CaseRun) -> None:
     truth = inputs.truth()
     run.expect_call("nothing changed", inputs, truth)
     query = inputs.query.float()
-    query[::2] *= FAR  # so that each row needs a maximum of its own
+    query[::2] *= FAR  # so that a kernel needs a softmax maximum for each row
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
     run.expect_call("rows whose logits are far apart", uneven, uneven.truth())
     for name, (changes, rules) in _probes(run, inputs).items():
@@ -73,8 +73,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
-    """Return changes of a function's optional arguments within the ranges, by a name for reports. A change is a pair: the new
-    arguments, and the rules of attention that change with them.
+    """Return changes of optional arguments, by a name for reports. A change is a pair: the new arguments, and the rules by
+    which the expected result is computed then (such as the scale). Windows and sinks are changed only if the ranges have
+    them.
     """
 
     def both(**changes: Any) -> Change:
@@ -83,7 +84,7 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
     def on_device(scale: float) -> Tensor:
         return torch.tensor([scale], dtype=torch.float32, device=inputs.query.device)
 
-    # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
+    # 0.9 has many mantissa bits, so that a rounded scale gives a wrong result.
     scale, v_scale = 0.75 * inputs.bmm1_scale, 0.9 * inputs.bmm2_scale
     sinks = {"sinks": _unequal_sinks(inputs)}
     probes: dict[str, Change] = {
@@ -100,14 +101,14 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
     if not inputs.case.is_mla:
         probes |= {
             "out_dtype": both(out_dtype=torch.float16 if inputs.case.dtype == torch.bfloat16 else torch.bfloat16),
-            # Most elements exceed the largest e4m3 number, to which they saturate: a NaN would reach a whole layer.
+            # Most elements exceed the largest e4m3 number. They must saturate to it and not become NaN.
             "an e4m3 output of large values": both(out_dtype=E4M3, bmm2_scale=inputs.bmm2_scale * 4000.0),
         }
         if True in run.ranges.windows:
             probes |= {"window_left": both(window_left=WINDOW), "window_left=0": both(window_left=0)}
     if True in run.ranges.sinks:
         probes["sinks"] = both(**sinks)
-        if inputs.case.is_mla:  # whose function annotates a list of sinks; its kernels take one tensor
+        if inputs.case.is_mla:  # the MLA function's signature says a list of sinks, and its kernels take a tensor
             probes["sinks in a list"] = {"sinks": [sinks["sinks"]]}, sinks
         probes["lse of sinks"] = sinks | {"return_lse": True}, sinks
     if inputs.interface is AttentionCall.CONTEXT:
@@ -119,20 +120,19 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a negative bmm1_scale. The smallest product q·k then has the largest weight, and exp overflows in a kernel that
-    takes the largest product as maximum.
+    """Return a negative bmm1_scale. The smallest product q·k then has the largest weight. exp overflows in a kernel that takes
+    the largest product as the maximum.
 
-    The scale is multiplied by -25, or by -8 if the kernel rounds Q to e4m3. Such rounding changes logits by some percent, and
-    with -25 another key may then get the largest weight: plain torch with this rounding exceeds the bound in 11 of 12 cases.
-    With -8 it reaches at most 0.8 of the bound. The calls have no sinks, because keys would have no weight next to them.
+    The usual scale is multiplied by -25, or by -8 if the kernel rounds Q to e4m3. With -25, this rounding could give another
+    key the largest weight: plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error
+    of plain torch is at most 0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh
+    all keys.
     """
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
-    """Return the case with as many query rows per request as a draft with a mask has. The first request has no keys before its
-    draft.
-    """
+    """Return the case with the query rows of a masked draft in each request. The first request has no keys before its draft."""
     rows = run.ranges.masked_rows
     q_len = rows[run.case.seed % len(rows)]
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
@@ -140,9 +140,7 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return sinks and a window as keyword arguments of a call, if the ranges have them. The keys are names for reports, such
-    as " with sinks".
-    """
+    """Return the arguments `sinks` and `window_left`, each by its text for reports, if the ranges have sinks or windows."""
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:
         found[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
@@ -152,8 +150,8 @@ def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[s
 
 
 def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make calls with unequal numbers of query rows per request, given by cum_seq_lens_q: without other arguments, with sinks,
-    and with a window. Make each call with and without the LSE.
+    """Make calls with unequal numbers of query rows per request (cum_seq_lens_q): plain, with sinks, and with a window; each
+    with and without the LSE.
     """
     case = run.case
     q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
@@ -173,7 +171,7 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make a call in which one request has no rows: two offsets are equal, and the other requests keep their rows."""
+    """Make a context call in which the second request has no query rows, so that two offsets are equal."""
     case = run.case
     first = case.q_lens[0]
     q_lens = (first, 0, *case.q_lens[2:])
@@ -184,7 +182,7 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Request the LSE in base e, as a return value and in a given tensor."""
+    """Request the LSE in base e, as a return value and in a given `lse` tensor."""
     what, truth = "return_lse_base='basee'", inputs.truth()
     result = run.vary(what, inputs, return_lse=True, return_lse_base="basee")
     if result is None:
@@ -201,7 +199,7 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass a float16 tensor as `out`. MLA's function has no out_dtype, so the dtype of `out` decides what the kernel writes."""
+    """Pass a float16 tensor as `out` of an MLA call. MLA has no out_dtype, so the kernel must write the dtype of `out`."""
     out = inputs.new_out(torch.float16)
     result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
@@ -209,7 +207,7 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
-    """Make calls without a mask, with each kind of mask, and with a tree's mask together with an LSE, sinks and a window."""
+    """Make calls without a mask, with each kind of draft mask, and with a tree mask and the LSE, sinks or a window."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, inputs.truth())
@@ -226,8 +224,8 @@ def _masks(run: CaseRun, case: AttentionCase) -> None:
 
 
 def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
-    """Return a different sink for each head, float32 [num_qo_heads]. They are about as large as logits of needles (keys that
-    outweigh all others).
+    """Return a different sink for each head, float32 [num_qo_heads], about as large as the logits of needles (keys that
+    outweigh all other keys).
     """
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 

@@ -21,7 +21,7 @@ LAUNCHES = {"cpu": 3, "cuda": 200}
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     for case in scope.balanced(3, 12, seed=14):
-        # Few requests, unequal and long: split among many blocks, whose parts must be merged.
+        # Few requests, one of them long: its keys are split among many blocks, whose results must be merged.
         yield replace(case, kv_lens=(*case.kv_lens[:1], 3 * scope.ranges.longest + 1), q_lens=case.q_lens[:2])
 
 
@@ -38,7 +38,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def launches(run: CaseRun, inputs: CallInputs, arguments: dict[str, Any]) -> Iterator[Variant]:
-    """Yield the call again and again with the same argument tensors; on a GPU while another stream is busy."""
+    """Yield the same call with the same tensors `LAUNCHES` times; on a GPU next to matrix products on another stream."""
     stress = _Stress(run.device) if run.device.type == "cuda" else None
     for launch in range(LAUNCHES[run.device.type]):
         if stress is not None:

@@ -18,17 +18,18 @@ from lab.workloads.attention_case import AttentionCase, Contents
 
 MOST_REQUESTS = 16
 MOST_PAIRED_REQUESTS = 2048
-# Whole numbers of the largest tiles and splits; and one more, so that rows of one request end on both sides of a boundary.
+# Multiples of the largest tiles and splits, and one key more, so that the rows of a request end on both sides of a boundary.
 LONG_TILES = (1024, 1025, 1536)
 LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
 LONGEST_PROMPT = [(4300, 4200), (9, 2)]  # more than 64 tiles of 64 rows
-MANY_ROWS = [*[(128, 128)] * 513, (140, 9)]  # together more than 16 bits count
-MANY_PAIRS = 65_536  # of a row and a query head: more than the second axis of a grid has
-# (kv_len, q_len): rows for more than one tile of 128. Some kernels treat requests of few rows in such a batch differently.
+MANY_ROWS = [*[(128, 128)] * 513, (140, 9)]  # more than 65,535 rows
+MANY_PAIRS = 65_536  # (row, query head) pairs: one more than the second axis of a CUDA grid can have
+# (kv_len, q_len) of a prompt with more rows than a tile of 128. Some kernels have separate code for short requests in its
+# batch.
 PROMPT = (150, 140)
 DECODES = ((40, 1), (41, 1))
-FEW_ROWS = (16, 64, 32)  # of a request and K/V head, where those kernels do
-ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at this number of rows of a group
+FEW_ROWS = (16, 64, 32)  # numbers of rows times heads of a group up to which these kernels use separate code
+ROWS_OF_A_TILE = 32  # rows times heads of a group at which XQA's SM90 fp8 kernel changes its layout
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -43,7 +44,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         q_lens = (case.q_lens[0],) * len(chosen)
         if interface is AttentionCall.CONTEXT:
             q_lens = tuple(max(1, min(kv_len, (1, 2, 65)[place % 3])) for place, kv_len in enumerate(chosen))
-        # Requests with fewer keys than rows are cases of their own: some kernels cannot take them.
+        # Requests with fewer keys than rows are separate cases, because some kernels refuse them.
         enough = [(kv_len, q_len) for kv_len, q_len in zip(chosen, q_lens, strict=True) if kv_len >= q_len]
         longest = max(enough)
         random.Random(case.seed).shuffle(enough)
@@ -74,17 +75,19 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _rows_before_a_rank(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield a case for each rank but the first, with rows before the rank's first key, which see no key."""
+    """Yield a context-parallel case for each rank except rank 0, with rows that see no key: the rank's first key is later."""
     case = max(scope.balanced(NUM_BUILDS, NUM_BUILDS, seed=62), key=lambda case: case.q_lens[0])
     q_len = case.q_lens[0]
     for rank, world in filter(None, RANKS.values()):
-        num_keys = len(range(rank, q_len, world))  # of a request with no other keys than its rows'
+        num_keys = len(range(rank, q_len, world))  # keys on this rank of a request without a prefix
         if 0 < rank < q_len:
             yield of_rank((rank, world), _of(case, [(num_keys, q_len)] * world + [(scope.ranges.longest, q_len)]))
 
 
 def _many_pairs(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield a case of more than `MANY_PAIRS` rows and heads of few elements and keys, unless this takes too many requests."""
+    """Yield a small case with more than `MANY_PAIRS` (row, query head) pairs; nothing if it needs more requests than
+    `MOST_PAIRED_REQUESTS`.
+    """
     each = scope.balanced(NUM_BUILDS, NUM_BUILDS, seed=61)
     case = max(each, key=lambda case: case.q_lens[0] * case.num_qo_heads / case.head_dim)
     q_len = case.q_lens[0]
@@ -94,8 +97,8 @@ def _many_pairs(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _filled_tiles(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield two kinds of cases for each number of query heads per K/V head: the query rows just fill a tile of
-    `ROWS_OF_A_TILE`, or are one more.
+    """Yield cases for each number of query heads per K/V head (group): the query rows of a request times the group fill a tile
+    of `ROWS_OF_A_TILE`, or there is one query row more.
     """
     ranges = scope.ranges
     for number, case in enumerate(scope.balanced(1, 4, seed=16)):

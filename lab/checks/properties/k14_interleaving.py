@@ -29,17 +29,18 @@ from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.interfaces import INTERFACES, PAGED_CALLS, Interface, MetadataFunction
 
-LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
-LAUNCHES_AT_ONCE, BUSY_SIZE = 20, 8192  # of each stream; and a matrix whose product is as long as all launches need
-PARTS = 4  # cases of calls that differ in one argument: a kernel may be compiled for each value; it divides SEEDS
-# With these, settings of the functions that prepare a call have effects.
+LONGER, MORE_ROWS = 128, 64  # additional keys and rows of a request in a larger call, for more splits and tiles
+LAUNCHES_AT_ONCE = 20  # on each of two streams
+BUSY_SIZE = 8192  # rows of a square matrix whose product keeps the GPU busy until all these launches are queued
+PARTS = 4  # cases over which the arguments are divided, since a kernel may be compiled for each value; it divides SEEDS
+# Values of the first call with which all further settings of a metadata function have an effect.
 STEP = {"draft_step": 1}
 BASES: dict[Interface, dict[str, Any]] = {
     MetadataFunction.MHA_METADATA: STEP,
     MetadataFunction.MLA_METADATA: STEP,
     MetadataFunction.DRAFT_KV_INDICES: {"topk": 2, "page_size": 16},
 }
-# Axes whose values change sizes, or what tensors hold: other cases have these.
+# Axes that change sizes or data. They are not changed one by one here.
 SIZES = frozenset(("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "q_len", "requests"))
 SIZES |= {"rows", "lengths", "contents", "prefixes", "spare_pages", "later"}
 
@@ -79,15 +80,15 @@ def _judge(run: CaseRun) -> None:
 
 
 def _one_by_one(run: CaseRun) -> None:
-    """Judge a call, calls that each differ from it in one argument, and the call again. Of an attention call, the others have
-    its tensors for all equal arguments. A call that is refused is left out: check K18 says what is declined.
+    """Judge a call A, then calls B that differ from A in one argument, then A again. The attention calls B have the tensors
+    of A for all equal arguments. A refused call is not recorded, because check K18 reports what is declined.
     """
     first, model = run.case, MODELS[run.case.interface](run.ranges)
     built = built_call(first, run.ranges, run.device) if first.interface in FAMILIES else None
     _judge_one(run, "A", built)
     if run.wrongs:
         return
-    # The part of an axis follows from its name, so that a case stays what it is where a model gets further axes.
+    # The part of an axis follows from its name, so that a case does not change when a model gets another axis.
     axes = [
         axis for axis in model.axes if axis not in SIZES and zlib.crc32(axis.encode()) % PARTS == first.seed % PARTS
     ]
@@ -95,7 +96,8 @@ def _one_by_one(run: CaseRun) -> None:
     for axis, value in values:
         near: Point = {**first.values, axis: value}
         point = near if model.fits(near) else model.completed({axis: value})
-        if point is not None and value not in (first[axis], Mask.OWN_BIT_CLEAR):  # rows without keys are another matter
+        # OWN_BIT_CLEAR is left out, because its rows without keys are judged elsewhere.
+        if point is not None and value not in (first[axis], Mask.OWN_BIT_CLEAR):
             run.case = Configuration(first.interface, point, first.seed)
             with suppress(Unsupported), run.noting(what := f"B, {axis}={value}", needed=True):
                 _judge_one(run, what, built)
@@ -104,7 +106,9 @@ def _one_by_one(run: CaseRun) -> None:
 
 
 def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
-    """Judge the run's case as check K18 does. An attention call has the tensors of the call `first` for all equal arguments."""
+    """Judge the configuration `run.case` like check K18. An attention call uses the tensors of `first` for equal arguments.
+    `what` precedes the sentences about errors.
+    """
     known = len(run.wrongs)
     if first is None:
         JUDGES[run.case.interface](run)
@@ -116,8 +120,8 @@ def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
 
 
 def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
-    """Make calls of two inputs on two streams at the same time, each stream with a workspace of its own. Expect the bits of
-    calls that were made alone.
+    """Make calls of several inputs at the same time, each on its own stream with its own workspace. Expect the bits of the same
+    calls without concurrency.
     """
     calls = [(each, each.arguments(), torch.cuda.Stream(run.device)) for each in inputs]
     results = [run.again(each, **arguments) for each, arguments, _ in calls]
@@ -140,7 +144,7 @@ def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
 
 
 def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
-    """Yield cases that differ in one property from `case`, each with the property's name."""
+    """Yield cases that differ from `case` in one property, each as (description of the difference, case)."""
     if case.interface is not AttentionCall.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
         yield "other query rows", case.with_rows(*[q_len] * len(case.q_lens))
@@ -162,7 +166,7 @@ def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, At
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:
-    """Return the value after `value` on an axis; the first value follows the last."""
+    """Return the value after `value` in a tuple; the first value if `value` is the last or not in the tuple."""
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 

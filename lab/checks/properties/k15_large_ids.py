@@ -21,13 +21,13 @@ UNSIGNED_BYTES = 2**32
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     nvfp4 = NVFP4_CACHE.cases([*scope.balanced(1, 1, seed=18)], scope.ranges, 1)
     for case in chain(scope.balanced(1, 4, seed=18), nvfp4):
-        packed = 2 if case.kv_dtype == NVFP4 else 1  # numbers in an element, a byte
+        packed = 2 if case.kv_dtype == NVFP4 else 1  # NVFP4 has two numbers in an element of one byte
         page_elements = case.num_kv_heads * case.page_size * case.head_dim // packed
         for first_element in sorted({SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize}):
             first_page = -(-first_element // page_elements)
             for one_far in (False, True):
                 storage = replace(case.storage, first_page=first_page, one_far=one_far)
-                # All pages are seen, and each key counts where a single page is wrong.
+                # Without a window all pages are read. With random contents each page matters, also a single far one.
                 contents = Contents.RANDOM if one_far else Contents.NEEDLES
                 yield replace(case, window_left=-1, contents=contents, storage=storage)
 
@@ -37,7 +37,7 @@ def _judge(run: CaseRun) -> None:
     run.expect_close("far pages", run.call(inputs), inputs.truth())
 
 
-# An NVFP4 cache's pages are smaller, so that other ones are far.
+# NVFP4 cases are made above, because the smaller NVFP4 pages need another first page.
 CHECK = Check(
     "K15", "large_ids", __doc__, _cases, _judge, kinds=tuple(each for each in KINDS if each is not NVFP4_CACHE)
 )

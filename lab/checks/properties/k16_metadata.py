@@ -43,7 +43,7 @@ def _judge(run: CaseRun) -> None:
     forward = build_forward(run.case, run.device, build)
     _parity(run, "the metadata", forward)
     expect_attention(run, forward)
-    # The same builder for a larger pass, then for the first again: nothing may be left from either.
+    # Build the metadata of a larger pass, then compare the first pass's metadata again: it must not have changed.
     larger = replace(run.case, prefix_lens=run.case.prefix_lens * 2, q_lens=run.case.q_lens * 2, seed=run.case.seed + 1)
     _parity(run, "the metadata of a larger pass", build_forward(larger, run.device, build))
     _parity(run, "the first pass's metadata, after a larger pass", forward)
@@ -55,8 +55,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any], forward: EnginePass) -> None:
-    """Build the metadata of a pass from int32 lengths, which a builder need not convert. Then change the batch and the pool in
-    place, as an engine does for its next pass: no tensor of the metadata may change.
+    """Build the metadata of a pass from int32 lengths, which a builder could store without a copy. Then change the batch and
+    the pool in place, as an engine does for its next pass. Expect that the metadata does not change.
     """
     names = ("seq_lens", "req_pool_indices")
     of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
@@ -66,7 +66,7 @@ def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any]
 
 
 def expect_attention(run: CaseRun, forward: EnginePass) -> None:
-    """Expect that attention by the metadata of a pass gives the output that the requests' histories give."""
+    """Expect that reference attention with the metadata of a pass gives the output that the requests' K/V histories give."""
     out, what = forward.new_out(), "attention by this metadata"
     if run.expect_readable(what, partial(forward.run, references, out)):
         run.expect_close(what, Result(forward.rows_of_requests(out), None), forward.truth())

@@ -24,19 +24,20 @@ from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.mla_case import MLACase
 
 SMALL: dict[str, Any] = {"num_qo_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
-BLOCK = 4096  # tokens that a table's row is rounded up to
+BLOCK = 4096  # tokens: the width of the page table is rounded up to this number
 
 
 def _cases(scope: Scope) -> Iterator[MLACase]:
     if scope.interface is MetadataFunction.DSV4_METADATA:
         passes = two_pool_cases(4, num_qo_heads=2, kv_lora_rank=64)
-        yield from (case for case in passes if not case.num_padding_requests)  # which come after the metadata
+        # Padding requests are added after the metadata was built, so that they test nothing here.
+        yield from (case for case in passes if not case.num_padding_requests)
         return
     page_sizes = scope.ranges.mla_page_sizes
     for page_size in page_sizes if scope.is_full else page_sizes[:1]:
         yield from mla_mode_cases(page_size, (1, 4, 7) if scope.is_full else (4,), **SMALL)
         shared = {"page_size": page_size, **SMALL}
-        # Padding after a request that ends where a row of the table would.
+        # Requests near a multiple of BLOCK, which only padding rows or the draft exceed.
         yield MLACase(ForwardMode.DRAFT_EXTEND, (BLOCK - 1, 7), (1, 5), **shared)
         yield MLACase(ForwardMode.TARGET_VERIFY, (BLOCK - 2, 7), (4, 4), **shared)
 

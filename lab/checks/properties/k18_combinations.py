@@ -1,16 +1,19 @@
 """Errors for values, forms of arguments, and pairs of these that no other check has, in covering arrays of all calls.
 
-A kernel branches on its arguments, and many defects show only for a combination of two: a window with split tables, a mask with
-sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The quick level
-judges each value in a case of many others; what the kernel declines so, in cases of usual values, of four other values, or
-alone. The smoke level judges each value alone, with the default for all other axes, and each form of an argument also in
-circumstances for which kernels have code of their own (`lab.checks.parameters.circumstances`), several forms in a case. The
-full level also judges every pair of values, and declared triples. A call without rows or keys counts as a test only of the
-value that makes it empty, not of its other values.
+A kernel branches on its arguments, and many errors need a combination of two values: a window with separate page tables, a mask
+with sinks, a group of 12 in a batch of 257. `lab.checks.parameters` has a model of each call: its parameters, called axes, with
+their values and rules. A case is a value for each axis; "alone" means that all other axes have their default.
 
-If a kernel declines a case because of one value, the case tests none of its other values. So the full level first judges each
-value alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A
-pair that no judged case contains is tried again in cases with more default values, and finally alone.
+* Quick level: cases of many values at once. Then, for the values that no case has judged yet: cases of only usual values, cases
+  with at most four values that are not the default, and cases with one such value.
+* Smoke level: each value alone. Then each form of an argument in the circumstances for which kernels have separate code
+  (`lab.checks.parameters.circumstances`), several forms in one case.
+* Full level: also each pair of values and each declared triple.
+
+If a kernel declines a case because of one value, the case tests none of its values. So the full level first judges each value
+alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A pair
+that no judged case contains is tried again in cases with more default values, and finally alone. A call without rows or keys
+tests only the value that makes it empty.
 """
 
 import itertools
@@ -38,14 +41,15 @@ from lab.checks.run.verdicts import CaseVerdict
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
-# Axes of a point that are not plain, in turn; None: all. The fewer, the more likely the kernel takes it.
+# For each further round of the full level: the most axes of a case with other values than the default; None for all axes. With
+# fewer such axes a kernel is more likely to accept the case.
 CHOSEN = (None, None, 6, 4)
-# Of query and key elements, in a case of the quick level's first two rounds. Values that larger cases alone have come later.
+# Most multiplications of Q·K^T in a case of the quick level's first two rounds. Larger cases come in later rounds.
 MOST_PRODUCTS = 2**24
 
 
 class UsualRanges(Ranges):
-    """Ranges without the values that check K18 adds to defaults. Usual kernels decline many of those values."""
+    """Ranges without the unusual values that K18 adds to default ranges. Kernels for common sizes decline many of these."""
 
     def widened(self, name: str) -> tuple[Any, ...]:
         values: tuple[Any, ...] = getattr(self, name)
@@ -70,43 +74,41 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
 
 
 def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> Iterator[Configuration]:
-    """Yield a case for each point (a value for each axis of the function's model). Each case has another seed."""
+    """Yield a case for each point (a value for each axis), with consecutive seeds."""
     for seed, point in enumerate(points, SEEDS * ranges.seed):
         yield Configuration(interface, point, seed)
 
 
 def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    """Return the model of a function, whose goals are those of a shard."""
+    """Return the model of a function with the shard (part of the run) whose combinations of values are to be covered."""
     model = MODELS[interface](ranges)
     return model if shard == model.shard else replace(model, shard=shard)
 
 
-def _beside(
+def _with_declined_values(
     interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that combine each value that was declined alone with every value that was judged. Alone means: with the
-    default for all other axes.
-
-    If some axis has no judged value, yield cases that cover all pairs and declared triples instead.
+    """Yield cases that combine each value that was only declined with every value that was judged. If an axis has no judged
+    value, yield cases that cover all pairs and declared triples instead.
     """
     model = _model(interface, ranges, shard)
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:
-        yield from _unlike(interface, ranges, model.covering(ranges.seed), verdicts)
+        yield from _new_cases(interface, ranges, model.covering(ranges.seed), verdicts)
         return
     for axis, values in model.axes.items():
         for value in values:
             if ((axis, value),) in declined - judged:
                 wider = replace(taken, axes={**taken.axes, axis: (*taken.axes[axis], value)})
                 pairs = (goal for goal in wider.tuples() if len(goal) == 2 and (axis, value) in goal)
-                yield from _unlike(interface, ranges, wider.covering(ranges.seed, pairs), verdicts)
+                yield from _new_cases(interface, ranges, wider.covering(ranges.seed, pairs), verdicts)
 
 
 def _left_in_circumstances(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain, in each of `circumstances`, the shard's goals of judged values that no judged case
-    contains: a case that was declined for one of its values has tested none of them.
+    """Yield cases for the values that were judged, but not yet in each circumstance: a case that was declined for one of its
+    values has tested none of them. At most `chosen` axes of a case differ from their default; None: the circumstance's number.
     """
     model = _model(interface, ranges, shard)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
@@ -114,60 +116,60 @@ def _left_in_circumstances(
         in_it = [verdict for verdict in verdicts if each.has(verdict.case.values)]
         judged = tuples_by_outcome(each.model, in_it)[0]
         goals = [goal for goal in each.goals if goal not in judged]
-        yield from _unlike(interface, ranges, each.points(ranges.seed, goals, chosen), verdicts)
+        yield from _new_cases(interface, ranges, each.points(ranges.seed, goals, chosen), verdicts)
 
 
 def _again(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain each pair and triple of judged values, of the shard, that no judged case contains so
-    far. At most `chosen` axes of a case differ from their default; None: all may.
+    """Yield cases that together contain the shard's pairs and triples of judged values that no judged case contains yet. At
+    most `chosen` axes of a case differ from their default; None for all axes.
     """
     if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
         taken, goals = found
-        yield from _unlike(interface, ranges, taken.covering(ranges.seed, goals, chosen), verdicts)
+        yield from _new_cases(interface, ranges, taken.covering(ranges.seed, goals, chosen), verdicts)
 
 
 def _alone(
     interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield a case for each pair and triple of judged values that no judged case contains. All other axes have their default. A
-    triple is left out if one of its pairs gets a case.
+    """Yield one case for each of the shard's pairs and triples of judged values that no judged case contains yet, with all
+    other axes at their default. A triple is left out if one of its pairs gets a case.
     """
     if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
         taken, goals = found
         left = set(goals)
         least = (goal for goal in goals if len(goal) == 2 or not left & set(itertools.combinations(goal, 2)))
         points = (taken.completed(dict(goal)) for goal in least)
-        yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
+        yield from _new_cases(interface, ranges, (point for point in points if point is not None), verdicts)
 
 
 def _usual_values(
     interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases of usual values alone that together contain each of these that no judged case contains so far."""
+    """Yield cases of only usual values (`UsualRanges`) that together contain each usual value that was not judged yet."""
     usual = MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
     judged, _ = tuples_by_outcome(MODELS[interface](ranges), verdicts)
     points = usual.covering(ranges.seed, [goal for goal in usual.values() if goal not in judged])
-    yield from _cheapest_first(_unlike(interface, ranges, points, verdicts), ranges, MOST_PRODUCTS)
+    yield from _cheapest_first(_new_cases(interface, ranges, points, verdicts), ranges, MOST_PRODUCTS)
 
 
 def _left_values(
     chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain each value that no judged case contains so far, of at most `chosen` values that are not
-    the defaults.
+    """Yield cases that together contain each value that no judged case contains yet. At most `chosen` axes of a case differ
+    from their default.
     """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)
     goals = [goal for goal in model.values() if goal not in judged]
     points = model.covering(ranges.seed, goals, chosen)
-    yield from _cheapest_first(_unlike(interface, ranges, points, verdicts), ranges)
+    yield from _cheapest_first(_new_cases(interface, ranges, points, verdicts), ranges)
 
 
 def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:
-    """Return the cases sorted by the number of products of query and key elements, without those of more than `most`. Cases of
-    other functions than paged calls keep their order.
+    """Return the cases sorted by their number of multiplications of Q·K^T, without cases of more than `most`. Only cases of
+    paged calls are sorted and left out.
     """
 
     def num_products(case: Configuration) -> int:
@@ -180,10 +182,10 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float 
     return [case for count, case in counted if count <= most]
 
 
-def _unlike(
+def _new_cases(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield a case for each point, except cases that were yielded before or already have a verdict. Cases that differ only in
+    """Yield a case for each point, without cases that have a verdict and without repeated cases. Cases that differ only in
     their seed count as equal.
     """
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
@@ -194,7 +196,7 @@ def _unlike(
 
 
 def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
-    """Yield random cases that contain only judged values. In each, at least two values differ from the default."""
+    """Yield random cases of values that were judged. At least two axes of a case get random values."""
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"
         yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)
@@ -222,7 +224,7 @@ CHECK = Check(
     more={
         Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
         Level.SMOKE: IN_CIRCUMSTANCES,
-        Level.FULL: (*IN_CIRCUMSTANCES, _beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
+        Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
     },
     draw_on=_draw_on,
 )

@@ -21,9 +21,12 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Yield passes in every forward mode that runs on the MLA decode kernel. Prefixes are empty, end at a page edge or one
-    token from it, or have some hundred tokens. A mode in which all requests must have equally many query rows gets one pass for
-    each number in `q_lens`. `dims` are sizes of the layer, fields of `MLACase`.
+    """Yield forward passes in each mode that runs on the MLA decode kernel.
+
+    Args:
+        page_size: tokens in a page. Some prefixes end at a page edge or one token from it.
+        q_lens: numbers of query rows per request, for the modes in which all requests have equally many rows.
+        dims: sizes of the layer, as fields of `MLACase`.
     """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
@@ -42,23 +45,23 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
         if q_len == 4:
             yield replace(verify, virtual_slots=True)
         yield replace(verify, mode=ForwardMode.DRAFT_EXTEND_V2)
-    # As many rows as the longest request has, and more than any.
+    # Padded to as many rows as the longest request has, and to more rows.
     yield case(ForwardMode.RAGGED_VERIFY, prefixes, unequal, num_draft_tokens=5)
     for rows in (unequal, equal):
         yield case(ForwardMode.RAGGED_VERIFY, prefixes, rows, num_draft_tokens=8)
     for virtual in (False, True):
         yield case(ForwardMode.DRAFT_EXTEND, prefixes, unequal, virtual_slots=virtual)
-    # As many rows as a view of equally many would take: 2 and 4 for 3 and 3.
+    # Unequal numbers of rows with the same sum as equal ones: 2 and 4 instead of 3 and 3.
     yield case(ForwardMode.DRAFT_EXTEND, prefixes[-2:], (2, 4))
     yield case(ForwardMode.DRAFT_EXTEND, prefixes, equal)
 
 
 def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield decode passes in which ranks share each request's tokens (decode context parallelism), and passes with padding
-    rows, whose queries are NaN.
+    """Yield decode passes with decode context parallelism, and passes with padding, whose queries are NaN.
 
-    There are 2 or 4 ranks. Some ranks hold no token of a request, and some prefixes end at a page edge of a rank. Padding
-    requests are added after the metadata was built. Other padding rows belong to no request.
+    In decode context parallelism, 2 or 4 ranks share the tokens of each request. Some ranks hold no token of a request, and
+    some prefixes end at a page edge of a rank. Padding is added as requests after the metadata was built, or only as query
+    rows.
     """
     shared: dict[str, Any] = {"page_size": page_size, **dims}
     sharded = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)
@@ -72,8 +75,8 @@ def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 
 def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of DeepSeek sparse attention, in each forward mode that has it. Some rows have fewer tokens than the indexer
-    may select, some have more.
+    """Yield passes of DeepSeek sparse attention in each forward mode that supports it. Some rows see fewer tokens than the
+    indexer may select, some see more.
     """
     prefixes = (1, page_size - 1, page_size, 3 * page_size + 5, 300)
     shared: dict[str, Any] = {"page_size": page_size, "index_topk": 130, **dims}
@@ -86,9 +89,10 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of DeepSeek-V4 with each number of tokens per compressed entry: decode, draft steps, both verifications, a
-    draft extend and a prefill. Some rows see less than the window and no compressed entry, some see more entries than the
-    indexer may select.
+    """Yield passes of DeepSeek-V4 (a pool of window tokens, and a pool of compressed entries): decode, a draft step,
+    verifications, a draft extend and a prefill, with different numbers of tokens per compressed entry.
+
+    Some rows see fewer tokens than the window holds and no compressed entry. Some see more entries than the indexer may select.
     """
     prefixes, ones = (0, 126, 127, 300, 700), (1,) * 5
     shared: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, **dims}
@@ -126,7 +130,7 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
     if (dtype, E4M3) in ranges.dtypes:
         e4m3 = replace(case, dtype=dtype, kv_dtype=E4M3)
         yield e4m3
-        cast = replace(e4m3, query_dtype=E4M3)  # as SGLang hands it over
+        cast = replace(e4m3, query_dtype=E4M3)  # as SGLang passes it
         yield cast
         yield replace(cast, mode=ForwardMode.RAGGED_VERIFY, q_lens=(5, 1, 2, 4, 3, 1), num_draft_tokens=6)
         decode = replace(cast, mode=ForwardMode.DECODE, q_lens=(1,) * len(cast.prefix_lens))

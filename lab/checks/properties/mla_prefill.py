@@ -32,7 +32,7 @@ from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.ragged_case import RaggedCase
 from lab.workloads.requests import admit, new_pool
 
-PAGE_SIZE = 64  # of the pool; the call reads no page
+PAGE_SIZE = 64  # page size of the backend's pool, which the judged call does not read
 
 
 def _cases(scope: Scope) -> Iterator[RaggedCase]:
@@ -99,7 +99,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _between(parts: Parts, starts: Sequence[int], ends: Sequence[int]) -> Parts:
-    """Return the keys and values of each request from its position in `starts` to before its position in `ends`."""
+    """Return the keys and values of each request from position `starts[request]` to before `ends[request]`."""
     return [
         (keys[:end][start:], values[:end][start:])
         for (keys, values), start, end in zip(parts, starts, ends, strict=True)
@@ -132,8 +132,14 @@ class _Backend:
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
-        """Compute the new tokens' attention to each other, from their query rows and `parts`, keys and values of each request.
-        The result has an LSE if a request has a cached prefix.
+        """Compute the causal attention of the new tokens over the new tokens.
+
+        Args:
+            query: the query rows of all new tokens.
+            parts: for each request the keys and values of its new tokens.
+
+        Returns:
+            The result, with an LSE if a request has a cached prefix.
         """
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer
@@ -141,10 +147,12 @@ class _Backend:
         return as_result(call(), AttentionCall.RAGGED_CONTEXT)
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
-        """Compute the new tokens' attention to all keys: merge the result for the new tokens with the results for the prefix
-        chunks that the engine's planner makes.
+        """Compute the attention of the new tokens over all keys: merge the result over the new tokens with the results over the
+        chunks of the prefix. The engine's planner makes the chunks.
 
-        A chunk lists slots of the pool. The slot of a token identifies its key and value.
+        Args:
+            query: the query rows of all new tokens.
+            histories: for each request the keys and values of all its tokens. A chunk finds them by their slots in the pool.
         """
         batch, prefixes = self.batch, self.case.prefix_lens
         own = self.new_tokens(query, _between(histories, prefixes, self.case.kv_lens))
@@ -169,11 +177,12 @@ class _Backend:
 
 
 def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
-    """Change one argument after another that an engine never changes. Each must have its documented effect."""
+    """Make the call with one changed argument after another (scales, window, sinks, out). Expect the documented effect."""
     case, scale = run.case, 0.7 * run.case.softmax_scale
     tensor = torch.tensor([scale], dtype=torch.float32, device=run.device)
     sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
-    probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments, and the rules that then hold
+    # Changed arguments, and the changed rules of the expected result.
+    probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "bmm1_scale": ({"bmm1_scale": scale}, {"bmm1_scale": scale}),
         "bmm1_scale as a tensor": ({"bmm1_scale": tensor}, {"bmm1_scale": scale}),
         "bmm2_scale": ({"bmm2_scale": 0.9}, {"bmm2_scale": 0.9}),
@@ -194,10 +203,10 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
 
 
 def _workspaces(run: CaseRun, call: GivenCall) -> None:
-    """Repeat a call after its workspace was overwritten, and after calls with another workspace. Expect the bits of the first
-    call, counters of zero after a call, and no write to a workspace that a call did not get.
+    """Repeat a call after its workspace was overwritten, and after calls with another workspace. Expect equal bits, counters of
+    zero after each call, and no write to a workspace that was not passed.
     """
-    query = torch.cat((call.given["query"], call.given["query"][:2]))  # more rows of padding: no earlier call's shape
+    query = torch.cat((call.given["query"], call.given["query"][:2]))  # two more padding rows, for a new shape
     workspace = new_workspace(run.device)
     call = replace(call, given=call.given | {"query": query, "workspace_buffer": workspace})
     first = _kept(run.call(call))
@@ -213,12 +222,12 @@ def _workspaces(run: CaseRun, call: GivenCall) -> None:
 
 
 def _kept(result: Result) -> Result:
-    """Return the result with a copy of its output, which later calls cannot overwrite."""
+    """Return the result with a copy of its output, because a later call may overwrite the output."""
     return result._replace(out=result.out.clone())
 
 
 def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Result | None:
-    """Make a call that returns output and LSE. Return None if the call is refused or fails, or returns no LSE."""
+    """Make a call with return_lse=True. Return its result, or None if the call is refused, fails or returns no LSE."""
     result = run.vary(what, call, return_lse=True, **changes)
     if result is not None and result.lse is None:
         run.wrong(f"{what}: return_lse=True returned no LSE")
@@ -227,8 +236,8 @@ def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Resul
 
 
 def _merged(left: Result | None, right: Result | None) -> Result | None:
-    """Merge two attention results over different keys into the result over all these keys, in float64. A side whose LSE is -inf
-    has no weight. Return None if a result or its LSE is missing.
+    """Merge two attention results over different keys by their LSEs, in float64. A result with an LSE of -inf has no weight.
+    Return None if one of the results is None or has no LSE.
     """
     if left is None or right is None or left.lse is None or right.lse is None:
         return None

@@ -16,7 +16,7 @@ from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.graph_case import MLAGraphCase, vllm_graph_modes
 
-COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft step's keys
+COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # ways to count the keys of a draft step
 
 
 def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
@@ -40,7 +40,7 @@ def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
 
 
 def _of_two_pools(scope: Scope) -> Iterator[MLAGraphCase]:
-    """Yield replay sequences of DeepSeek-V4, with the ratios of a layer in turn, or without compressed entries for a draft."""
+    """Yield replay sequences of DeepSeek-V4 with different compression ratios in turn; a draft has no compressed entries."""
     heads, (_, rank) = min(scope.ranges.mla_heads), scope.ranges.mla_head_dims[0]
     dims: dict[str, Any] = {"page_size": 128, "num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": 0}
     ratios = ((4, 48), (128, None), (1, 48), (0, None), (2, 48))

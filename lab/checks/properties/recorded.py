@@ -1,8 +1,8 @@
 """A recorded call of an engine: the output of its kernel, or the output of an implementation for the recorded inputs.
 
-The expected result is computed in float64 from the recorded tensors. A recording has no histories of its requests. The recorded
-page table and lengths therefore define the keys that a row sees, and an error in them is not found. Requests that see a
-non-finite key are left out.
+The expected result is computed in float64 from the recorded tensors. The recorded page table and lengths define which keys a
+row sees, because a recording has no K/V histories of the requests. So an error in them is not found. Requests that see a key
+that is not finite are left out.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
-    """Return a sentence for each documented failure of FlashInfer's XQA on an H100 or H200 that a wrong output looks like."""
+    """Return a sentence for each documented failure of FlashInfer's XQA on SM90 that may explain the wrong output of a call."""
     if call.function is not AttentionCall.DECODE or not call.versions.get("flashinfer"):
         return []
     lens, found = list(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True)), list[str]()
@@ -64,8 +64,8 @@ def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
 
 
 def _result(run: CaseRun, call: RecordedCall) -> Result:
-    """Return the output and LSE to judge, on the CPU: those that were recorded, or those of an implementation for the recorded
-    inputs.
+    """Return the output and LSE to judge, on the CPU: the recorded ones if `run.implementation` is OUTPUTS, else those that the
+    implementation computes from the recorded inputs. Raise KernelError if the recorded call raised or did not return.
     """
     interface: AttentionCall = run.case.interface
     if run.implementation is not OUTPUTS:
@@ -78,10 +78,10 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
     return as_result((call.out, call.lse) if call.lse is not None else call.out, interface)._replace(call=noted)
 
 
-# A run without a recording has no recorded calls, and so no case.
+# Without cases: `check_of` returns the check with the cases of a recording.
 RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, interfaces=tuple(AttentionCall))
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:
-    """Return the check R1 (recorded_calls) with the given recorded calls as its cases."""
+    """Return check R1 with these recorded calls as its cases."""
     return replace(RECORDED_CALLS, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])

@@ -1,7 +1,4 @@
-"""Calls that differ in one factor, such as the batch size, on which no row's result should depend.
-
-The modules of the checks yield them. A check compares their results as it says; `invariance` compares the bits.
-"""
+"""Calls that differ from a base call in one factor, such as the batch size, on which the result of a row should not depend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +15,7 @@ from lab.workloads.inputs.selection import lengths_of_heads
 
 
 def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
+    """Return a function that makes the call."""
     return lambda: run.call(call)
 
 
@@ -26,11 +24,11 @@ class Variant:
     """A call that differs from a base call in one factor."""
 
     what: str  #: the difference in words, such as "request 0 alone"
-    inputs: CallInputs
-    changes: dict[str, Any] = field(default_factory=dict)  #: arguments by name that replace those of `inputs`
-    #: int64 [num_rows], for each row the row of the base call that has the same expected result, or -1; None: the same rows
+    inputs: CallInputs  #: the tensors of the call
+    changes: dict[str, Any] = field(default_factory=dict)  #: arguments that replace those of `inputs`
+    #: int64 [num_rows]: for each row the index of the base call's row with the same expected result, or -1. None: equal rows
     rows: Tensor | None = None
-    #: returns a function that makes the call: eagerly, or by replaying a CUDA graph of it
+    #: returns a function that makes the call, eagerly or by a replay of a CUDA graph
     make: Callable[[CaseRun, GivenCall], Callable[[], Result]] = eager
 
 
@@ -41,14 +39,15 @@ def part(
     rows: Sequence[range] | None = None,
     kv_lens: Sequence[int] | None = None,
 ) -> Variant:
-    """Return the variant that has some requests of a call, in any order, or some rows of its requests.
+    """Return the variant that has only some requests of a call, in any order, or only some rows of the requests.
 
     Args:
-        inputs, what: the inputs of the call, and the difference in words.
-        requests: indices of the requests. An index may repeat, after all requests of the call; the rows of its later places
-            are not in `Variant.rows`.
-        rows: for each of `requests` its query rows, counted from its first one; None: all rows.
-        kv_lens: for each of `requests` the number of its first keys that are kept; None: those up to its last row's position.
+        inputs: the tensors of the base call.
+        what: the difference in words.
+        requests: indices of the requests. After all requests of the call, indices may repeat; `Variant.rows` is -1 for the rows
+            of the repetitions.
+        rows: for each of `requests` the range of its query rows, from 0; None for all rows.
+        kv_lens: for each of `requests` its number of keys; None for the keys up to the position of its last row.
     """
     count, starts = len(inputs.query), [0, *accumulate(inputs.q_lens)]
     kept = rows or [range(inputs.q_lens[request]) for request in requests]

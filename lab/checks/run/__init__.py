@@ -1,1 +1,1 @@
-"""Run the judge: worker processes that judge cases, refused calls and their equivalent forms, verdicts, and known failures."""
+"""Run the judge: judge cases in worker processes, handle calls that a kernel refuses, and mark known failures."""

@@ -1,8 +1,8 @@
-"""The audit repeats right cases with new random contents, and compares the outputs in a process without the kernel's code.
+"""The audit of a run: repeat some right cases with new data, and compare the outputs in a process without the kernel's code.
 
-The kernel runs in a worker, which sends its output as bytes. Another process computes the expected output. So a kernel that
-changes the judge in its own process cannot make a wrong output appear right. A worker cannot recognise an audited case, because
-it sends the first output of every case of `AUDITED_CHECKS`.
+A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, the kernel's worker
+only sends the output as bytes, and another process computes the expected output. A worker cannot recognise an audited case,
+because it sends the first output of every case of `AUDITED_CHECKS`.
 """
 
 import random
@@ -27,7 +27,7 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Return up to `AUDITED` random right verdicts of each function, each case with a new seed that no kernel can know."""
+    """Return up to `AUDITED` random verdicts of each function among those that are right. Their cases have new secret seeds."""
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -41,9 +41,10 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Yield verdicts on the chosen cases with new contents, the first even if the time is over.
+    """Yield the audit's verdicts on some right cases among `verdicts`. Once `is_over` returns True, only the first is audited.
 
-    If a worker says of all that the lab could not judge them, the last has FAILED, because nothing confirms the right cases.
+    If a worker reports for every case that the lab cannot judge it, the last verdict is FAILED: nothing confirms the right
+    cases.
     """
     is_confirmed, again = False, chosen(verdicts)
     for number, verdict in enumerate(again, 1):
@@ -57,8 +58,8 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case in a worker; if it is right there, judge the same output again in a process without the kernel's code. It is
-    DISHONEST if the kernel declines it, since it was right before.
+    """Judge a case in a worker. If it is right, judge the same output again in a process without the kernel's code. If the
+    kernel now declines the case, which was right before with other data, the outcome is DISHONEST.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:
@@ -69,8 +70,8 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput | None) -> Judged:
-    """Compare a worker's saved output with the expected output of its case, in a process without the kernel's code. A right
-    verdict without an output is DISHONEST, unless the output is too large to be sent.
+    """Compare the output that a worker saved with the expected output of the case. Without an output the outcome is
+    DISHONEST, or DECLINED if the output is too large to be sent.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)

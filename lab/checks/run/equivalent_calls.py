@@ -1,4 +1,4 @@
-"""How a refused call is made again, in equivalent forms with the same meaning, such as without `out`."""
+"""Repeat a refused call with equivalent arguments, such as without `out`, so that the kernel can be judged nevertheless."""
 
 import functools
 import re
@@ -29,17 +29,15 @@ Arguments = dict[str, Any]
 class EquivalentForm:
     """A change of a call's arguments that does not change the expected result, such as leaving out the workspace."""
 
-    name: str  # what is different in it, as in "judged with ... instead"
-    # Whether a call has that form, given its function, its arguments and the sentence of its refusal.
+    name: str  # words for "judged with ... instead"
+    # Returns whether the change is possible and useful, given the function, the arguments and the sentence of the refusal.
     applies: Callable[[AttentionCall, Arguments, str], bool]
-    change: Callable[[AttentionCall, Arguments], Arguments]  # returns the arguments of that form
-    by_engines: bool = False  # an engine alone may take it: a check that gives an argument judges that argument
+    change: Callable[[AttentionCall, Arguments], Arguments]  # returns the changed arguments
+    by_engines: bool = False  # only for calls of an engine's pass; elsewhere a check wants the argument itself judged
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call with several rows per request and no mask, which means a causal mask. A block-sparse call
-    cannot have a mask.
-    """
+    """Return True for a decode call with several query rows per request, which could have a mask and has none."""
     several = (arguments.get("q_len_per_req") or 1) > 1
     takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
     return takes_mask and several and arguments.get("mask") is None
@@ -50,7 +48,7 @@ def _with_causal_mask(interface: AttentionCall, arguments: Arguments) -> Argumen
     return arguments | {"mask": _causal_mask(len(arguments["seq_lens"]), q_len, device)}
 
 
-@functools.cache  # a graph cannot build a mask, and reads it as long as it is replayed
+@functools.cache  # a CUDA graph cannot build a mask during capture, and reads the same mask in each replay
 def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
     """Return a draft's packed causal mask, uint16 [batch_size, q_len, words]: row i sees the draft's tokens 0 to i."""
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
@@ -68,7 +66,7 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out the argument `name`; it applies if the call has it and the refusal mentions it."""
+    """Return the form that leaves out the argument `name`. It applies if the call has the argument and the refusal names it."""
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
@@ -78,7 +76,7 @@ def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm
 
 
 FORMS = (
-    # What no result depends on.
+    # Arguments on which no result depends.
     *(
         _left_out(name, f"no {name}")
         for name in ("workspace_buffer", "multi_ctas_kv_counter_buffer", "max_seq_len", "max_kv_len")
@@ -94,22 +92,22 @@ FORMS = (
 
 
 class KernelCalls:
-    """Makes the calls of an implementation in one case, and repeats a refused call in equivalent forms (`FORMS`).
+    """Makes the calls of an implementation in one case, and repeats a refused call in the equivalent forms of `FORMS`.
 
     Args:
-        note: called with a sentence for each refused call that was accepted in another form.
-        refusals: the exceptions that count as refusals, as in `invoke`.
+        note: called with a sentence for each refused call that was accepted in an equivalent form.
+        refusals: the exceptions that count as refusals; None for those of `support_protocol.invoke`.
     """
 
     def __init__(self, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
         self.note, self.refusals = note, refusals
         self.count = 0  #: number of calls so far
-        self.needed: dict[Any, list[EquivalentForm]] = {}  # by shape of a call
-        #: a sentence for each exception of the implementation's own that it raised and that is no refusal, so far
+        self.needed: dict[Any, list[EquivalentForm]] = {}  #: the forms with which calls of a shape were accepted
+        #: a hint for each exception class of the implementation that it raised and that does not count as a refusal
         self.remarks: dict[str, None] = {}
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
-        """Call a function once, in this form. The errors are those of `invoke`."""
+        """Call a function with exactly these arguments. Raise the errors of `support_protocol.invoke`."""
         self.count += 1
         try:
             return invoke(function, args, arguments, self.refusals)
@@ -119,22 +117,24 @@ class KernelCalls:
             raise
 
     def prepared(self, prepare: Callable[..., Any], /, **arguments: Any) -> Callable[[], Any]:
-        """Call a function that prepares a call, and return a function that makes the prepared call."""
+        """Call `prepare`, which prepares or plans a call, and return a function that makes the prepared call."""
         return functools.partial(self.once, self.once(prepare, **arguments))
 
     def invoke(
         self, interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
     ) -> Any:
-        """Call a function that raises Unsupported for a refused call, such as `once`; if it does, call it in equivalent forms.
+        """Make a call. If it raises Unsupported, make it in equivalent forms, until one is accepted.
 
         Args:
-            interface: which of FlashInfer's functions `function` makes a call of.
-            function, arguments: the function, and the arguments of the call.
-            by_engine: the call belongs to an engine's pass. A form may then leave out `out`, and the result is copied into it.
+            interface: which of FlashInfer's functions is called.
+            function: makes the call with given arguments, and raises Unsupported if the call is refused.
+            arguments: the arguments of the call.
+            by_engine: True for a call of an engine's pass. An equivalent form may then leave out `out`; the result is copied
+                into `out`.
 
         Raises:
-            Unsupported: the function refused the call and all equivalent forms that apply. The message is that of the first
-                refusal. A refusal after a write, or while a CUDA graph is captured, is not repeated in other forms.
+            Unsupported: the call and all equivalent forms were refused. The message is that of the first refusal. A refusal
+                after a write, or during the capture of a CUDA graph, is raised at once.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():
@@ -163,12 +163,14 @@ class KernelCalls:
 def _made(
     interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call in the given forms, and return its result; copy it into the caller's `out` if a form leaves that out."""
+    """Make a call with its arguments changed by all forms in `used`, and return the result. If a form leaves out `out`, copy
+    the result into the `out` of `arguments`.
+    """
     changed = arguments
     for form in used:
         changed = form.change(interface, changed)
     returned = function(**changed)
-    if returned is None:  # as of one that writes its result into an output alone
+    if returned is None:  # the function only wrote its result into `out`
         returned = changed.get("out")
     if arguments.get("out") is not None and "out" not in changed:
         arguments["out"].copy_(output_and_lse(interface.value, returned)[0].view(arguments["out"].shape))

@@ -1,4 +1,7 @@
-"""Which bits of a kernel's outputs depend on what: run the checks of the factors, and answer for each function and dtype."""
+"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size, for each function and dtype.
+
+Each factor is a check of `lab.checks.properties.invariance`, which compares variants of a call bit for bit.
+"""
 
 import functools
 from collections import Counter
@@ -16,7 +19,7 @@ from lab.ranges import text_of
 
 
 class Answer(NamedEnum):
-    """What a factor does to the bits of an output, the worst first."""
+    """What happens to the bits of an output if a factor, such as the batch size, changes. The worst answer is first."""
 
     WRONG = "wrong"  # a result exceeds its bound, or a call failed
     WITHIN = "within the bound"  # the bits differ, and every result is within its bound
@@ -26,7 +29,7 @@ class Answer(NamedEnum):
 
     @classmethod
     def of(cls, verdict: CaseVerdict) -> "Answer":
-        """Return the `Answer` that one case's verdict gives."""
+        """Return the answer of one case by its verdict."""
         if verdict.outcome in BROKEN:
             return cls.WRONG
         if verdict.outcome is Outcome.DECLINED:
@@ -36,29 +39,28 @@ class Answer(NamedEnum):
 
 @dataclass(frozen=True)
 class Dependence(CheckSummary):
-    """What a factor, the key `check`, does to the bits of a function's outputs."""
+    """The verdicts on one factor (its key is `check`) for one function and one pair of dtypes."""
 
-    dtypes: str  # of query and keys, such as "bf16/e4m3"
+    dtypes: str  # dtypes of query and keys, such as "bf16/e4m3"
 
     @functools.cached_property
     def answers(self) -> Counter[Answer]:
-        """Return the number of cases with each answer."""
         return Counter(map(Answer.of, self.verdicts))
 
     @property
     def answer(self) -> Answer:
-        """Return the worst `Answer` of the cases."""
+        """Return the worst answer of the cases."""
         return next(answer for answer in Answer if self.answers[answer])
 
     @property
     def required_answer(self) -> Answer:
-        """Return the answer to a requirement. It is "not tried" if one case was not tried and no other has other bits."""
+        """Return `answer`, but NOT_TRIED instead of SAME if a case was not tried, because a requirement needs all cases."""
         not_tried = self.answer is Answer.SAME and self.answers[Answer.NOT_TRIED]
         return Answer.NOT_TRIED if not_tried else self.answer
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference, in units of the last place of its vector's largest element."""
+        """Return the largest difference between outputs, in units in the last place of the vector's largest element."""
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
     def smallest(self, answer: Answer) -> CaseVerdict | None:
@@ -67,7 +69,7 @@ class Dependence(CheckSummary):
         return min(found, key=lambda verdict: (sum(verdict.case.kv_lens), verdict.case.head_dim), default=None)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the answer as JSON data. The smallest case of each answer is named by its number in the report."""
+        """Return the answer as JSON data. "smallest" has the number of the smallest case with each answer."""
         return {
             "function": self.interface.value,
             "dtypes": self.dtypes,
@@ -81,14 +83,14 @@ class Dependence(CheckSummary):
 
 @dataclass(frozen=True)
 class Invariance:
-    """The answers of one run: the report of its cases, and the factors that were required to change no bit."""
+    """The report of one run over factors, and the keys of the factors that are required to change no bit."""
 
     report: Report
     required: tuple[str, ...] = ()
 
     @functools.cached_property
     def dependences(self) -> tuple[Dependence, ...]:
-        """Return an answer for each factor, function and pair of dtypes."""
+        """Return the verdicts grouped by factor, function and pair of dtypes."""
         found: dict[tuple[Any, ...], list[CaseVerdict]] = {}
         for verdict in self.report.verdicts:
             dtypes = text_of((verdict.case.dtype, getattr(verdict.case, "kv_dtype", verdict.case.dtype)))
@@ -97,7 +99,7 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the answers other than "same bits" to required factors, where the kernel takes the function and dtypes."""
+        """Return the dependences on required factors that are not SAME, for functions and dtypes that the kernel accepts."""
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)
@@ -107,7 +109,7 @@ class Invariance:
 
     @property
     def without_cases(self) -> tuple[str, ...]:
-        """Return the required factors that have no case, as "page-size" of a ragged call."""
+        """Return the keys of required factors that have no case, such as "page-size" for a ragged call."""
         return tuple(name for name in self.required if name not in {each.check for each in self.dependences})
 
     @property
@@ -119,7 +121,7 @@ class Invariance:
         return ExitStatus.WRONG if is_unmet and not is_over else status
 
     def as_record(self) -> dict[str, Any]:
-        """Return the report as JSON data, with the answers under "invariance"."""
+        """Return the report as JSON data, with the dependences under "invariance"."""
         answers = [each.as_record() for each in self.dependences]
         return self.report.as_record() | {"required": list(self.required), "invariance": answers}
 
@@ -132,8 +134,8 @@ def invariance(
     Args:
         implementation: as in `judge`.
         factors: keys of the factors to try; all if empty.
-        require: keys of the factors that may change no bit. They are tried too.
-        settings: as in `judge`, without those that choose cases, except `level`, `ranges` and `functions`.
+        require: keys of the factors that must not change a bit. They are tried too.
+        settings: other settings of `judge`, such as `level`, `ranges` and `functions`.
 
     Raises:
         ValueError: there is no such factor; or as in `judge`.

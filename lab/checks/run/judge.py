@@ -36,10 +36,10 @@ from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
 Named = TypeVar("Named")
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
-MOST_SECONDS = {Level.QUICK: 17.0}  # with its start and end a run takes 30
+MOST_SECONDS = {Level.QUICK: 17.0}  # the whole run, with the start of workers and the diagnosis, takes 30 s
 TIME_LIMIT_S, LONGEST_LIMIT_S = 120.0, 7 * 86_400.0
 WORKERS_PER_CORE, LEAST_MOST_WORKERS, MOST_DRAWN = 4, 16, 1_000_000
-VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # of the environment, which a verdict depends on
+VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # keys of the environment on which verdicts depend
 
 
 def judge(
@@ -69,39 +69,41 @@ def judge(
 ) -> Report:
     """Find out whether an implementation is right: run checks on its functions, and return the report.
 
-    An implementation may refuse a call (`lab.checks.run.support_protocol`). The call is then made in equivalent forms. If these
-    are refused too, the case is declined, which is no error. All results must be right. Ctrl-C ends the run; the report then
-    has the verdicts so far.
+    A check is one test of the judge. It judges many cases, which describe calls. An implementation may refuse a call
+    (`lab.checks.run.support_protocol`). The call is then made with equivalent arguments. If it is refused again, the case is
+    declined, which is no error. After Ctrl-C, the report has the verdicts so far.
 
     Args:
         implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.INTERFACES`, or its
             name: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: QUICK, SMOKE or FULL, or "quick", "smoke" or "full".
         ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.
-        only: the checks to run, each by key ("K4"), by name ("poison") or as a `Check`; all if empty.
-        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
-        device: the device to run on; by default a GPU if there is one.
-        isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
-        workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated. `workers` may
-            also be a `Workers` of the implementation, which has a device, a time limit and refusals of its own.
-        most_seconds: no case begins after this time, and cases that run in workers 2 seconds later are left out. The report
-            counts the cases that are left out. None: 17 at the quick level, or `for_seconds` if that is more; no limit at
-            the others.
-        drawn: number of random cases per check and function; None: the level's number.
+        only: the checks to run, each by key ("K4"), by name ("poison") or as a `Check`; () for all checks.
+        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; () for all functions that the
+            implementation has.
+        device: the device to run on; None for a GPU if there is one, else the CPU.
+        isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
+        workers: number of worker processes if `isolated`; or a `Workers` of the implementation, with its device, time limit and
+            refusals.
+        time_limit_s: time limit of one case if `isolated`.
+        most_seconds: no case is begun after this time. Cases that still run in workers 2 seconds later are left out. None: 17
+            at the quick level, or `for_seconds` if that is more; no limit at other levels.
+        drawn: number of random cases for each check and function; None for the number of the level.
         refusals: the exceptions that count as refusals, or their names, instead of those of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
-        out, fresh: the report's file, written during the run. Unless `fresh`, right and declined cases in it are not judged
-            again, if they are from the same run with the same sources of the implementation and the lab.
-        first_failure: no further case is begun after the first wrong or failed case.
-        discover: if a function declines most cases, judge it also on the values in `ranges` that it is found to accept.
-        seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
-        profile: name of an engine ("sglang" or "vllm"): only cases that it sends are judged and decide; "": all cases.
+        out: file of the report, which is written during the run.
+        fresh: judge all cases. Otherwise right and declined cases in the file `out` are not judged again, if the file is from a
+            run with the same settings and the same sources of the implementation and the lab.
+        first_failure: begin no case after the first wrong or failed case.
+        discover: if a function declines most cases, judge it also on the values in `ranges` that it accepts.
+        seed: seed of random choices, instead of the seed in `ranges` (default 0).
+        profile: name of an engine ("sglang" or "vllm"), to judge only the cases that this engine sends; "" for all cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
-        shard: judge one part of the run, such as "3/8". `lab.checks.run.merging.merged` unites the reports of all parts.
+        shard: the part of the run to judge, such as "3/8". `lab.checks.run.merging.merged` unites the reports of all parts.
 
     Raises:
-        ValueError: the implementation has none of the functions, a setting is invalid, or a name of `refusals` is no exception.
+        ValueError: the implementation has none of the functions, a setting is invalid, or a name in `refusals` is no exception.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     start, depth = time.monotonic(), _of_name(level, {each: (each.value,) for each in Level}, "level")
@@ -132,7 +134,7 @@ def judge_case(
     Args:
         implementation: as in `judge`.
         check: key or name of the check.
-        case: a case of that check, such as an `AttentionCase`; its seed determines the contents of the tensors.
+        case: a case of this check, such as an `AttentionCase`. Its seed determines the data.
         device: as in `judge`.
         ranges: the parameter values within which the check may vary the case.
     """
@@ -153,13 +155,13 @@ def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **
     requests; see `lab.checks.properties.recorded`.
 
     Args:
-        recording: a folder of calls that `lab record` or FlashInfer recorded, or "FOLDER#3" for its third call alone.
+        recording: a folder of calls that `lab record` or FlashInfer recorded, or "FOLDER#3" for only the third call.
         implementation: name of the implementation that is called with the recorded inputs. By default the recorded results are
             judged.
-        settings: as in `judge`, without the settings that choose cases.
+        settings: other settings of `judge`.
 
     Returns:
-        The report; a verdict's case is a `lab.recorded.case.RecordedCase`.
+        The report. The case of each verdict is a `lab.recorded.case.RecordedCase`.
 
     Raises:
         ValueError: there is no call in the recording, or a setting is invalid.
@@ -188,17 +190,19 @@ def judge_recorded(
     time_limit_s: float = TIME_LIMIT_S,
     refusals: Sequence[type[BaseException]] | RefusalNames | None = None,
 ) -> CaseVerdict:
-    """Judge a case of a report again, in a worker that imports the implementation again.
+    """Judge one case of a report again. The implementation is imported again.
 
     Args:
-        path, number: path of the report, and number of the case in it, from 1.
-        implementation: name of an implementation; None: the report's.
-        device: a device; None: the report's.
+        path: path of the report.
+        number: number of the case in the report, from 1.
+        implementation: name of an implementation; None for the implementation of the report.
+        device: a device; None for the device of the report.
         isolated, time_limit_s: as in `judge`.
-        refusals: as in `judge`; None: the report's, if they are Python's own or from the kernel's package.
+        refusals: as in `judge`; None for the refusals of the report, which must be built-in exceptions or from the kernel's
+            package.
 
     Returns:
-        The verdict. Known failures are not looked up, so that a known failure is WRONG here.
+        The verdict. A known failure is WRONG here, because known failures are not looked up.
 
     Raises:
         lab.checks.record.ReportError: there is no such report or case, or its refusals are not of the kernel's package.
@@ -219,8 +223,8 @@ def _refusals(given: Sequence[type[BaseException]] | RefusalNames | None) -> Ref
 
 
 def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
-    """Return the refusals that a report records; None if it has none. A module that a file names is imported only if it is in
-    the kernel's package, which is imported anyway.
+    """Return the names of the refusals in a report, or None. Raise ReportError for a name outside the kernel's package and
+    Python, because the report's file must not decide which modules are imported.
     """
     names = list(map(str, read_record(path).get("refusals") or ()))
     own = kernel.partition(":")[0]
@@ -250,7 +254,7 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the torch device with a name such as "cuda:1"; for None a GPU if there is one, else the CPU.
+    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU.
 
     Raises:
         ValueError: there is no such device, or it cannot be used for judging.
@@ -277,11 +281,12 @@ def _offered(
     refusals: Refusals | RefusalNames | None,
     settings: tuple[Any, ...],
 ) -> tuple[list[Interface], Report]:
-    """Return the wanted functions that an implementation has, and the report with the refusals and with `run`, a digest of the
-    implementation's sources, of `settings` and of the report's own fields.
+    """Return the wanted functions that an implementation has, and `report` with the fields `refusals` and `run`. `run` is a
+    digest of the sources, `settings` and the fields of the report; it is "" unless the implementation is given by name
+    (`is_named`).
 
     Raises:
-        ValueError: it has none of the functions.
+        ValueError: the implementation has none of the wanted functions.
     """
     has, sources = pool.call(partial(offer_of, report.implementation if is_named else ""))
     if not (offered := [each for each in has if each in wanted]):
@@ -302,8 +307,8 @@ def _check_settings(
     profile: str,
     shard: str,
 ) -> None:
-    """Raise ValueError if an object is to be judged in worker processes, a number is out of range, there is no such profile or
-    shard, or a shard is to be judged quickly.
+    """Raise ValueError if an isolated implementation is no name, a number is out of range, there is no such profile or shard,
+    or a shard is combined with the quick level.
     """
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
@@ -323,14 +328,16 @@ def _check_settings(
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
-    """Return the name of an implementation, and the implementation. If only its name is given, import it."""
+    """Return the name of an implementation, and the implementation. Import it if `implementation` is a name."""
     if isinstance(implementation, str):
         return implementation, load(implementation)
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
 
 
 def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks in `only`: those named by key or name, in order of keys, then `Check` objects; all if it is empty."""
+    """Return the checks that `only` names by key or name, in the order of keys, and then the `Check` objects in it. Return all
+    checks if `only` is empty.
+    """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
     named = {check: (check.key, check.name) for check in checks()}
@@ -345,6 +352,7 @@ def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
 
 
 def _of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
+    """Return the key of `named` that is `name` or has the name `name`. Raise ValueError if there is none."""
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
             return each

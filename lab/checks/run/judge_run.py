@@ -23,28 +23,28 @@ from lab.checks.run.workers import Pending, Workers
 from lab.ranges import Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
-CASES_PER_WORKER = 8  # of a turn
-SMOKE_LONGEST = 200  # keys
-MOST_SHRINKS = 60  # calls of the judge to make one wrong case smaller
-MOST_KEPT = 2000  # right random cases in the report
-MOST_WRONG = 10  # different wrong ones, after which no more are drawn
-LEAST_DONE = 5  # cases before the time left is estimated
-GRACE_S = 2.0  # that the cases get which still run at the end; those that run longer are left out
-WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on, or
-WRITING_SHARE = 0.05  # of the time at most
+CASES_PER_WORKER = 8  # cases in a batch, times the number of workers
+SMOKE_LONGEST = 200  # most keys of a short request at the smoke level
+MOST_SHRINKS = 60  # most cases that are judged to find a smaller wrong case
+MOST_KEPT = 2000  # most right random cases in the report
+MOST_WRONG = 10  # number of different wrong random cases that ends the search for more
+LEAST_DONE = 5  # number of judged cases from which the remaining time is estimated
+GRACE_S = 2.0  # time for cases that run at the end; cases that run longer are left out
+WRITTEN_EVERY_S = 1.0  # least time between two writes of the report's file during the run
+WRITING_SHARE = 0.05  # most time for these writes, as a share of the run
 
-# Begins cases and keeps their verdicts; yields the case that it waits for next, so that other checks go on until it is ready.
+# A generator that submits cases and keeps their verdicts. It yields each case that it must wait for.
 Waits = Generator[Pending, None, None]
 
 
 class Progress(NamedTuple):
     """The counts of a run of the judge after each verdict."""
 
-    verdict: CaseVerdict  # the last one
-    done: int  # judged cases, without those that only shrink a wrong random case
-    total: int  # planned cases, random ones included
-    seconds_left: float | None  # estimated; None while there is no estimate
-    is_new: bool = True  # the verdict is from this run, not from an earlier one
+    verdict: CaseVerdict  # the newest verdict
+    done: int  # number of judged cases, without those that only shrink a wrong random case
+    total: int  # number of planned cases, random cases included
+    seconds_left: float | None  # estimate, or None for the first cases
+    is_new: bool = True  # whether the case was judged in this run, not read from an earlier report
 
 
 @dataclass
@@ -52,19 +52,19 @@ class Run:
     """One run of the judge: several checks on several functions, and the report of their verdicts."""
 
     pool: Workers
-    report: Report  # what is judged and how, without verdicts
+    report: Report  # the settings of the run, without verdicts
     checks: Sequence[Check]
-    drawn: int  # random cases of each check and function
-    end: float  # no case is begun after this time of `time.monotonic`,
-    stops_at_fault: bool  # nor after the first wrong or failed case
-    earlier: Mapping[Key, CaseVerdict]  # of an earlier run of the same; they keep their numbers
-    path: Path | None  # the report's file, written as the run goes
-    known: Callable[[CaseVerdict], CaseVerdict]  # returns a verdict as known failures make it
+    drawn: int  # number of random cases for each check and function
+    end: float  # no case is begun after this time of `time.monotonic`
+    stops_at_fault: bool  # whether the first wrong or failed case ends the run
+    earlier: Mapping[Key, CaseVerdict]  # verdicts of an earlier run with equal settings; they keep their numbers
+    path: Path | None  # file of the report, written during the run
+    known: Callable[[CaseVerdict], CaseVerdict]  # returns the verdict, marked as KNOWN if known failures explain it
     progress: Callable[[Progress], None] | None  # called with each verdict
     _runs: "Mapping[tuple[str, Interface], CheckRun]" = field(default_factory=dict)
-    _has_fault: bool = False
-    _is_deceived: bool = False  # a case was dishonest, after which no verdict of the run counts
-    _num_new: int = 0  # verdicts of this run
+    _has_fault: bool = False  # whether a case was wrong or failed
+    _is_deceived: bool = False  # whether a case was dishonest, so that no verdict of the run counts
+    _num_new: int = 0  # number of cases that were judged in this run
     _next_write: float = -math.inf
 
     def __post_init__(self) -> None:
@@ -73,19 +73,19 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further case may be begun: the time is over, or a wrong, failed or dishonest case ended the run."""
+        """Return True if no further case may be begun: the time is over, or a case has stopped the run."""
         return time.monotonic() > self.end or self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a case has stopped the run: a dishonest one, or, with `stops_at_fault`, a wrong or failed one."""
+        """Return True if a case has stopped the run: a dishonest case or, with `stops_at_fault`, a wrong or failed case."""
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions by the run's checks, and return the report. Verdicts are written to `path` during the run.
+        """Judge functions by the run's checks, and return the report. Write the report to `path` during the run.
 
-        `discovers` is `discover` of `lab.checks.judge`. After the level's cases, random cases are judged until `random_until`,
-        a time of `time.monotonic`.
+        If `discovers`, judge a function that declines most cases also in the ranges that it accepts. After the level's cases,
+        judge random cases until `random_until`, a time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -109,7 +109,7 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """If a function declined most cases, find the ranges that it accepts, and judge it within these too."""
+        """If a function declined most cases, find the ranges that it accepts, and judge the function within these ranges."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in PAGED_CALLS or self.is_over or not is_mostly_declined(verdicts):
@@ -121,7 +121,7 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Repeat some right cases, and judge their outputs in a process without the kernel's code. Report those not right."""
+        """Repeat some right cases, and judge the outputs in a process without the kernel's code. Keep broken verdicts."""
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         is_audited = self.pool.is_apart and not self.is_stopped
         for verdict in audited(self.pool, verdicts, lambda: self.is_over) if is_audited else ():
@@ -131,13 +131,13 @@ class Run:
 
     def _take_turns(self, waits_of_each: Iterable[Waits]) -> None:
         if unended := in_turns(waits_of_each, self._goes_on, self.end + GRACE_S):
-            # They still run when the time is over: a kernel that hangs is not right
+            # These cases still run after the end: they are left out, because the kernel may hang.
             ended = f"the time was over while {unended} of them ran"
             self.report = replace(self.report, unended=unended, ended=ended)
             self.pool.stop()
 
     def _goes_on(self) -> bool:
-        """Write the report's file if it is time to. Return False if a case has stopped the run."""
+        """Write the report's file if the last write is long enough ago. Return False if a case has stopped the run."""
         if self._file is not None and not self.is_stopped and time.monotonic() > self._next_write:
             self._save(self._report_so_far(), goes_on=True)
         return not self.is_stopped
@@ -165,7 +165,7 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call `progress` with a verdict, the run's counts, and the time left at the rate of the verdicts of this run alone."""
+        """Call `progress` with a verdict, the counts of the run, and an estimate of the remaining time."""
         self._num_new += is_new
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
@@ -174,16 +174,14 @@ class Run:
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def noted(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return a verdict with the engines that it is about. Note if it ends the run."""
+        """Return a verdict with `sent_by`, the engines that send the case. Note whether the verdict stops the run."""
         sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
         return replace(verdict, sent_by=sent_by)
 
     def _numbered(self, verdicts: Iterable[CaseVerdict]) -> Iterator[CaseVerdict]:
-        """Yield verdicts with their numbers in the report: the number in an earlier run's report, or else the next one, so that
-        the numbers do not depend on the order in which several workers judge.
-        """
+        """Yield verdicts with their numbers in the report: the number in the earlier report, or else the next free number."""
         new = itertools.count(1 + max((verdict.number for verdict in self.earlier.values()), default=0))
         for verdict in verdicts:
             earlier = self.earlier.get(verdict.key) if self.earlier else None
@@ -191,23 +189,26 @@ class Run:
 
 
 class CheckRun:
-    """One check of one function in a run: its planned cases and their verdicts."""
+    """One check on one function in a run: the planned cases and their verdicts."""
 
     def __init__(self, run: Run, check: Check, interface: Interface, turn: int) -> None:
         self.interface, self.verdicts = interface, list[CaseVerdict]()
-        self.planned = self.judged = self.num_random = 0  # cases; the random ones were judged after the planned ones
+        # Numbers of planned cases, of planned cases that were judged, and of random cases that were judged after these.
+        self.planned = self.judged = self.num_random = 0
         self._run, self._check, self._ranges = run, check, run.report.ranges
-        self._reprs = set[str]()  # of the planned cases that were not drawn, those of other shards included
+        self._reprs = set[str]()  # of the planned cases of all shards, without random cases
         self._shard = Shard.of(run.report.shard)
-        self._turn = turn  # a check's first case is of the shard whose turn it is
+        self._turn = turn  # the shard that gets the first case of this check, modulo the number of shards
 
     @property
     def is_telling(self) -> bool:
-        """Return True if the check's cases tell more than others', so that they are judged first: each has many values."""
+        """Return True if the cases of the check are judged first at the quick level, because each contains many values."""
         return self._run.report.level is Level.QUICK and bool(self._check.more)
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Make the check's cases within ranges, without those of earlier calls. Return a generator that judges them."""
+        """Make the cases of the check with the values in `ranges`, without cases of earlier calls of this method. Return a
+        generator that judges them.
+        """
         level = self._run.report.level
         self._ranges = ranges
         rounds = [*self._check.more.get(level, ()), *([self._of_smoke] if self.is_telling else [])]
@@ -221,9 +222,7 @@ class CheckRun:
         return self._turns(self._planned(cases, is_divided=not rounds), rounds, samples)
 
     def rest(self) -> Waits:
-        """Judge, at the quick level, the smoke level's cases that were not planned yet. They follow the telling checks' because
-        those cost a third of these, and find more.
-        """
+        """At the quick level, judge the cases of the smoke level that were not planned yet; at other levels nothing."""
         if self._run.report.level is Level.QUICK:
             yield from self._turns((), [self._of_smoke], ())
 
@@ -232,8 +231,8 @@ class CheckRun:
 
     @property
     def _ranges_of_cases(self) -> Ranges:
-        """Return the ranges from which cases are made: `_ranges`, at the smoke level with short requests only. When it judges a
-        case, a check may use all of `_ranges`.
+        """Return the ranges from which cases are made: `_ranges`, but below the full level with a smaller `longest`, and at the
+        quick level with only one long request and one large batch.
         """
         level, ranges = self._run.report.level, self._ranges
         if level is Level.FULL:
@@ -248,9 +247,7 @@ class CheckRun:
         return not profile or profiles()[profile].sends(self.interface, case)
 
     def _planned(self, cases: Iterable[Any], is_divided: bool = False) -> list[Any]:
-        """Return the cases that were not planned before, and add their number to `planned`. If they are divided among shards,
-        return the shard's part.
-        """
+        """Return the cases that were not planned before; if `is_divided`, only the shard's part. Count them as planned."""
         new = [case for case in cases if repr(case) not in self._reprs and self._is_chosen(case)]
         self._reprs |= set(map(repr, new))
         new = list(self._shard.part(new, self._turn)) if is_divided else new
@@ -258,7 +255,7 @@ class CheckRun:
         return new
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[DrawnPoint]) -> Waits:
-        """Judge the fixed cases, then further rounds of cases that depend on earlier verdicts, then the random cases."""
+        """Judge the fixed cases, then rounds of cases that depend on earlier verdicts, then the random cases."""
         yield from self._judge(cases, self.keep)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
@@ -279,11 +276,11 @@ class CheckRun:
             yield from self._judge_samples(chosen, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in batches, first one case per worker and then `CASES_PER_WORKER`, or all at once if `is_telling`. None
-        is begun after the end of the run.
+        """Judge cases in batches: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all cases at
+        once. No case is begun after the end of the run.
 
-        A case that an earlier run found right or declined is not judged again. `keep` is called with each verdict in the order
-        of the cases, and with True if the verdict is from this run.
+        `keep` is called with each verdict in the order of the cases, and with False if the verdict is from an earlier report.
+        Only right and declined verdicts of an earlier report are used.
         """
         first = self._run.pool.workers
         ends = [0, *(() if self.is_telling else range(first, len(cases), CASES_PER_WORKER * first)), len(cases)]
@@ -305,11 +302,10 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases. Keep the verdicts on right cases, and on the first `most_wrong` wrong cases after shrinking each
-        of them.
+        """Judge random cases. Shrink each wrong case, and keep its verdict, until there are `most_wrong` different wrong cases.
 
-        Of right cases that were not planned, only the first `MOST_KEPT` are kept. `wrong` has the reprs of the shrunk wrong
-        cases so far; those of further wrong cases are added to it.
+        The verdicts on right cases are kept too, at most `MOST_KEPT` if they were not planned. `wrong` has the reprs of the
+        wrong cases so far; this method adds further ones.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
 
@@ -329,7 +325,7 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: DrawnPoint) -> CaseVerdict:
-        """Shrink a wrong random case while it stays wrong, even if the run is over; return the verdict on the smallest."""
+        """Shrink a wrong random case as long as it stays wrong, even if the run is over. Return the last wrong verdict."""
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:
@@ -350,37 +346,35 @@ class CheckRun:
             raise
 
     def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
-        """Return the verdict of a case before it is judged: all fields that identify the case, and the outcome DECLINED."""
+        """Return a verdict with the fields that identify a case, before the case is judged. The outcome is DECLINED."""
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
-        """Return an earlier run's verdict on a case if it is right or declined; otherwise submit the case."""
+        """Return the verdict of an earlier run if it is right or declined; otherwise submit the case for judging."""
         earlier = self._run.earlier.get(blank.key)
         if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
             return earlier
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Return the verdict on a submitted case once it is judged, with known failures marked, without the saved output."""
+        """Wait until a case is judged. Return its verdict, with known failures marked, and without the saved output."""
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def keep(self, verdict: CaseVerdict, is_new: bool = True, is_planned: bool = True) -> None:
-        """Report a verdict to `progress`, and add it to the run. A case that was not planned, such as an audited one, is not
-        counted.
-        """
+        """Add a verdict to the run and report it to `progress`. Count the case as judged if it was planned."""
         self.judged += is_planned
         self._run.show(verdict, is_new)
         self.verdicts.append(self._run.noted(verdict))
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Run the generators of several checks concurrently: continue each when the case that it waits for has been judged, as long
-    as `goes_on` returns True, and wait for no case after `end`, a time of `time.monotonic`. Return how many of those that it
-    waited for had begun then.
+    """Run generators concurrently: continue a generator when the case that it has yielded is judged. So a case that takes
+    minutes delays only its own check.
 
-    A case that takes minutes thus delays only its own check, and a run that ends early has verdicts of all checks.
+    Stop when all generators have ended, `goes_on` returns False, or `end` (a time of `time.monotonic`) has passed. Return the
+    number of cases that still run then; 0 unless `end` has passed.
     """
     with ExitStack() as stack:
         waiting = list[tuple[Waits, Pending]]()

@@ -1,4 +1,4 @@
-"""Judge one case in this process, and find out whether the kernel changed what judges it."""
+"""Judge one case in this process, and find out whether the kernel changed functions or settings of the judge."""
 
 import functools
 import time
@@ -25,27 +25,29 @@ from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
 from lab.loading import working_folder_kept
 from lab.ranges import Ranges
 
-AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.run.audit`
-ROUNDED = ("output", "LSE", "merged")  # kinds of results that are held for their errors
+AUDITED_CHECKS = ("K1", "M1")  # checks whose cases `lab.checks.run.audit` repeats: the first output decides them
+ROUNDED = ("output", "LSE", "merged")  # kinds of results that are compared within a bound
 OF_DTYPES = ("dtype", "kv_dtype", "out_dtype")  # features of a call
-MOST_BY_TRUNCATION = 16.0  # of an error over its bound; one cut makes 4, and 10 of a mean slope
+MOST_BY_TRUNCATION = (
+    16.0  # most error by truncation to bf16, over its bound: one truncation gives 4, and 10 in the bias test
+)
 
 
 class Task(NamedTuple):
-    """A case to be judged, and what a worker needs for it."""
+    """A case to be judged, with all data that a worker process needs."""
 
-    check: str  # its key
+    check: str  # key of the check
     case: Any
     device: str
-    ranges: Ranges  # within which the check may vary the case
+    ranges: Ranges  # the values within which the check may vary the case
     refusals: Refusals | RefusalNames | None
-    end: float  # it is not begun after this time of `time.monotonic`, which all processes of a machine share
+    end: float  # the case is not begun after this time of `time.monotonic`, which all processes of a machine share
 
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the functions and settings that judge a kernel, as recorded at the first call: before any kernel was loaded."""
-    checks_by_key()  # which imports all that judges
+    """Return a record of the judge's functions and settings at the first call of this function, before a kernel is loaded."""
+    checks_by_key()  # imports all modules of the judge
     return bindings()
 
 
@@ -71,9 +73,7 @@ def _check(key: str) -> Check:
 
 
 def _call_once(run: CaseRun) -> None:
-    """Make the call of a case once. The case counts as judged if the call returns, whatever its result.
-    `lab.checks.parameters.attention.discover` uses this as a check to find out what a function accepts.
-    """
+    """Make the call of a case. The outcome is RIGHT if the call returns, whatever its result."""
     run.call(run.build())
     run.judged += 1
 
@@ -81,8 +81,8 @@ def _call_once(run: CaseRun) -> None:
 def run_case(
     implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
 ) -> Judged:
-    """Judge one case in this process. It is WRONG if a result is wrong, FAILED if a call failed or an error ended the check,
-    and DECLINED if nothing was compared.
+    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or an error ended the
+    check after a call, DECLINED if nothing was compared, else RIGHT.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     by_lab, bf16 = False, Bf16()
@@ -98,7 +98,7 @@ def run_case(
         run.fail(str(failure))
     except ChangedBindingsError as error:
         return dishonest(Judged(Outcome.DISHONEST, judged=run.judged), str(error))
-    except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
+    except torch.AcceleratorError as error:  # an earlier launch failed; the error is raised at the next synchronization
         run.fail(str(raised(error)))
     except Exception as error:
         sentence, limit = f"{type(error).__name__}: {error}", limit_of(error)
@@ -121,10 +121,10 @@ def run_case(
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
-    """Return True if what Triton's interpreter did with bf16 can make all wrong results of a case: wrong numbers, of calls with
-    bf16 tensors.
+    """Return True if the bf16 arithmetic of Triton's interpreter can explain all wrong results of a case. It differs from a
+    GPU's: it can make the numbers of bf16 calls wrong, not their shapes.
     """
-    wrong = [result for result in run.results if result.wrong and result.held != "return"]  # what has failed stays so
+    wrong = [result for result in run.results if result.wrong and result.held != "return"]
     if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):
         return False
     held = {result.held for result in wrong}

@@ -1,7 +1,7 @@
 """Known failures: which kernel is wrong in which cases on which GPU, and the page that describes the failure.
 
-A wrong case becomes KNOWN only if entries explain every sentence about its errors. An entry is narrow: it names implementations
-on one kind of GPU, releases if they matter, checks, conditions on cases, and a pattern of the sentences that it explains.
+The outcome of a wrong case becomes KNOWN if known failures explain every sentence about its errors. An entry names the kernel,
+the GPU, the releases if they matter, the checks, conditions on the case, and a pattern of the sentences that it explains.
 """
 
 import re
@@ -24,7 +24,7 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, HeadPages
 from lab.workloads.interfaces import PAGED_CALLS
 
-# Of a case, and of a sentence of `CaseRun.expect_close` that says what was wrong
+# A condition on a case and on a sentence about one of its errors
 Condition = Callable[[Any, str], bool]
 
 
@@ -57,7 +57,7 @@ class KnownFailure:
         return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
 
 
-# By the page and heading that describes them, "path#heading", with a reproduction.
+# From "path#heading", a page and the heading that describes a failure and its reproduction, to the entries of the failure.
 Findings = Mapping[str, Sequence[KnownFailure]]
 
 
@@ -67,7 +67,7 @@ def known(
     capability: Capability | None,
     release_of: Callable[[str], str | None] = version_of,
 ) -> CaseVerdict:
-    """Return the verdict, changed to KNOWN if known failures explain all of its error sentences.
+    """Return the verdict, with the outcome KNOWN if known failures explain all sentences about its errors.
 
     Args:
         verdict: the verdict on a case.
@@ -75,7 +75,7 @@ def known(
         capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
         release_of: returns the installed release of a package, or None.
     """
-    # No entry is about another function
+    # All entries are about functions with a paged cache.
     if verdict.outcome is not Outcome.WRONG or verdict.interface not in PAGED_CALLS:
         return verdict
     entries = [
@@ -108,25 +108,24 @@ def has_heads_without_pages(case: Any, _: str) -> bool:
 
 
 def call_of(case: Any) -> Any:
-    """Return the attention case that a `Configuration` describes; any other case as it is."""
+    """Return the attention case that a `Configuration` (a value for each parameter) describes; another case unchanged."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
 def of_case(holds: Callable[[AttentionCase], bool]) -> Condition:
-    """Turn a condition on an attention case into one on (case, sentence), which ignores the sentence."""
+    """Return the `Condition` that `holds` is true for the attention case. It ignores the sentence."""
     return lambda case, sentence: holds(call_of(case))
 
 
 def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
-    """Return a condition on (case, sentence): `is_so(case, request)` is true for at least one request of the case."""
+    """Return the `Condition` that `is_so(case, request)` is true for at least one request of the case."""
     return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
-    """Return a condition on (case, sentence): `is_so(case, request)` is true for each request that the sentence lists as wrong.
+    """Return the `Condition` that `is_so(case, request)` is true for each request that the sentence lists as wrong.
 
-    If the sentence lists no request, the condition does not hold. With `some_if_unnamed` it then holds if `is_so` is true for
-    at least one request of the case.
+    If the sentence lists no request, the condition is false; with `some_if_unnamed`, it is then that of `some_request`.
     """
 
     def holds(case: Any, sentence: str) -> bool:
@@ -143,14 +142,12 @@ def _has_no_keys(case: Any, request: int) -> bool:
 
 
 def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
-    seen = getattr(case, "seen_lens", case.kv_lens)  # of a pass, whose rows may see fewer keys than there are
+    seen = getattr(case, "seen_lens", case.kv_lens)  # rows of a forward pass may see only some of the request's keys
     return bool(seen[request] < case.q_lens[request])
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Return True if a request has fewer keys than rows, but at least 32 keys. FA2 leaves out the causal mask for whole tiles
-    of keys only.
-    """
+    """Return True if a request has fewer keys than rows, but at least 32 keys: FA2 omits the causal mask for whole tiles."""
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 
@@ -173,11 +170,11 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with several rows per request. In check K11 (sensitivity) the case does
-    not say so, but the sentence names the mask "of 4 rows".
+    """Return True if the wrong call is a decode call with several query rows per request, according to the case or, for check
+    K11 (sensitivity), to words such as "mask of 4 rows" in the sentence.
     """
     mode = getattr(case, "mode", None)
-    if mode is not None:  # of a pass, or of a graph
+    if mode is not None:  # a forward pass or a graph replay
         return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
     named = re.search("mask .*of [0-9]+ rows", sentence)
     return is_decode(case, sentence) and (max(call_of(case).q_lens) > 1 or bool(named))
@@ -195,21 +192,21 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
     if isinstance(case, Configuration):
         is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
     else:
-        replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which gives several rows a tree's mask
+        replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which passes a mask with several rows
         is_masked = bool(re.search(f"^(?!causal|no mask).*mask .*of [0-9]+ rows|{replayed}", sentence))
     return is_masked and getattr(call_of(case), "kv_dtype", None) == E4M3 and several_rows(case, sentence)
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """Return True if the call's draft mask hides each row's own key, and no wrong request has a key before its rows."""
+    """Return True if the draft mask hides the own key of each row, and no wrong request has keys before its draft."""
     hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
     only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
     return hides and only_rows(case, sentence)
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
-    """Return True if some sinks are minus infinity, and each request that the sentence lists has fewer keys than rows. If the
-    sentence lists none, one such request in the case is enough.
+    """Return True if some sinks are minus infinity, and each request that the sentence lists as wrong has fewer keys than
+    rows. If the sentence lists none, one request of the case must have fewer keys than rows.
     """
     has_axes = isinstance(case, Configuration)
     some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
@@ -229,10 +226,11 @@ def offsets_count_pages(case: Any, sentence: str) -> bool:
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
-    """Return True if the cache is e4m3 and the inputs reveal rounding to e4m3 without a scale.
+    """Return True if the cache is e4m3, and the logits or weights of the call are so large or small that rounding them to e4m3
+    without a scale gives a wrong result.
 
-    Such inputs have the contents TALL (logits that climb to hundreds) or SHADED (keys with weights of e**-9), or they are calls
-    of check K11 (sensitivity) with a negative bmm1_scale or with logits far apart.
+    Such calls have the contents TALL (logits that grow to hundreds) or SHADED (keys with weights of e**-9), or they are calls
+    of check K11 (sensitivity) with a negative bmm1_scale or with logits that are far apart.
     """
     call = call_of(case)
     large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
@@ -240,7 +238,7 @@ def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
 
 
 def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
-    """Return the kernel of a package's release on SM90. `peers` are the modules of `lab.kernels.peers` that call it."""
+    """Return the kernel of a package's release on SM90. `peers` are the modules of `lab.kernels.peers` that call the kernel."""
     return FailingKernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
 
 
@@ -248,14 +246,14 @@ FINDINGS = "results/nvidia-h200/findings.md"
 DRY_RUN = "results/blackwell-dry-run/README.md"
 PEERS = "results/nvidia-h200/peers.md"
 TRTLLM = FailingKernel(("lab.kernels.trtllm",), (9, 0))
-# As judged; 0.6.16 repaired both failures.
+# The judged releases with two failures that 0.6.16 repaired.
 TRTLLM_BEFORE_0616 = FailingKernel(*TRTLLM[:2], "flashinfer-python", ("0.6.0", "0.6.6", "0.6.12", "0.6.14"))
 VLLM = _on_hopper("vllm", "0.33.0", "vllm_triton")
 SGLANG = _on_hopper("sglang", "0.5.23", "sglang_triton")
 FLEX = _on_hopper("torch", "2.11.0", "flex_attention")
 FA4 = _on_hopper("flash-attn-4", "4.0.0b36", "flash_attention_4")
 FA2 = _on_hopper("flashinfer-python", "0.7.2.post1", "flashinfer_paged:fa2")
-# FA3 is what the module without a name of a backend runs on this GPU.
+# On SM90, the module without a backend's name runs FA3 too.
 FA3 = _on_hopper("flashinfer-python", "0.7.2.post1", "flashinfer_paged:fa3", "flashinfer_paged")
 B200 = FailingKernel(("lab.dry_run.b200",), None)
 
@@ -305,7 +303,7 @@ KNOWN_FAILURES: Findings = {
     f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output": (
         KnownFailure(B200, ("K2", "K11", "K13", "K18", "M2"), WRONG_VECTORS, (only_fewer_keys_than_rows,)),
         KnownFailure(B200, ("K1", "K3", "K7", "K9", "K10"), "must be zero", (has_heads_without_pages,)),
-        # Its other shape has requests that are not in the case.
+        # Check K6 also makes a call of another shape, whose requests are not those of the case.
         KnownFailure(B200, ("K6",), "^another shape: .*: rows that see no key must be zero"),
         KnownFailure(B200, ("K2", "K18"), "LSEs are wrong", (has_fewer_keys_than_rows,)),
     ),

@@ -1,4 +1,4 @@
-"""Unite the reports of the shards of one run (`lab judge --shard 3/8`) in one report."""
+"""Unite the reports of the shards of one run in one report. A shard is one part of a run (`lab judge --shard 3/8`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from lab.checks.run.verdicts import CaseVerdict, Key, credible
 from lab.wording import joined
 from lab.workloads.interfaces import interface_of
 
-# Entries of a report's record that are equal in all shards, and words for each.
+# Entries of a report that must be equal in all shards, with words for an error.
 EQUAL = {
     "implementation": "the kernel",
     "level": "the level",
@@ -28,17 +28,16 @@ EQUAL = {
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
     """Return one report of all verdicts of a run's shards.
 
-    A case that several shards judged has one verdict, the worst. A case that a report calls right with an error above its bound
-    is dishonest, as in a run. Reports do not have the results of single calls, so regions are found from the features of cases
-    alone.
+    A case that several shards judged gets the worst of their verdicts. A case that is right with an error above its bound
+    becomes dishonest. The diagnosis uses only features of cases, because reports do not have the results of single calls.
 
     Args:
         paths: the reports of all shards, in any order.
-        out: the file that the report will be written to, which its verdicts name.
+        out: the file to which the report will be written. Its verdicts name this file.
 
     Raises:
-        ReportError: a file is no report of a shard, the reports are not of one run, a shard is missing or there twice, or
-            its run has not ended.
+        ReportError: a file is no report of a shard, the reports are not of one run, a shard is missing or occurs twice, or the
+            run of a shard has not ended.
     """
     records = {path: read_record(path) for path in paths}
     _check_shards(paths, records)
@@ -71,7 +70,7 @@ def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any
 
 
 def _badness(verdict: CaseVerdict) -> tuple[int, float]:
-    """Return a key by which the worst of several verdicts is the largest: of equal outcomes, the one with the largest error."""
+    """Return a sort key that is largest for the worst verdict: first by outcome, then by the ratio of error to bound."""
     return -WORST_FIRST.index(verdict.outcome), verdict.judged.worst_ratio
 
 

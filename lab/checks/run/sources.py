@@ -1,4 +1,4 @@
-"""Digest the sources on which a run's verdicts depend, and read the verdicts of an earlier run with equal sources."""
+"""Compute a digest of the sources on which verdicts depend, and read the verdicts of an earlier run with equal sources."""
 
 import ast
 import functools
@@ -21,12 +21,12 @@ from lab.checks.run.verdicts import CaseVerdict, Key
 from lab.loading import load
 from lab.workloads.interfaces import Interface, interfaces_of
 
-# What a kernel may be made of, in the folder of its module.
+# Suffixes of the files of which a kernel may consist.
 SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".h", ".hpp", ".pyx", ".so", ".ptx", ".cubin")
-MOST_NAMING_BYTES = 2**20  # of a file that is searched for names of environment variables
-# Beginnings of the environment variables that libraries read, besides those that a kernel's sources name.
+MOST_NAMING_BYTES = 2**20  # size of the largest file that is searched for names of environment variables
+# Prefixes of environment variables that libraries read. They count even if no source names them.
 VARIABLES = ("CUDA_", "CUBLAS_", "FLASHINFER_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_")
-# Of those, which GPU of a machine is used, and where files are cached: they differ between the shards of one run.
+# Variables that do not count: they choose a GPU or a cache folder, and differ between the shards of one run.
 PLACES = (
     *("CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
     *("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"),
@@ -35,26 +35,25 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the functions that an implementation has, and a digest of the sources of the implementation and the lab.
-
-    If `name` is empty, the sources are unknown, and the digest is "".
+    """Return the functions that an implementation has, and a digest of the sources of the implementation and the lab; "" if the
+    implementation has no `name`, since its sources are unknown then.
     """
     return interfaces_of(implementation), _digest(name) if name else ""
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of all that determines a run's verdicts; "" if `sources` is "", because the sources are unknown."""
+    """Return a digest of `sources` (itself a digest) and the other parts that determine verdicts; "" if `sources` is ""."""
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 
 def _digest(name: str) -> str:
-    """Return a digest of the lab's and the implementation's sources, and of the environment variables that sources or libraries
-    read, without `PLACES`. A file goes by its content and by its path within its folder of `sys.path`, so that the digest does
-    not depend on where these folders lie. Files with equal paths in several folders go in the order of the folders.
+    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables that
+    sources or libraries read, except `PLACES`. Of a file, the content and the path relative to its folder of `sys.path`
+    count, so that the digest does not depend on where these folders are.
 
-    The implementation's sources are the loaded modules outside installed packages, the files that these may import later, and
-    the source files in the folder of the implementation's module. Packages are installed in Python's folders, and in each other
-    folder of `sys.path` that has a distribution's metadata.
+    The sources of the implementation are: loaded modules that are not installed, files that these modules may import later, and
+    source files in the folder of the implementation's module. A module is installed if it is in one of Python's own folders, or
+    in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
     """
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
@@ -80,8 +79,8 @@ def _digest(name: str) -> str:
 
 
 def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
-    """Return a path relative to the innermost of the folders that contain it, and the folder's index; its name and -1 if none
-    does.
+    """Return (relative path, index): the path relative to the innermost folder that contains it, and the index of this folder.
+    Return the file's name and -1 if no folder contains it.
     """
     there = path.resolve()
     places = enumerate(each.resolve() for each in folders)
@@ -89,8 +88,7 @@ def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
     return min(found, key=lambda each: len(each[0]), default=(there.name, -1))
 
 
-# A process that judges several times, as tests do, has read most sources before.
-@functools.cache
+@functools.cache  # a process that judges several times reads the same sources
 def _words(source: bytes) -> frozenset[str]:
     """Return all identifiers of three or more characters in a source file, because any may name an environment variable."""
     return frozenset(_NAME.findall(source.decode(errors="replace")))
@@ -98,9 +96,9 @@ def _words(source: bytes) -> frozenset[str]:
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
     """Return the files that the Python files in `paths` import, directly or indirectly, also inside functions. Absolute imports
-    are searched in `roots`. Files in `paths` and `without` are not returned.
+    are searched in the folders `roots`. Files in `paths` and `without` are not returned.
     """
-    found, tried = set[Path](), set[tuple[Path, str]]()  # a folder, and what may be imported from it
+    found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
         path = left.pop()
@@ -119,7 +117,7 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
 
 
 def _files_of(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the files in a folder that an import of a dotted name may read: the module, and the packages that contain it."""
+    """Yield the paths in a folder that an import of a dotted name may read: the module and the packages around it."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         stem = folder.joinpath(*parts[:depth])
@@ -144,7 +142,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in a report, by key. Return {} if the report has another digest, or cannot be read."""
+    """Return the verdicts in a report's file, by key. Return {} if there is no readable report with this digest."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

@@ -20,12 +20,16 @@ from lab.interpreter import limit_of
 from lab.loading import LoadError, is_interruption, is_same_module, load, message_of, name_of
 from lab.workloads.inputs.guards import same_bits
 
-TENSORS = (Tensor, torch.nn.Parameter)  # a subclass of torch.Tensor may answer what it likes when it is compared
+TENSORS = (Tensor, torch.nn.Parameter)  # permitted types of results: another subclass could override comparisons
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
-FRAMEWORKS = ("numpy", "torch", "triton")  # whose errors are no refusals: they know no attention call
+FRAMEWORKS = (
+    "numpy",
+    "torch",
+    "triton",
+)  # packages whose errors are no refusals, because they know nothing of the call
 LIBRARY = sysconfig.get_path("stdlib")
-# A function with *args and **kwargs refuses an argument in words of its own.
+# Words with which a function with **kwargs refuses an argument.
 _UNKNOWN = re.compile(
     r"(unexpected|unknown|unrecogni[sz]ed|unsupported|invalid|extra)\W+((keyword|named)\W+)?(arg|kwarg|keyword|param|option)"
     r"|(does not|doesn't|cannot) (take|accept|support)",
@@ -35,8 +39,8 @@ _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arg
 
 
 class Refusals(tuple[type[BaseException], ...]):
-    """The exceptions that count as refusals. A worker finds them by `names`, which `lab.loading.load` reads, so that they may
-    be in a file that is in no package.
+    """The exception classes that count as refusals. They are pickled as `names`, which a worker resolves by
+    `lab.loading.load`, so that a class may be in a file outside any package.
     """
 
     names: tuple[str, ...]
@@ -54,8 +58,8 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
     """The implementation refused a call, or does not have a parameter of the call.
 
     Attributes:
-        late: True if the implementation refused too late: after writing to its output or, by a torch operation, to an argument
-            other than the workspace.
+        late: True if the implementation had already written to its output or, by a torch operation, to another argument than
+            the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -64,7 +68,7 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
 
 
 class Unjudgeable(Unsupported):
-    """The lab cannot judge the case, or not on this machine, whatever the implementation does."""
+    """The lab cannot judge the case on this machine, whatever the implementation does."""
 
 
 class KernelError(Exception):
@@ -72,7 +76,7 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return a KernelError for an error of the implementation; of a CUDA error it has only the first line."""
+    """Return a KernelError with the message of an error that the implementation raised; only the first line of a CUDA error."""
     message = message_of(error)
     sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
@@ -83,18 +87,20 @@ def invoke(
 ) -> Any:
     """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 
-    These errors are refusals: a NotImplementedError or ValueError that the implementation's own statement raised, such an
-    AssertionError before a launch, and a TypeError that names an unknown or missing argument. "Before a launch" means: no given
-    output was written, torch wrote to no argument except the workspace, no kernel was being launched, and the GPU reports no
-    error. A call with a parameter that the signature does not have is always refused. A call that Triton's interpreter cannot
-    make counts as refused.
+    These errors are refusals by default: * a NotImplementedError or ValueError that a statement of the implementation raised;
+    * an AssertionError that a statement of the implementation raised before a launch: no given output was written, torch
+    wrote to
+      no argument except the workspace, no kernel was being launched, and the GPU reports no error;
+    * a TypeError that names an unknown or missing argument.
+    A call with an argument that is not in the signature is always refused.
 
     Args:
         function, args, arguments: the function, and its positional and keyword arguments.
-        refusals: the exceptions that count as refusals, instead of those above.
+        refusals: the exceptions that count as refusals instead.
 
     Raises:
         Unsupported: the function refused the call.
+        Unjudgeable: Triton's interpreter cannot run the kernel.
         KernelError: the function raised another error.
         KeyboardInterrupt: after Ctrl-C.
     """
@@ -146,8 +152,8 @@ def is_capturing() -> bool:
 
 @dataclass(frozen=True)
 class RefusalNames:
-    """The names of exceptions that count as refusals. Only a process that loads the kernel resolves them, since this may import
-    the kernel's module.
+    """The names of exceptions that count as refusals. `resolve` may import the kernel's module, so that only processes that
+    load the kernel call it.
     """
 
     names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
@@ -155,13 +161,12 @@ class RefusalNames:
 
     @classmethod
     def of(cls, names: str, kernel: str = "") -> "RefusalNames":
-        """Read a comma-separated list, such as "NotImplementedError,my/kernel.py:Unsupported".
+        """Return the names in a comma-separated list, such as "NotImplementedError,my/kernel.py:Unsupported".
 
         Args:
-            names: names separated by commas: a built-in exception; or an attribute of a module or file, after a colon or a
-                module's last dot; or an attribute of the kernel's own module, alone.
-            kernel: name of the kernel. What is in its module is looked up in the module that the judge loads, however it is
-                named.
+            names: each name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or file
+                ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported").
+            kernel: name of the kernel. An exception of the kernel's module gets this name, so that the module is loaded once.
         """
         own, found = kernel.partition(":")[0], dict[str, str]()
         for name in filter(None, map(str.strip, names.split(","))):
@@ -174,7 +179,7 @@ class RefusalNames:
         return cls(tuple(found), tuple(found.values()))
 
     def resolve(self) -> Refusals:
-        """Return the exception classes, with the same names; raise ValueError if a name is not an exception."""
+        """Import and return the exception classes. Raise ValueError if a name is no exception."""
         found = dict[str, type[BaseException]]()
         for name, given in zip(self.names, self.given, strict=True):
             why, each = "", None
@@ -193,20 +198,18 @@ class RefusalNames:
 
 
 def resolved(refusals: Refusals | RefusalNames | None) -> Refusals | None:
-    """Return the exceptions that count as refusals, with names resolved; None stands for the default list."""
+    """Return the exception classes of `refusals`, which may be names. None, the default list, stays None."""
     return refusals.resolve() if isinstance(refusals, RefusalNames) else refusals
 
 
 def resolve_refusals(names: str, kernel: str = "") -> Refusals:
-    """Return the exception classes that a list names, as `RefusalNames.of` reads it; raise ValueError if a name is none."""
+    """Import and return the exception classes in a list for `RefusalNames.of`. Raise ValueError if a name is no exception."""
     return RefusalNames.of(names, kernel).resolve()
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
-    """Return torch's version counter of each tensor among the arguments. A torch operation that writes to the tensor increases
-    it, a kernel's write does not.
-
-    The workspace is left out, because it is scratch.
+    """Return torch's version counter of each tensor among the arguments, except the workspace. A torch operation that writes
+    to a tensor increases its counter; a write by a kernel does not.
     """
     values = [value for name, value in arguments.items() if name != "workspace_buffer"]
     tensors = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
@@ -231,6 +234,7 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
+    """Return True if an error is a refusal by the rules of `invoke`. `late`: an output or argument was written before."""
     packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
     if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
         return False
@@ -242,10 +246,10 @@ def _is_refusal(
 
 
 def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
-    """Return True if a statement of the implementation raised an error: its own code, or a package that this code calls.
+    """Return True if a `raise` or `assert` of the implementation, or of a package that it calls directly, raised an error.
 
-    Python raises a ValueError too, such as "too many values to unpack", and so do packages below those that the implementation
-    calls, and frameworks and Python's library. These errors are no decisions to refuse a call.
+    Return False if Python itself raised it ("too many values to unpack"), or a framework, Python's library or a package further
+    down: then nobody decided to refuse the call. `packages` has the package of each frame of the traceback.
     """
     if not packages:  # a compiled function
         return True
@@ -253,7 +257,7 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
     while last.tb_next is not None:
         last = last.tb_next
     code, at = last.tb_frame.f_code.co_code, last.tb_lasti
-    # Compiled code has no opcodes; Cython's has a few, and is at the first.
+    # Compiled code has no opcodes. Cython's has a few, and its position is always the first.
     if 0 < at < len(code) and dis.opname[code[at]] != "RAISE_VARARGS":
         return False
     others = [package for package in packages if package not in (*FRAMEWORKS, LIBRARY)]
@@ -261,7 +265,7 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def _package_of(frame: FrameType) -> str:
-    """Return the name of the installed package that a frame's code is from; `LIBRARY` for Python's own, "" if not installed."""
+    """Return the installed package of a frame's code, `LIBRARY` for Python's library, or "" for code that is not installed."""
     package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
@@ -269,7 +273,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return the name by which --refusals finds an exception of the function's module or package; "" for any other."""
+    """Return the name of an exception's class for the option --refusals; "" if the class is not from the function's package."""
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -277,7 +281,9 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError says that the function lacks a parameter of the call, or the call a required argument."""
+    """Return True if the message of a TypeError says that the function does not have a parameter that the call passes, or that
+    the call lacks a required argument.
+    """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)
@@ -298,7 +304,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _of_arguments(error: TypeError) -> str:
-    """Return the message of a TypeError, preceded by words that say whether an argument is unknown or missing."""
+    """Return the message of a TypeError about arguments, after words that say whether an argument is unknown or missing."""
     message = message_of(error)
     is_missing = _MISSING.search(message) is not None
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {message}"

@@ -1,8 +1,8 @@
-"""The transport from a worker to the process that prints the verdict. It carries only objects of the judge and plain values.
+"""Unpickle safely what a worker sends to the main process.
 
-Reading a pickle can call any function that the pickle names, and a kernel can write to its worker's pipes. So only the classes
-in `_SENT`, and plain values, are read from the pipes. Every other object becomes a `Foreign`. No class or enum member that this
-process already has is changed.
+Unpickling can call any function that a pickle names, and a kernel can write to the pipes of its worker. So only plain values
+and the classes in `_SENT` are unpickled. Every other object becomes a `Foreign`. No class or enum member of this process is
+changed.
 """
 
 import builtins
@@ -22,17 +22,17 @@ from lab.checks.run.verdicts import BitDifference, CheckedResult, Judged, Outcom
 from lab.loading import LoadError
 from lab.workloads.interfaces import MetadataFunction
 
-# The findings of a case, and what `Workers.call` returns or raises.
+# The classes of a case's findings, and of the values that `Workers.call` returns or raises.
 _SENT = (
     *(Judged, Outcome, BitDifference, CheckedResult, WrongVector, SavedOutput),
     *(AttentionCall, MetadataFunction, LoadError, TooLate, pickle.PicklingError),
-    # Exceptions of Python, but not KeyboardInterrupt or SystemExit, which would end the process that reads them.
+    # Built-in exceptions, without KeyboardInterrupt and SystemExit, which would end the main process.
     *(each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)),
 )
 
 
 class Foreign(Exception):  # noqa: N818 - it stands for any object
-    """A stand-in for an unpickled object whose class is not permitted. It can be raised in the place of an exception."""
+    """A replacement for an unpickled object whose class is not permitted. It can be raised in place of an exception."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__("its worker sent the judge an object that is part of no verdict")
@@ -43,7 +43,7 @@ class Foreign(Exception):  # noqa: N818 - it stands for any object
 
 @functools.cache
 def _permitted() -> dict[tuple[str, str], Any]:
-    """Return the classes and values that are read, by module and name: `_SENT`, the pool's messages, and torch's dtypes."""
+    """Return the classes and values that may be unpickled, by (module, name): `_SENT`, pebble's messages, torch's dtypes."""
     from pebble.common.types import RemoteException, Result, ResultStatus
     from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
 
@@ -51,7 +51,7 @@ def _permitted() -> dict[tuple[str, str], Any]:
     rebuild = RemoteException.rebuild_exception
 
     def rebuilt(exception: Any, traceback: Any) -> Any:
-        """Return an exception with its traceback. It is set as attributes, which no other object may get."""
+        """Return an exception with its traceback, or `Foreign` for another object, whose attributes must not be set."""
         return rebuild(exception, traceback) if isinstance(exception, Exception) else Foreign()
 
     return {
@@ -61,15 +61,15 @@ def _permitted() -> dict[tuple[str, str], Any]:
     }
 
 
-class _Unpickler(pickle._Unpickler):  # in Python, so that it can be restricted
+class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one in C cannot be restricted
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         return _permitted().get((module, name), Foreign)
 
     def build(self) -> None:
-        """Set the state of an object, as the opcode BUILD demands. Only a new dataclass or exception may get one: on a class or
-        an enum member the opcode would change what this process judges with.
+        """Set the attributes of an object: the pickle opcode BUILD. Raise UnpicklingError unless the object is an instance of a
+        dataclass or an exception, because a changed class or enum member would change the judge in this process.
         """
         instance = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(instance, type) or not (is_dataclass(instance) or isinstance(instance, Exception)):
@@ -83,7 +83,7 @@ def loads(data: Any) -> Any:
     """Unpickle data from a worker. Objects of classes that are not permitted become `Foreign`.
 
     Raises:
-        pickle.PicklingError: the data is damaged. The pool of the worker ends at this error, and at no other.
+        pickle.PicklingError: the data is damaged. This error ends the pool of the worker; other errors would not.
     """
     try:
         return _Unpickler(io.BytesIO(data)).load()
@@ -97,7 +97,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """While the context is open, unpickle with `loads` all that this process receives through multiprocessing's pipes."""
+    """Within the `with` block, use `loads` to unpickle all data that this process receives through multiprocessing's pipes."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler

@@ -1,4 +1,7 @@
-"""The outcome of a case, a check's findings in it, and the verdict on it."""
+"""The verdict on a case, as data: its outcome, and the findings of the check.
+
+A check is one test of the judge. A case describes the inputs of a call or pass. A check judges many cases.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,64 +18,62 @@ from lab.workloads.interfaces import Interface
 
 
 class Outcome(NamedEnum):
-    """The conclusion about a case, such as RIGHT, WRONG or DECLINED."""
+    """The conclusion about a case."""
 
     RIGHT = "right"
-    WRONG = "wrong"
-    DECLINED = "declined"  # nothing could be judged
-    FAILED = "failed"  # it raised, crashed or did not return
-    KNOWN = "known"  # wrong as a known failure says
-    DISHONEST = "dishonest"  # it changed what judges it
+    WRONG = "wrong"  # a result is wrong
+    DECLINED = "declined"  # nothing was judged: the kernel refused the calls, or the lab cannot judge them
+    FAILED = "failed"  # a call raised an error, crashed or did not return
+    KNOWN = "known"  # wrong, and a known failure explains it
+    DISHONEST = "dishonest"  # the kernel changed the judge
 
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
     """The case was not begun, because the run was over."""
 
 
-# Identifies a verdict of a report: the check, the reprs of function, case and ranges, and whether the case was drawn.
+# Identifies a verdict in a report: the check, the reprs of function, case and ranges, and whether the case is random.
 Key = tuple[str, str, str, str, bool]
 BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 
 @dataclass(frozen=True)
 class WrongVector:
-    """One wrong vector of a result: its row and head, and the elements of both vectors with the largest errors."""
+    """One wrong (row, head) vector of a result: the elements with the largest errors."""
 
-    where: str
-    expected: tuple[float, ...]
-    got: tuple[float, ...]
+    where: str  # row, request, head and elements in words
+    expected: tuple[float, ...]  # the expected values of these elements
+    got: tuple[float, ...]  # their values in the result
 
 
 @dataclass(frozen=True)
 class BitDifference:
-    """A call whose output has other bits than that of a base call. `ulps` is the largest difference, in units of the last place
-    of its vector's largest element; infinity if an element is not finite.
-    """
+    """A call whose output has other bits than the output of the case's base call."""
 
     what: str  # how the call differs from the base call
-    ulps: float
+    ulps: float  # largest difference, in units in the last place of the vector's largest element; inf if not finite
 
 
-# Names of a result that its check has not named, and of what a call returned.
+# Names of results that a check did not name: of a failed call, and of the values that a call returned.
 IT_FAILED, RETURNED = "it failed", "what it returned"
 
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One comparison in a case, such as the output of a call with the expected output."""
+    """One comparison in a case, such as of a call's output with the expected output."""
 
-    name: str  # of the call, within its check
-    held: str  # what it is compared with, a key of `lab.checks.explain.diagnosis.HELD`
-    features: Features = field(hash=False)  # of the case and the call
+    name: str  # name of the call within its check
+    held: str  # the kind of comparison, a key of `lab.checks.explain.diagnosis.HELD` such as "output"
+    features: Features = field(hash=False)  # features (named properties) of the case and the call
     wrong: bool
-    # Each request's features, and whether its rows are wrong; empty where only all rows were compared.
+    # For each request, its features and whether its rows are wrong; () if the requests were not compared separately.
     requests: tuple[tuple[Features, bool], ...] = field(default=(), hash=False)
-    example: WrongVector | None = None  # the worst
+    example: WrongVector | None = None  # the vector with the largest error
 
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """An output tensor as dtype, shape and bytes. A process that reads it runs no code of the process that saved it."""
+    """An output tensor as dtype, shape and bytes, so that another process can read it without running a kernel's code."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -84,7 +85,6 @@ class SavedOutput:
         return cls(out.dtype, tuple(out.shape), plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
 
     def tensor(self) -> Tensor:
-        """Return the saved output as a tensor on the CPU."""
         if not self.data:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
@@ -92,23 +92,23 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a check found in one case: the outcome, sentences about errors and refusals, and the compared results."""
+    """What a check found in one case."""
 
     outcome: Outcome
-    wrongs: tuple[str, ...] = ()  # a sentence each
-    declines: tuple[str, ...] = ()  # what was refused, a sentence each
-    worst_ratio: float = 0.0  # the largest error over its bound
-    judged: int = 0  # results that were compared with something
+    wrongs: tuple[str, ...] = ()  # sentences about wrong results and failed calls
+    declines: tuple[str, ...] = ()  # sentences about refused calls
+    worst_ratio: float = 0.0  # largest ratio of an error to its bound
+    judged: int = 0  # number of results that were compared
     results: tuple[CheckedResult, ...] = ()
-    # The first output, of cases that may be audited.
+    # The first output of a case that may be audited (`lab.checks.run.audit`)
     output: SavedOutput | None = field(default=None, repr=False, compare=False)
-    remarks: tuple[str, ...] = ()  # what a reader should know besides, a sentence each
-    by_lab: bool = False  # nothing could be judged because of the lab or this machine, and not of the implementation
-    suspicions: tuple[str, ...] = ()  # about the case's inputs, a sentence each
-    differences: tuple[BitDifference, ...] = ()  # of a case of `lab.checks.invariance`
+    remarks: tuple[str, ...] = ()  # notes for the reader, which do not change the outcome
+    by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
+    suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong
+    differences: tuple[BitDifference, ...] = ()  # only of cases of `lab.checks.invariance`
 
     def __post_init__(self) -> None:
-        for name in ("wrongs", "declines", "remarks", "suspicions"):  # they quote messages of the kernel
+        for name in ("wrongs", "declines", "remarks", "suspicions"):  # the sentences quote messages of the kernel
             object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
 
 
@@ -116,19 +116,19 @@ class Judged:
 class CaseVerdict:
     """The judge's verdict on one case."""
 
-    implementation: str  #: its name
-    check: str  #: its key
+    implementation: str  #: name of the implementation
+    check: str  #: key of the check, such as "K4"
     interface: Interface  #: the judged function
     case: Any
     device: str
     judged: Judged  #: what the check found
     ranges: Ranges = field(default_factory=Ranges)  #: the parameter values within which the check varied the case
-    drawn: bool = False  #: the case is random. If it is wrong, it is the smallest wrong case that was found.
+    drawn: bool = False  #: whether the case is random. A wrong random case was shrunk to a smaller wrong case.
     finding: str = ""  #: for a KNOWN case, the page and heading that describe the failure
-    #: number of the case in its report, from 1; 0: in no report yet. A run that continues an older report keeps its numbers.
+    #: number of the case in its report, from 1; 0 without a report. A run that continues an earlier report keeps its numbers.
     number: int = 0
-    recorded_in: str = ""  #: path of the report's file; "" if the verdict is in none
-    #: names of the profiles (`lab.checks.parameters.profiles`) of the engines that send what the verdict is about
+    recorded_in: str = ""  #: path of the report's file, or ""
+    #: names of the engines (`lab.checks.parameters.profiles`) that send the case and, if results are wrong, a wrong call
     sent_by: tuple[str, ...] = ()
 
     @property
@@ -149,7 +149,7 @@ class CaseVerdict:
 
     @property
     def reason(self) -> str:
-        """Return the sentences about errors, joined; if there are none, those about refusals."""
+        """Return the sentences about errors, joined; if there are none, the sentences about refused calls."""
         return "; ".join(self.judged.wrongs or self.judged.declines)
 
     def __str__(self) -> str:
@@ -166,14 +166,13 @@ class CaseVerdict:
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return the outcome DISHONEST, with a reason instead of sentences and results, for a kernel that changed the judge."""
+    """Return the findings with the outcome DISHONEST, and with `reason` instead of all sentences and results."""
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
 def credible(judged: Judged) -> Judged:
-    """Return a worker's findings, as DISHONEST if they are no `Judged`, or are RIGHT with an error above its bound.
-
-    Call this in a process without the kernel's code.
+    """Return the findings that a worker sent. Return DISHONEST instead if they are no `Judged`, or RIGHT with an error above
+    its bound. Only a process without the kernel's code can rely on this function.
     """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))

@@ -36,32 +36,32 @@ Answer = TypeVar("Answer")
 
 
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
-START_LIMIT_S = 60.0  # of a new worker, in addition to the time limit of its first case
+START_LIMIT_S = 60.0  # time for the start of a worker, in addition to the time limit of its first case
 WATCHED_EVERY_S = 1.0
-IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
-# Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
+IMPORT_LIMIT_S = 600.0  # least time limit of the first import, in which a module may compile its kernels
+# Most GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
 MOST_LAST_WORDS = 10_000  # characters
-SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: a case has spoiled it, or ended it with status 0
+SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: it can judge no more cases; a kernel ended it with status 0
 FORKS_ENDED = 255  # exit status of each worker if the process that forks all workers has ended
-NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
-SHOWN_FRAMES = 3  # of these calls, the innermost
+NOTED_AT = 0.9  # share of the time limit after which a worker records its stack
+SHOWN_FRAMES = 3  # innermost frames of this stack in the verdict
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A submitted case. Calling this object waits until the case is judged, and returns the findings."""
+    """A submitted case. A call of this object waits until the case is judged, and returns the findings."""
 
-    result: Callable[[], Judged]
-    future: Future[Judged] | None = None  # None: the case is judged when its verdict is needed
+    result: Callable[[], Judged]  # waits for the findings of the worker
+    future: Future[Judged] | None = None  # None if the case is judged in this process, when `result` is called
 
     def __call__(self) -> Judged:
         return credible(self.result())
 
     @property
     def is_ready(self) -> bool:
-        """Return True if the case has been judged, so that a call returns at once."""
+        """Return True if a call of this object does not wait for a worker."""
         return self.future is None or self.future.done()
 
 
@@ -69,7 +69,8 @@ class Workers:
     """Judges cases: in this process, or in worker processes if the implementation is given by name.
 
     A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. A worker that
-    loses its context still reports its findings. Workers share the visible GPUs in turn, unless the device has an index.
+    loses the CUDA context still reports its findings. Each worker gets one of the visible GPUs in turn, unless the device has
+    an index.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class Workers:
         self._pool: Any = None
         self._pool_without_kernel: Any = None
         self._has_worked, self._num_tasks = False, 0
-        self._limits_s = dict[Future[Any], float]()  # of the cases that are not finished
+        self._limits_s = dict[Future[Any], float]()  # time limits of the cases that are not finished
         self._last_end, self._is_over, self._lock = 0.0, threading.Event(), threading.Lock()
         self._stack = ExitStack()
 
     def __enter__(self) -> "Workers":
-        if not noted().is_current():  # what a process changes between two runs is its own affair
+        if not noted().is_current():  # changes of the judge between two runs are the caller's, not a kernel's
             noted.cache_clear()
             noted()
         if self.is_apart:
@@ -124,7 +125,9 @@ class Workers:
             self._pool = self._pool_without_kernel = None
 
     def _watch(self) -> None:
-        """End a pool in which no case has ended within its time limit: a kernel may have damaged the pipe of all workers."""
+        """Until the run is over, end the pools if no case has ended within its time limit: a kernel may have damaged the pipe
+        that all workers share.
+        """
         while not self._is_over.wait(WATCHED_EVERY_S):
             limits_s = dict(self._limits_s)
             if limits_s and time.monotonic() > self._last_end + max(limits_s.values()) + START_LIMIT_S:
@@ -134,8 +137,8 @@ class Workers:
                         future.set_exception(BrokenProcessPool("its worker does not answer"))
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call a function with the implementation as its argument, in a worker, and return the result. This process does not
-        import the implementation.
+        """Call a function with the implementation as its argument in a worker, and return the result. This process does not
+        import the implementation if it is given by name.
 
         Raises:
             lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
@@ -163,12 +166,12 @@ class Workers:
         return answer
 
     def stop(self) -> None:
-        """End the cases that run. The next one begins in new processes."""
+        """End the cases that run in workers. The next submitted case starts new workers."""
         if self.is_apart:
             self._end_pools()
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Call a function in a process that loads no implementation, and return its result."""
+        """Call a function in a process that loads no implementation, and return its findings; FAILED if it raises an error."""
         for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
@@ -180,8 +183,8 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case to the check with the key `check`. Return a `Pending`, which raises TooLate if the case was not begun
-        before `end`, a time of `time.monotonic`.
+        """Submit a case for judging by the check with the key `check`. Return a `Pending`, whose call raises TooLate if the
+        case was not begun before `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
@@ -241,25 +244,25 @@ class Workers:
 
 
 def _status_of(exitcode: int | None) -> int | None:
-    """Return the exit status with which a kernel ended its worker."""
+    """Return the exit status that the kernel gave, from the exit status of its worker (`ENDED_WITH_0` stands for 0)."""
     return 0 if exitcode == ENDED_WITH_0 else exitcode
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return a multiprocessing context whose workers are forks of a process that has imported torch but not initialised CUDA.
-    Without fork support, workers are new processes.
+    """Return a multiprocessing context. Its processes are forks of a process that has imported torch and not initialised
+    CUDA; on platforms without fork, they are new Python processes.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    # Ctrl-C ends this process, and then the processes that it starts here end.
+    # The processes that are started here must ignore Ctrl-C: they end after this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     resource_tracker.ensure_running()  # which unblocks two of the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    # A worker whose start Ctrl-C interrupts would look for the locks of its pool, which are gone. This process has none.
+    # Start one process that needs no locks of a pool. A worker whose start Ctrl-C interrupts would not find such locks.
     first = context.Process(target=os.getpid)
     first.start()
     first.join()
@@ -267,17 +270,18 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _begin(environment: dict[str, str], device: torch.device, begun: "Synchronized[int]") -> None:
+    """Initialise a worker: environment, output, signals, exit status and GPU. `begun` is the number of workers so far."""
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
-    os.dup2(2, 1)  # what a kernel prints is no part of the report
+    os.dup2(2, 1)  # a kernel's output goes to stderr, because stdout is for the report
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     os.setpgid(0, 0)  # a signal that a kernel sends to its process group reaches no other process of the lab
     noted()
-    # A pool takes a worker that ends with 0 for one that has done its work, and waits for the case until its time limit.
+    # If a kernel ends its worker with status 0, the pool would wait for the case until its time limit.
     os._exit = functools.partial(_end_with_another, os._exit)
-    # A copy of this process would judge what it likes
+    # A fork of this worker, made by a kernel, must not send findings.
     os.register_at_fork(after_in_child=functools.partial(os._exit, 1))
-    torch.set_num_threads(1)  # the cases are small: threads only wait for each other
+    torch.set_num_threads(1)  # cases are too small for several threads
     if device.type == "cuda" and device.index is None:
         _take_gpu(begun)
 
@@ -287,7 +291,7 @@ def _end_with_another(end: Callable[[int], NoReturn], status: int) -> NoReturn:
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
-    """Set this worker's current CUDA device to the next visible GPU in turn. `begun` counts the workers of all processes."""
+    """Set this worker's current CUDA device to the next visible GPU in turn. `begun` is the number of workers so far."""
     with begun.get_lock():
         turn, begun.value = begun.value, begun.value + 1
     torch.cuda.set_device(turn % torch.cuda.device_count())
@@ -303,16 +307,17 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If the kernel destroys the worker's CUDA context or keeps all file descriptors, write what is
-    wrong to the file `last_words`, a sentence in each line, and end the process, so that no later case is affected.
+    """Judge a case in a worker. If the kernel destroys the worker's CUDA context or uses up all file descriptors, write the
+    errors to the file `last_words`, one sentence a line, and end the process with `SPOILED`, so that no later case is
+    affected.
     """
     where = torch.device(task.device)
-    last_words.parent.mkdir(exist_ok=True)  # an earlier case may have removed it
+    last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
     with _stack_file(last_words).open("w") as stack, last_words.open("w") as words:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
         try:
             implementation = load(name)
-            quicken()  # what it has imported, or an earlier case
+            quicken()  # speed up Triton's interpreter if the kernel has imported it
             judged = judge_task(implementation, task)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -326,7 +331,7 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
 
 
 def _lost(judged: Judged, where: torch.device) -> str:
-    """Return what a case has taken from its worker, so that no later case can be judged in it; "" if nothing is lost."""
+    """Return why no later case can be judged in this worker (lost CUDA context, no file can be opened), or ""."""
     if judged.outcome in BROKEN and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
@@ -344,7 +349,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words that name the innermost function calls of a worker shortly before its time limit; "" if not recorded."""
+    """Return words that name the innermost function calls of a worker shortly before its time limit; "" without a record."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
