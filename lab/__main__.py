@@ -14,7 +14,7 @@ from lab.exit_status import ENDING_SIGNALS, ExitStatus
 from lab.extras import EXTRA_OF, sentence
 from lab.wording import printable
 
-QUIET_S = 3.0  # after an interruption, further ones do not disturb what it began to clean up
+QUIET_S = 3.0  # seconds after an interruption in which further ones are ignored, so that cleaning up can end
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Write what is buffered of the output. If this fails, drop it: Python would fail again when the process ends."""
+    """Flush the output. If this fails, redirect the output to /dev/null, because Python flushes it again at the end."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -74,8 +74,8 @@ def _flush() -> None:
 
 
 class _Output(io.FileIO):
-    """Standard output that drops what nobody reads, as after `lab judge ... | head -1`: a command ends with its own status, not
-    with the 1 of a wrong kernel by which typer ends it.
+    """Standard output that ignores a closed pipe, as in `lab judge ... | head -1`, so that the command ends with its own exit
+    status.
     """
 
     def write(self, data: Any, /) -> int:

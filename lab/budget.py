@@ -1,9 +1,9 @@
-"""Noise or bug: errors of K/V caches and of right kernels, the judge's bound, and elements that exceed a CI's tolerance.
+"""Measure the errors of quantised K/V caches and of right kernels, and the elements that exceed the tolerance of a test.
 
-The *quantisation error* is float64 attention on the stored K and V against float64 attention on the original ones. No kernel
-can avoid it. The *kernel's error* is that of the control: low-precision torch operations on the stored K and V, against float64
-on the same. The judge allows a multiple of it (`lab.references.errors`). All are measured on requests with one query row and
-one K/V head, which `group` query heads share. No key is left out.
+The *quantisation error* is the difference of float64 attention on the stored K and V from float64 attention on the original K
+and V. No kernel can avoid it. The *kernel's error* is the difference of the control, low-precision torch operations on the
+stored K and V, from float64 attention on the stored K and V. The judge allows a multiple of it (`lab.references.errors`). All
+requests have one query row and one K/V head, which `group` query heads share.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from lab.references.softmax_attention import E4M3_MAX, rounded
 from lab.wording import counted
 from lab.workloads.inputs.contents import new_workspace
 
-LEVEL = 1e-3  # probability below which it is said that a right kernel does not do this
+LEVEL = 1e-3  # a right kernel is excluded if the probability of its errors is below this
 PAGE_SIZE = 16
 LARGEST = {"e4m3": E4M3_MAX, "nvfp4": E4M3_MAX * E2M1_MAX}  # largest number of a quantised cache, in units of its scale
 UNPACKED = ("", "bf16", "fp16", "e4m3")  # "": the default
@@ -36,7 +36,7 @@ UNPACKED = ("", "bf16", "fp16", "e4m3")  # "": the default
 SCALES = {"1": 0.0, "amax": 1.0, "4amax": 4.0, "amax/4": 0.25}
 # K and V: N(0, 1); Student's t with 3 degrees of freedom; N(0, 1) with each 16th channel 10 times as large.
 VALUES = ("normal", "heavy", "outliers")
-# What a test compares with: float64 on the stored K and V; the same in the output's dtype; float64 on the original K and V.
+# Expected result of a test: float64 on the stored K and V; the same in the output's dtype; float64 on the original K and V.
 AGAINST = ("stored", "rounded", "original")
 MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one batch, and in a simulation
 
@@ -47,8 +47,8 @@ class Setting:
 
     Attributes:
         kv, scale: dtype of the cache, and its scale, of `SCALES`.
-        keys, values, v_std: keys of a request, their statistics, of `VALUES`, and the factor of V. Recorded requests have their
-            own.
+        keys, values, v_std: number of keys of a request, the distribution of K and V (of `VALUES`), and the factor of V. Not
+            used for recorded requests.
         query: dtype of the query; "": the cache's, or bf16 if the cache is quantised.
         out, arithmetic: dtypes of the output and of the operands of both products; "": the query's.
 
@@ -93,7 +93,7 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Draw batches of requests until their outputs have this number of elements, or they have MOST_DRAWN numbers."""
+    """Yield drawn batches of requests until their outputs have `elements` elements, or their tensors `MOST_DRAWN` numbers."""
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
     numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
@@ -111,8 +111,8 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
-    """Yield the requests of recorded decode and context calls: their K/V heads, with the last query row and the keys in its
-    window, without sinks.
+    """Yield the requests of recorded decode and context calls. Each K/V head of a request becomes a request with the last query
+    row and the keys in its window, without sinks.
 
     Raises:
         ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.
@@ -162,7 +162,7 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Return the call over the cache, the results on the original K and V, float64, and the results on the stored K and V."""
+    """Return (call over the cache, float64 output on the original K and V, expected results on the stored K and V)."""
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
     visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
@@ -300,13 +300,18 @@ def _simulated(
 
 
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
-    """Return the probability of `count` or more events in `elements` elements, by the events in each simulated request
-    (`counts`, [requests]), which have `simulated` elements together.
+    """Return the probability of `count` or more events in `elements` elements of a test.
 
-    It is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, each event
-    is the test's with the share that its elements have of all. Requests share K and V, so that events come together: both
-    counts are divided by the variance of the requests' counts over their mean, if it is above 1. Without simulated events this
-    ratio is unknown, and all of the test's events count as one.
+    This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, an event
+    is one of the test with the probability elements / (elements + simulated). Events of one request are not independent, so
+    both counts are divided by the variance of `counts` over their mean, if it exceeds 1. Without simulated events this ratio is
+    unknown, and all events of the test count as one.
+
+    Args:
+        count: number of events in the test.
+        elements: number of elements in the test.
+        counts: [requests], number of events in each simulated request.
+        simulated: number of elements of all simulated requests.
     """
     from scipy.special import betainc
 

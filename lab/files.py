@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 COMPRESSED = ".gz"
-# What code raises that reads the content of a file in another form than it was written for.
+# Errors that code raises if the content of a file has an unexpected form.
 DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the whole old text or the whole new text, even after an interruption.
 
-    Missing parent folders are created. The text is encoded as UTF-8, and compressed by gzip if the file's name ends in ".gz".
-    For a symbolic link, the file that the link names is written. Halves of surrogate pairs, which UTF-8 does not have, become
-    escapes such as "\\ud800".
+    Missing parent folders are created. The text is encoded as UTF-8, with escapes for halves of surrogate pairs, and compressed
+    by gzip if the file's name ends in ".gz". For a symbolic link, its target is written.
 
     Raises:
         OSError: the file cannot be written; an old file is then unchanged. The error has the file's name.
@@ -51,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a file that can be read to its end, which a pipe or a device may not have.
+    """Return the path. Raise an error unless it is a regular file; a pipe or a device may have no end.
 
     Raises:
         OSError: there is no such file, or it is a folder, a pipe or a device.

@@ -1,6 +1,6 @@
-"""What the lab needs to know about GPUs, by compute capability. A new GPU needs a new row of `FAMILIES`.
+"""Properties of GPUs by compute capability. A new GPU needs a new row of `FAMILIES`.
 
-This module imports only torch and the standard library. The limits of a single kernel are in `lab.kernels.support`.
+This module imports only torch and the standard library.
 """
 
 import functools
@@ -13,7 +13,7 @@ Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 @dataclass(frozen=True)
 class GpuFamily:
-    """A group of GPUs that the lab treats in the same way.
+    """A group of GPUs with the same properties.
 
     Attributes:
         capabilities: (major, minor) of the family's GPUs, in ascending order.
@@ -120,7 +120,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the family whose variant of a Triton kernel runs on a GPU: its own, SM80's if it is older; SM90's on a CPU."""
+    """Return the family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

@@ -69,8 +69,8 @@ OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
 COMPILERS = ("TRITON_", "DISABLE_PTXAS", "PTXAS_", "NVCC_", "LLVM_")
 SHOWN = 3  # changes that a sentence names
 PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)
-# Names that decide nothing, or change without a kernel's doing: Python's own names, and names that torch.compile wraps.
-PASSING = (
+# Names whose changes are allowed: Python's own names, and names that torch, Triton or FlashInfer change themselves.
+ALLOWED = (
     "__builtins__",
     "__warningregistry__",
     "__annotations__",
@@ -94,10 +94,10 @@ class Bindings:
     functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
     constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
     settings: Mapping[str, Any]  # settings of the process by name
-    # What `_addresses` reads, and the addresses at the time of the record.
+    # The arguments of `_addresses`, and its result at the time of the record.
     _read: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = field(init=False)
     _recorded: bytes | None = field(init=False)
-    _kept: list[Any] = field(init=False)  # what the cells hold, so that no other object gets its address
+    _kept: list[Any] = field(init=False)  # contents of the cells, kept so that no other object gets their addresses
     _sizes: tuple[int, ...] = field(init=False)  # numbers of watched modules and of names
 
     def __post_init__(self) -> None:
@@ -183,8 +183,8 @@ def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str,
     return [
         (f"{owner}.{name}", names, name, value)
         for name, value in names.items()
-        if name not in PASSING
-        and f"{owner}.{name}" not in PASSING
+        if name not in ALLOWED
+        and f"{owner}.{name}" not in ALLOWED
         and (is_lab or callable(value) or owner in OF_CLASSES)
     ]
 
@@ -203,7 +203,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return what determines a function's behaviour: its code, its defaults, and the functions that its closure holds."""
+    """Return the replaceable parts of a function: its code, its defaults, and the functions in its closure."""
     keywords = (function.__kwdefaults__ or {}).items()
     cells = [held for cell in function.__closure__ or () if _is_function(held := _contents(cell))]
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
@@ -228,8 +228,15 @@ def _addresses(
     begin: int = tuple.__basicsize__,
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
-    """Return the addresses of the objects that are looked up in holders, of those in views, of the functions' parts and of the
-    cells' contents; None if an object is gone. Every case is followed by a comparison, so that no object costs a Python call.
+    """Return the addresses of all recorded objects as bytes; None if an object is gone. It makes no Python call per object,
+    because it runs after every case.
+
+    Args:
+        lookups: functions that return the recorded names' objects, one for each of `holders`.
+        holders: mappings that hold the names.
+        views: iterables over the items of constants.
+        functions: functions whose code and defaults are compared.
+        cells: closure cells whose contents are compared.
     """
     found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
     try:
@@ -263,7 +270,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _views(constant: Any) -> list[Iterable[Any]]:
-    """Return what yields the contents of a list or dict as they are whenever it is iterated."""
+    """Return iterables over the current contents of a list or dict."""
     return [constant.keys(), constant.values()] if isinstance(constant, dict) else [constant]
 
 
@@ -289,7 +296,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "threading.setprofile", threading.getprofile()
     yield (
         "environment variables of compilers",
-        {name: value for name, value in os.environ.items() if name.startswith(COMPILERS) and name not in PASSING},
+        {name: value for name, value in os.environ.items() if name.startswith(COMPILERS) and name not in ALLOWED},
     )
     yield "gc.callbacks", list(gc.callbacks)
     yield "sys.meta_path", tuple(map(id, sys.meta_path))
@@ -298,7 +305,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def _kernels_of(name: str) -> str:
-    """Return torch's dispatch tables of an aten operator as text. It says at which source line each kernel was registered."""
+    """Return torch's dispatch tables of an aten operator as text, with the source line that registered each kernel."""
     return "".join(map(torch._C._dispatch_dump, _overloads(name)))
 
 

@@ -26,7 +26,7 @@ class LoadError(ImportError):
 
 @contextmanager
 def working_folder_kept() -> Iterator[None]:
-    """Return to the current working folder when the context ends. A kernel may change it, and paths may be relative."""
+    """Restore the current working folder when the context ends, because a kernel may change it."""
     folder = Path.cwd()
     try:
         yield
@@ -40,7 +40,7 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of a kernel's error. If the error's class is the kernel's, its message may raise another error."""
+    """Return the message of an error that a kernel raised, or a substitute if `str` of the error raises another error."""
     try:
         return str(error)
     except BaseException as other:
@@ -78,7 +78,7 @@ def _with_one_function(name: str, function: Any) -> SimpleNamespace:
 
 
 def module_of(path: Path) -> list[str]:
-    """Return the parts of the name of a file's module: the names of the packages that it is in, and its stem."""
+    """Return the parts of a file's module name: the names of its packages, and its stem."""
     path = path.resolve()
     names, root = [path.stem], path.parent
     while (root / "__init__.py").exists():
@@ -102,7 +102,7 @@ def is_same_module(one: str, other: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as Python imports it from the folder of its package, or from its own folder if it is in no package."""
+    """Import a file as a module of its package, or as a module named by its path if it is in no package."""
     if not path.is_file():
         raise FileNotFoundError("it is no file" if path.exists() else "there is no such file")
     path = path.resolve()

@@ -18,13 +18,9 @@ class NamedEnum(Enum):
 
 
 class TextEnum(str, Enum):
-    """An enum whose members equal their texts. Reports and cases contain these texts.
-
-    A member may be declared with further values after its text: they are passed to the enum's `__init__`.
-    """
+    """An enum whose members are equal to their texts. Further values in a member's declaration are passed to `__init__`."""
 
     def __new__(cls, text: str, *_: Any) -> "Self":
-        """Return a member that is a str with this text. `__init__` gets the further values."""
         member = str.__new__(cls, text)
         member._value_ = text
         return member

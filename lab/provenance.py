@@ -63,7 +63,7 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
 
 
 def output_of(command: list[str]) -> str:
-    """Return what a command prints, without the line's end; "" if the program is not installed."""
+    """Return the output of a command without the last line's end; "" if the program is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 OPTION = "--lab-judge"
 PREFIX = "--lab-"
-DISCOVERING_CHECK = "K1"  # for a function that declines most cases, this check finds the supported axes
-TAKEN = "axes that a kernel takes"  # property in pytest's report: the test was judged only on the supported axes
+DISCOVERING_CHECK = (
+    "K1"  # for a function that does not support most cases, this check finds the values that it supports
+)
+TAKEN = "axes that a kernel takes"  # property in pytest's report of a test that was judged only on the supported values
 
 
 @pytest.fixture(scope="session")
@@ -163,8 +165,8 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the values with which a function is judged: the requested ones, or those that it accepts if it declines most
-        cases.
+        """Return the values with which a function is judged: the requested values, or the values that it supports if it does
+        not support most cases.
         """
         from lab.workloads.interfaces import PAGED_CALLS
 
@@ -195,7 +197,7 @@ class JudgedKernel(pytest.Collector):
         return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True if at least one check can judge a case of the function. If so, checks that are declined do not fail."""
+        """Return True if at least one check can judge a case of the function."""
         from lab.checks.properties import checks
 
         if interface not in self._judged:
@@ -258,7 +260,7 @@ class CheckOfFunction(pytest.Item):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a line for each function that was judged only on the values that it accepts, with these values as options."""
+    """Print a line for each function that was judged only on the values that it supports, with these values as options."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     lines = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
     for text in dict.fromkeys(lines):

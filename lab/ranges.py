@@ -23,10 +23,10 @@ LAYOUTS = ("HND", "NHD")
 class Kind:
     """A kind of option values, such as powers of two or pairs of dtypes: which are permitted, and how a text is parsed."""
 
-    words: Callable[[], str]  # returns what a value is, after "is not"
-    holds: Callable[[Any], bool]  # tells whether something is a value
-    parse: Callable[[str], Any] = int  # makes a value of its text, or what `holds` refuses, or raises ValueError
-    metavar: str = "N,N,..."  # stands for the values in a help text
+    words: Callable[[], str]  # returns a description that follows "is not", such as "a power of two"
+    holds: Callable[[Any], bool]  # returns True if a value is permitted
+    parse: Callable[[str], Any] = int  # converts a text to a value; may raise ValueError
+    metavar: str = "N,N,..."  # placeholder of the values in a help text
 
     def read(self, text: str) -> Any:
         """Parse the text of one value.
@@ -108,13 +108,13 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`, and the values that check K18 (combinations) adds if it is not set."""
+    """The command-line option of a field of `Ranges`, and the values that check K18 (combinations) adds to the default."""
 
     help: str
     kind: Kind
     is_several: bool = True  # the field is a tuple of values
-    beyond: tuple[Any, ...] = ()  # values that K18 judges too in a default field; usual kernels decline them
-    likely: tuple[Any, ...] = ()  # the values that kernels take the most often, the likeliest first
+    beyond: tuple[Any, ...] = ()  # values that K18 adds to the default; few kernels support them
+    likely: tuple[Any, ...] = ()  # the values that most kernels support, the most common first
 
     @property
     def is_switch(self) -> bool:
@@ -251,7 +251,7 @@ class Ranges:
         return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
 
     def holds(self, model: "Geometry") -> bool:
-        """Return True if the ranges permit a model: its head_dim, its group size, and its sinks if it has them."""
+        """Return True if the ranges contain a model's head_dim and group size, and sinks if it has them."""
         return (
             model.head_dim in self.head_dims
             and model.group in self.groups
@@ -260,7 +260,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry that the ranges permit: "tiny", or a variant with other numbers."""
+        """Return the name of a small geometry within the ranges: "tiny", or a variant with other numbers."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")

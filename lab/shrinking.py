@@ -1,4 +1,4 @@
-"""Make what is wrong smaller while it stays wrong."""
+"""Make a failing case smaller while it still fails."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -11,13 +11,12 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Return the subject that no reduction makes smaller.
+    """Return a failing subject, such as a case, for which no reduction gives a smaller one that still fails.
 
     Args:
-        subject: what is wrong.
-        reductions: functions that return smaller subjects. The first one that stays wrong is taken, and the function is called
-            with it again until none stays wrong. All functions are called again if one of them has made the subject smaller.
-        stays_wrong: returns True if a smaller subject is wrong too.
+        subject: a subject that fails.
+        reductions: functions that return smaller subjects. The first returned subject that still fails replaces the subject.
+        stays_wrong: returns True if a subject still fails.
     """
     is_smaller = True
     while is_smaller:

@@ -1,9 +1,9 @@
-"""Words that several parts of the lab share: numbers with their nouns, and texts of others that are safe to print."""
+"""Format numbers, lists and foreign texts for messages and reports."""
 
 import re
 from collections.abc import Sequence
 
-# Control characters but line feed and tab, and halves of surrogate pairs, which no encoding takes.
+# Control characters except line feed and tab, and halves of surrogate pairs, which cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -18,21 +18,21 @@ def joined(words: Sequence[str]) -> str:
 
 
 def first_few(sentences: Sequence[str], most: int) -> list[str]:
-    """Return the first sentences, and how many more there are."""
+    """Return the first `most` sentences, and "and 3 more" if there are 3 more."""
     more = len(sentences) - most
     return [*sentences[:most], *([f"and {more} more"] if more > 0 else [])]
 
 
 def shortened(text: str, most_characters: int) -> str:
-    """Return a text that is at most so long. A longer one ends with "…"."""
+    """Return a text of at most `most_characters` characters. A cut text ends with "…"."""
     return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters as escapes, such as "\\x1b". A terminal would execute them."""
+    """Return a text with escapes, such as "\\x1b", for control characters, which a terminal would execute."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def in_markdown(text: str) -> str:
-    """Return a printable text in one line, in which "<" begins no HTML."""
+    """Return a text in one line of Markdown: `printable`, with "<" escaped."""
     return printable(text).replace("\n", " ").replace("<", "&lt;")

@@ -14,7 +14,7 @@ from lab.workloads.interfaces import PAGED_CALLS
 
 
 class Contents(NamedEnum):
-    """The kind of numbers in query, keys and values. The text of each member describes them."""
+    """The kind of numbers in query, keys and values, described by each member's text."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
@@ -38,7 +38,7 @@ class Dead(NamedEnum):
 
 
 class HeadPages(NamedEnum):
-    """The pages of a request that each K/V head selects in a block-sparse call. They are drawn by the case's seed."""
+    """The pages of a request that each K/V head selects in a block-sparse call, drawn with the case's seed."""
 
     HALF = "each page before the last with a probability of one half, and the last"
     NOT_LAST = "each page before the last with a probability of one half"
@@ -56,14 +56,12 @@ class TableTail(NamedEnum):
 
     @property
     def page_id(self) -> int | None:
-        """Return the id that all of these columns hold; None if they hold different ones."""
+        """Return the id in all of these columns; None if the ids differ."""
         return {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}.get(self)
 
 
 class Entries(NamedEnum):
-    """The keys that each row of a sparse call selects, and the columns in which they stand. A row uses the columns up to its
-    position, at most `top_k`; those of them that hold no key hold -1.
-    """
+    """The keys that each row of a sparse call selects, and their columns. The other columns contain -1."""
 
     MIXED = "some keys in any order, with -1 between them"
     ORDERED = "as many keys as there are columns, in ascending order"
@@ -76,7 +74,7 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if -1 is what the selection is about, so that lengths of the entries leave nothing of it."""
+        """Return True if a row may have -1 in its first columns, which a call with `top_k_lens` does not allow."""
         return self in (Entries.NONE, Entries.LATE)
 
 
@@ -94,7 +92,7 @@ class Storage:
     gaps_in_scale_factors: bool = False  #: the pages of an NVFP4 cache's scale factors are twice as large as needed
     stacked: bool = False  #: K and V are one tensor [num_pages, 2, ...], with V's page after K's; otherwise two tensors
     first_page: int = 0  #: unused pages at the start of the pool, so that the used pages lie far from its start
-    one_far: bool = False  #: only one of the used pages lies after those unused pages, and the others before them
+    one_far: bool = False  #: one used page lies after these unused pages, and all other used pages before them
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
@@ -108,16 +106,17 @@ class Storage:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention call as data, without tensors. The `repr` of a case is an expression that makes the case again, without
-    fields at their default.
+    """One attention call as data, without tensors. The `repr` of a case is an expression that makes an equal case.
 
     Raises:
         ValueError: the numbers contradict each other or are out of range.
     """
 
     interface: AttentionCall  #: DECODE, CONTEXT or MLA_DECODE
-    kv_lens: tuple[int, ...]  #: keys of each request, its query rows' own included; may be 0, or fewer than the rows
-    q_lens: tuple[int, ...]  #: query rows of each request; may be 0. Equal in DECODE and MLA_DECODE without `offsets`
+    kv_lens: tuple[
+        int, ...
+    ]  #: number of keys of each request, those of its query rows included; may be less than q_lens
+    q_lens: tuple[int, ...]  #: number of query rows of each request; equal in DECODE and MLA_DECODE without `offsets`
     num_kv_heads: int = 2
     group: int = 4  #: query heads per K/V head
     head_dim: int = 64  #: of queries and keys
@@ -127,7 +126,7 @@ class AttentionCase:
     #: the dtype to which the kernel is known to round the operands of Q·K^T and P·V. The control, whose error bounds the
     #: kernel's error, rounds them too. None: `dtype`
     arithmetic: torch.dtype | None = None
-    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    window_left: int = -1  #: number of keys before its own position that a row sees; -1 for all
     sinks: bool = False  #: each head has a sink, a further logit in the softmax's denominator
     #: a decode call has `cum_seq_lens_q`, the offsets of the requests' rows, as context calls have
     offsets: bool = False
@@ -193,7 +192,7 @@ class AttentionCase:
 
     @cached_property
     def has_window_argument(self) -> bool:
-        """Return True if FlashInfer takes a window with such a call."""
+        """Return True if FlashInfer supports a window in this call."""
         return not self.is_mla and self.head_pages is None and self.rank is None
 
     @cached_property
@@ -202,8 +201,8 @@ class AttentionCase:
 
     @cached_property
     def all_kv_lens(self) -> tuple[int, ...]:
-        """Return the number of each request's keys on all ranks together. This rank has `kv_lens` of them. The number varies
-        with the request and the seed, and is at least the request's number of rows.
+        """Return the number of each request's keys on all ranks together. With these numbers the case's rank has `kv_lens`
+        keys.
         """
         rank, world = self.rank or (0, 1)
         return tuple(
@@ -224,7 +223,7 @@ class AttentionCase:
         return self.storage.page_size
 
     def selected_pages(self, request: int, kv_head: int) -> list[int]:
-        """Return the pages of a request that a K/V head selects in a block-sparse call, counted from the request's first."""
+        """Return the indices among a request's pages that a K/V head selects in a block-sparse call."""
         last = -(-self.kv_lens[request] // self.page_size) - 1
         rng = random.Random(f"{self.seed} {request} {kv_head}")
         drawn = [page for page in range(last) if rng.random() < 0.5]
@@ -240,7 +239,7 @@ class AttentionCase:
         return chosen[self.head_pages] if last >= 0 else []
 
     def with_rows(self, *q_lens: int) -> "AttentionCase":
-        """Return the case with these numbers of query rows, one per request. Requests get at least as many keys as rows."""
+        """Return the case with `q_lens` query rows. Requests with fewer keys than rows get as many keys as rows."""
         return replace(self, kv_lens=tuple(map(max, self.kv_lens, q_lens)), q_lens=q_lens)
 
     @cached_property
@@ -260,7 +259,7 @@ class AttentionCase:
 
 
 def short_repr(case: Any) -> str:
-    """Return an expression that makes an equal frozen dataclass. It leaves out fields that have their default."""
+    """Return an expression that makes an equal frozen dataclass, without fields at their default."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)

@@ -22,7 +22,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of a layer of grouped-query attention: the base class of frozen dataclasses with these fields."""
+    """The sizes of a layer of grouped-query attention: a base class of frozen dataclasses with these fields."""
 
     geometry: str
     tensor_parallel: int = 1
@@ -60,8 +60,8 @@ class ForwardCase(GroupedLayer, PassCase):
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
-    #: branches of each request in a frozen-KV draft; 1 in other modes. prefix_lens and q_lens then have one entry per branch.
-    #: The branches of a request are neighbours and have equal lengths
+    #: number of branches of each request in a frozen-KV draft; 1 in other modes. prefix_lens and q_lens have one entry per
+    #: branch. The branches of a request are consecutive and have equal lengths
     topk: int = 1
     page_size: int = 64  #: tokens per page, a power of two
     layout: KVLayout = KVLayout.NHD  #: of the pool
@@ -69,13 +69,12 @@ class ForwardCase(GroupedLayer, PassCase):
     sliding_window: bool = False  #: the layer has a sliding window and reads the sliding-window pool
     #: the attention call that a draft extend makes, decode or context; None: the engine's choice, or another mode
     draft_extend: AttentionCall | None = None
-    #: the last requests with one new token each are computed by a decode call. Possible only in extends without speculation,
-    #: and if the query, after its cast, and the cache have the same dtype (`lab.metadata.mha.calls.splits_mixed_tail`)
+    #: the trailing requests with one new token each are computed by a decode call. Only in extends without speculation in which
+    #: the query, after its cast, and the cache have the same dtype (`lab.metadata.mha.calls.splits_mixed_tail`)
     split_mixed_tail: bool = False
     #: K/V heads of each row see at most 16 pages, as in MiniMax-M3's decode and target verify; the layer has no sinks
     block_sparse: bool = False
-    #: padding rows after the requests' query rows in the call. Engines pad extends for data parallelism, and ragged
-    #: verifications for planning
+    #: number of padding rows after the requests' query rows, in extends and ragged verifications
     num_padding_rows: int = 0
     #: each row sees all keys of its request, as in the draft of a block. Only in extends and TARGET_VERIFY, without a window
     encoder_only: bool = False
@@ -86,11 +85,10 @@ class ForwardCase(GroupedLayer, PassCase):
     #: e4m3 if the engine casts the query to e4m3 over a quantised cache, as SGLang does for trtllm-gen and fmha_v2; else None.
     #: Over an NVFP4 cache the output is then e4m3 too, before it is converted
     query_dtype: torch.dtype | None = None
-    #: makes the calls; a pass of vLLM has the mode EXTEND, whatever its requests' rows are
-    engine: Engine = Engine.SGLANG
-    decode_threshold: int = 1  #: in vLLM, the most rows of a request that the decode call computes
-    #: in vLLM, requests without rows and keys after the others, as in a CUDA graph. Only a pass that makes the decode call
-    #: alone has them. `num_padding_rows` are their rows in the graph
+    engine: Engine = Engine.SGLANG  #: the engine that makes the calls. All passes of vLLM have the mode EXTEND
+    decode_threshold: int = 1  #: in vLLM, the largest number of rows of a request that the decode call computes
+    #: in vLLM, number of requests without rows and keys after the others, as in a CUDA graph. Only in passes of the decode call
+    #: alone. `num_padding_rows` are their rows in the graph
     num_padding_requests: int = 0
     #: the dtype to which the control, whose error bounds the kernel's error, rounds the operands of Q·K^T and P·V: the query's
     #: dtype after its cast, or a lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3
@@ -234,15 +232,15 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls. With a split mixed tail, the pass calls DECODE in addition, and so
-        does a pass of vLLM in which some requests have few rows.
+        """Return the attention function that the pass calls. A pass with a split mixed tail, and a pass of vLLM in which only
+        some requests have few rows, call DECODE in addition to CONTEXT.
         """
         if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
             return AttentionCall.DECODE
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's backend with the settings of the case. It calls `implementation`."""
+        """Return the engine's backend for the case, which calls `implementation`."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:

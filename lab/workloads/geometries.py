@@ -58,7 +58,7 @@ GEOMETRIES = {
 # Query heads of models of latent attention (MLA), whose entries have 512 + 64 elements: deepseek-ai/DeepSeek-V3 and
 # moonshotai/Kimi-K2-Instruct on Hugging Face. Those of deepseek-ai/DeepSeek-V4-Flash and -Pro have 512 and lie in two pools.
 LATENT_HEADS = {"deepseek-v3": 128, "kimi-k2": 64, "deepseek-v4-flash": 64, "deepseek-v4-pro": 128}
-# Of DeepSeek-V4: how many compressed entries the indexer of a layer selects, whose entries stand for INDEXED_RATIO tokens.
+# DeepSeek-V4: number of compressed entries that an indexer selects, and number of tokens of such an entry.
 V4_INDEX_TOPK, INDEXED_RATIO = {"deepseek-v4-flash": 512, "deepseek-v4-pro": 1024}, 4
 
 TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")

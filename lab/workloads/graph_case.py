@@ -18,9 +18,7 @@ from lab.workloads.mla_case import LatentLayer
 
 
 class ReplaySequence(NamedEnum):
-    """The name of a short sequence of graph replays, eager passes and overwritten buffers. A function of
-    `lab.checks.properties.graph_replays` runs each.
-    """
+    """A short sequence of graph replays, eager passes and overwritten buffers (`lab.checks.properties.graph_replays`)."""
 
     CAPTURED_BELOW_Q = "captured below q"
     EAGER_EQUALS_REPLAY = "eager equals replay"
@@ -35,7 +33,7 @@ class ReplaySequence(NamedEnum):
 @dataclass(frozen=True, repr=False)
 class ReplayCase:
     """A replay sequence of CUDA graphs in one forward mode. Each backend has a subclass. The `repr` of a case is an expression
-    that makes the case again.
+    that makes an equal case.
     """
 
     mode: GraphMode  #: the forward mode of the graphs, their query rows per request, and their draft step
@@ -44,7 +42,7 @@ class ReplayCase:
     place: MetadataPlace = MetadataPlace.IN_GRAPH
     page_size: int = 16  #: tokens per page
     num_pages: int = 6  #: pages of each request's history, and so of the longest length
-    #: length of padding requests, see `lab.metadata.engine.graph_inputs.StaticInputs`; 0 in vLLM
+    #: length of padding requests (`lab.metadata.engine.graph_inputs.StaticInputs`); 0 in vLLM
     padded_seq_len: int = PADDED_SEQ_LEN
     seed: int = 0  #: seed of all random numbers
 
@@ -107,14 +105,12 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
-    """Return the modes of vLLM's graphs: a decode, and a verification whose lengths count its rows, as in a draft extend V2."""
+    """Return the modes of vLLM's graphs: decode, and verification as DRAFT_EXTEND_V2, whose lengths count its rows."""
     return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Return every mode that runs in graphs. In modes with several query rows per request, a request has `width` rows, or at
-    most `width` where requests may differ.
-    """
+    """Return every mode that runs in graphs. `width` is the largest number of query rows of a request in modes with several."""
     return (
         GraphMode.decode(),
         GraphMode.draft_decode(1),

@@ -18,16 +18,16 @@ from lab.workloads.pass_case import PassCase
 
 
 class LatentLayer:
-    """The sizes of a layer of latent attention (MLA) on the decode kernel: a base class of cases. A subclass is a frozen
-    dataclass that has these fields.
+    """The sizes of a layer of latent attention (MLA) on the decode kernel: a base class of frozen dataclasses with these
+    fields.
     """
 
     num_qo_heads: int  #: sizes of one layer on one GPU: DeepSeek-V3 has 128 heads
     kv_lora_rank: int  #: DeepSeek-V3 and V4 have 512
     qk_rope_head_dim: int  #: DeepSeek-V3 has 64, DeepSeek-V4 0
-    #: most entries that an indexer selects for each row (DeepSeek sparse attention); None: no indexer
+    #: largest number of entries that an indexer selects for each row (DeepSeek sparse attention); None: no indexer
     index_topk: int | None
-    #: the layer is DeepSeek-V4's, whose compressed entries stand for this number of tokens; 0: none. None: another layer
+    #: number of tokens of a compressed entry of a DeepSeek-V4 layer; 0: a V4 layer without such entries; None: another layer
     compress_ratio: int | None
 
     @property
@@ -75,8 +75,8 @@ class LatentLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of a token's latent entry, which is both key and value. With `compress_ratio` a token also has the
-        compressed entry of its group, which only the group's last token needs.
+        """Return the shape of a token's latent entry, which is both key and value; with `compress_ratio` also the shape of the
+        compressed entry of the group that ends at the token.
         """
         return ((self.head_dim,),) * (1 if self.compress_ratio is None else 2)
 
@@ -84,29 +84,27 @@ class LatentLayer:
 @dataclass(frozen=True, repr=False)
 class MLACase(LatentLayer, PassCase):
     """One forward pass over paged latent entries on the MLA decode kernel, as data. Fields without a comment are as in
-    `PassCase` and `LatentLayer`; a draft model has no compressed entries.
+    `PassCase` and `LatentLayer`.
 
     Raises:
         TypeError: the judge has no error bound for a dtype.
         ValueError: a number is out of range, or an argument has no meaning in the mode.
     """
 
-    #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2, which run on the decode kernel; if rows select
-    #: entries, a prefill too
+    #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2; if rows select entries, also a prefill
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
     num_draft_tokens: int | None = None
-    #: decides whether the lengths in a draft step count the drafted tokens: not with MLA (SGLang's backend)
+    #: DraftAttention.MLA, as SGLang's backend: the lengths in a draft step do not count the drafted tokens
     attention: DraftAttention = DraftAttention.MLA
     page_size: int = 64  #: tokens per page of one GPU, 32 or 64; with `compress_ratio` a multiple of 128
     index_topk: int | None = None
     compress_ratio: int | None = None
-    dcp_size: int = 1  #: GPUs of decode context parallelism that share each request
-    num_padding_requests: int = 0  #: of data parallelism; they are added after the metadata was built
-    #: query rows after the requests' rows of a ragged verification, which belong to no request
-    num_padding_rows: int = 0
+    dcp_size: int = 1  #: number of GPUs that share each request (decode context parallelism)
+    num_padding_requests: int = 0  #: number of requests that data parallelism adds after the metadata was built
+    num_padding_rows: int = 0  #: number of query rows after the requests' rows of a ragged verification
     num_qo_heads: int = 16
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
@@ -145,7 +143,7 @@ class MLACase(LatentLayer, PassCase):
         return self.index_topk is not None or self.compress_ratio is not None
 
     def _check_sparse(self) -> None:
-        """Raise ValueError for a pass that DSA, or DSV4, does not have."""
+        """Raise ValueError for a pass that neither DSA nor DSV4 has."""
         index_topk, rows, name = self.index_topk, self.mode.query_rows, "DSA"
         if (index_topk is not None and index_topk < 1) or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
             raise ValueError(
@@ -171,7 +169,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return how many keys each request's last row sees: in a draft step with `DraftAttention.MLA` only the prefix."""
+        """Return the number of keys that the last row of each request sees: in a draft step with MLA only the prefix."""
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
@@ -180,7 +178,9 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return how many entries the last `rows` rows of a request see that sees `seen` tokens, if they select the same."""
+        """Return the number of distinct entries that the last `rows` rows of a request with `seen` tokens see, if all of them
+        select the same entries.
+        """
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
         entries = seen // self.compress_ratio if self.compress_ratio else 0
@@ -192,9 +192,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of entries that must be read. Rows of one request may select the same entries, so that only
-        the last row's count, and all rows' window.
-        """
+        """Return the least number of entries that must be read, if all rows of a request select the same entries."""
         return sum(
             self._num_selected(seen, rows) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows
         )
@@ -208,9 +206,6 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of one read of each visible latent entry and each query, and one write of each output.
-
-        An entry is key and value in one.
-        """
+        """Return the bytes of one read of each visible latent entry and each query, and one write of each output."""
         rows = sum(self.q_lens) * self.num_qo_heads * (self.head_dim + self.kv_lora_rank) * self.dtype.itemsize
         return self.visible_keys * self.head_dim * self.kv_dtype.itemsize + rows

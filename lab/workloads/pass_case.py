@@ -1,4 +1,4 @@
-"""A forward pass as data, for any backend: its fields, lengths derived from them, and checks of the arguments."""
+"""The base class of forward passes as data: fields, lengths derived from them, and checks of the fields."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,8 +18,8 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """A forward pass as data: the base class of a frozen dataclass for each backend. The `repr` of a case is an expression that
-    makes an equal case. There is at least one request. In DECODE all q_lens are 1.
+    """A forward pass of at least one request, as data. Each backend has a subclass, a frozen dataclass. The `repr` of a case is
+    an expression that makes an equal case.
     """
 
     mode: ForwardMode
@@ -31,8 +31,8 @@ class PassCase(PassLens):
     contents: Contents  #: one of `PASS_CONTENTS`
     seed: int  #: seed of all random numbers
     # A subclass that supports one of these declares the field.
-    num_padding_rows: int = 0  #: query rows after the requests' rows, which belong to no request
-    num_padding_requests: int = 0  #: requests after these, without rows and keys
+    num_padding_rows: int = 0  #: number of query rows after the requests' rows, which belong to no request
+    num_padding_requests: int = 0  #: number of requests without rows and keys after the others
     encoder_only: bool = False  #: rows see all keys of their request
 
     def __repr__(self) -> str:
@@ -40,24 +40,24 @@ class PassCase(PassLens):
 
     @property
     def window_left(self) -> int:
-        """Return how many keys before its own position a row sees; -1 for all."""
+        """Return the number of keys before its own position that a row sees; -1 for all."""
         return -1
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return how many keys the last row of each request would see without a window."""
+        """Return the number of keys that the last row of each request sees, windows not considered."""
         return self.kv_lens
 
     @property
     def row_lens(self) -> tuple[int, ...]:
-        """Return for each query row how many tokens of its request are not after it."""
+        """Return for each query row the number of its request's tokens up to the row's own."""
         ends = zip(self.seen_lens, self.q_lens, strict=True)
         return tuple(position + 1 for seen, q_len in ends for position in range(seen - q_len, seen))
 
     @cached_property
     def max_context_len(self) -> int:
-        """Return the largest length of a request in the engine. It exceeds the length of each request of the case, so page
-        tables have columns after each request's pages.
+        """Return the engine's largest length of a request. It exceeds all lengths of the case, so that page tables have columns
+        after each request's pages.
         """
         return max(self.kv_lens) + 2 * self.page_size + 1
 
@@ -102,8 +102,10 @@ class PassCase(PassLens):
             self._check_draft_step(self.draft_step)
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field is unused but not at its default. `uses` has by the field's name whether it is used, and
-        words about who uses it, which end the message.
+        """Raise ValueError if a field has no meaning in the case but is not at its default.
+
+        Args:
+            uses: field's name -> (whether the field has a meaning, words for the message about where it has one).
         """
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
@@ -126,8 +128,8 @@ class PassCase(PassLens):
             )
 
     def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
-        """Raise TypeError if the judge has no error bound for a dtype, and ValueError if a pass cannot have the contents. A
-        cache has the query's dtype or a `quantised` one.
+        """Raise TypeError unless `dtype` is in `DTYPES` and `kv_dtype` equals it or is in `quantised`; raise ValueError unless
+        `contents` are in `PASS_CONTENTS`.
         """
         check_contents(self.contents)
         check_dtype(self.dtype)
@@ -137,7 +139,7 @@ class PassCase(PassLens):
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError if the judge has no error bound for this dtype of query and output."""
+    """Raise TypeError unless a dtype of query and output is in `DTYPES`."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
 

@@ -13,22 +13,22 @@ from lab.workloads.requests import PassLens
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
     """One prefill of latent attention by `trtllm_ragged_attention_deepseek`. The `repr` of a case is an expression that makes
-    the case again.
+    an equal case.
 
     Raises:
         TypeError: the judge has no error bound for the dtype.
         ValueError: a number is out of range.
     """
 
-    prefix_lens: tuple[int, ...]  #: cached tokens of each of at least one request; negative: fewer keys than query rows
-    q_lens: tuple[int, ...]  #: new tokens of each request; may be 0
+    prefix_lens: tuple[int, ...]  #: number of cached tokens of each request; negative: fewer keys than query rows
+    q_lens: tuple[int, ...]  #: number of new tokens of each request; may be 0
     chunk: int = 64  #: largest number of cached tokens of a request in one call
     num_heads: int = 2  #: number of K/V heads
     group: int = 1  #: query heads per K/V head
     head_dim: int = 192  #: of queries and keys; 192 is DeepSeek-V3's
     v_head_dim: int = 128  #: of values and outputs; 128 is DeepSeek-V3's
     dtype: torch.dtype = torch.bfloat16  #: of all tensors: float16, bfloat16 or float8_e4m3fn
-    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    window_left: int = -1  #: number of keys before its own position that a row sees; -1 for all
     contents: Contents = Contents.RANDOM  #: one of `PASS_CONTENTS`
     seed: int = 0  #: seed of all random numbers
 

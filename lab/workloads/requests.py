@@ -8,14 +8,12 @@ A batch is made from the tokens that each request has before the pass, and its q
     requests.write(cache, histories)
     batch = requests.batch(ForwardMode.TARGET_VERIFY)
 
-A pool whose requests have long histories can serve many batches over prefixes of these requests. Write the histories once, as
-requests without query rows, and make a `Requests` of some rows for each batch::
+To make many batches over prefixes of the same requests, write long histories once, as requests without query rows, and make a
+`Requests` of some rows for each batch::
 
     admitted = admit(pool, (max_context_len,) * 5, (0,) * 5)
     admitted.write(cache, histories)
     batch = Requests(pool, admitted.rows[1:3], prefix_lens=(16, 33), q_lens=(4, 4)).batch(mode)
-
-The loops of `lab.references` do not depend on this module.
 """
 
 from collections.abc import Sequence
@@ -36,9 +34,7 @@ History = tuple[Tensor, ...]
 
 
 class PassLens:
-    """The lengths of a forward pass's requests, and lengths that follow from them. It is a base class of dataclasses with these
-    fields.
-    """
+    """The lengths of a forward pass's requests: a base class of dataclasses with these fields."""
 
     prefix_lens: tuple[int, ...]  #: tokens of each request before the pass
     q_lens: tuple[int, ...]  #: query rows of each request, its newest tokens
@@ -104,10 +100,10 @@ class Requests(PassLens):
         )
 
     def evict(self, window_left: int) -> tuple[int, ...]:
-        """Give back the sliding-window pages that no row of the pass sees.
+        """Evict the sliding-window pages that no row of the pass sees.
 
         Args:
-            window_left: how many keys before its own position a row sees, 0 or more.
+            window_left: number of keys before its own position that a row sees, 0 or more.
 
         Returns:
             The first position of each request that is still in the sliding-window pool.
@@ -127,8 +123,13 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write the tokens of each history, from the position `first` on (None: 0), into its request's slots of a cache of the
-        pool. A history is not longer than its request in the pool. `sliding_window`: the cache belongs to that pool.
+        """Write the tokens of histories to the requests' slots in a cache.
+
+        Args:
+            cache: a cache of the pool.
+            histories: the tokens of each request, at most as many as the request has slots.
+            first: position of the first token of each request that is written; None: 0.
+            sliding_window: the cache belongs to the sliding-window pool.
         """
         starts = (0,) * len(self.rows) if first is None else first
         tokens = [[side[start:] for side in history] for history, start in zip(histories, starts, strict=True)]

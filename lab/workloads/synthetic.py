@@ -1,7 +1,6 @@
-"""The lab's own trace of requests. It is the same on every machine.
+"""Draw the lab's synthetic trace of requests, which is the same on every machine.
 
-It is synthetic: drawn from the distributions below, which are not fitted to any service. It gives a benchmark requests of
-unequal lengths with a heavy tail on any machine. For the lengths of a real service, read that service's trace.
+Lengths are unequal with a heavy tail. The distributions are not fitted to any service.
 
     arrivals   Poisson, 20 a second
     prompts    log-normal, median 1,000 tokens, sigma 1.2, clipped to 16 to 120,000

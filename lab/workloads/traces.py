@@ -162,8 +162,8 @@ def _ticks(column: str, value: str, where: str) -> int:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the cached tokens (prompt, and tokens generated so far) of each request that runs at the time `at_ms`. A request
-    runs for output_length times `ms_per_token`, the time of one generated token.
+    """Return the number of cached tokens (prompt and generated ones) of each request that runs at the time `at_ms`. A request
+    runs for output_length * `ms_per_token`.
 
     Raises:
         ValueError: `ms_per_token` is not finite and positive.
@@ -181,12 +181,8 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the cached tokens of each request in a decode batch: `batch_size` requests at the first full second at which so
-    many run.
-
-    If more requests run, the earliest are taken. The time per token decides how many requests overlap and how many tokens each
-    has generated; 50 ms is a moderate interactive pace. The moment is early in the trace, so few requests have generated many
-    tokens.
+    """Return the number of cached tokens of each request of a decode batch: the earliest `batch_size` requests that run at the
+    first full second at which at least `batch_size` requests run. 50 ms per token is a moderate interactive pace.
 
     Raises:
         ValueError: there are never `batch_size` running requests, or an argument is not positive.

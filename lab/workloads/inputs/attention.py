@@ -173,9 +173,7 @@ class AttentionInputs:
         return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the `Rules` of the expected results: scales, window, sinks, mask and dtypes. `changes` replaces some of its
-        fields.
-        """
+        """Return the `Rules` of the expected results, with the fields in `changes` replaced."""
         case = self.case
         given: dict[str, Any] = {
             "bmm1_scale": self.bmm1_scale,
@@ -214,7 +212,9 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def with_tail(self, places: Tensor, is_used: Tensor) -> Tensor:
-        """Return places with the case's `table_tail` where `is_used` is False. A foreign place is that of the next row."""
+        """Return `places` with the case's `table_tail` in cells where `is_used` is False. A foreign tail is an entry of another
+        row.
+        """
         page_id = self.case.storage.table_tail.page_id
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
 
@@ -227,7 +227,7 @@ class AttentionInputs:
         return torch.cat(rows).to(torch.int32)
 
     def _selection_arguments(self) -> dict[str, Any]:
-        """Return the arguments of selected entries: sparse_mla_top_k, the entries as block_tables, and their lengths."""
+        """Return the arguments of a call that selects entries: sparse_mla_top_k, block_tables and sparse_mla_top_k_lens."""
         case = self.case
         if not case.top_k:
             return {}
@@ -240,8 +240,8 @@ class AttentionInputs:
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments kv_cache_sf and backend for an NVFP4 cache. `interleaved` is the order of V's scale factors that
-        trtllm-gen reads; XQA reads them in token order.
+        """Return kv_cache_sf and backend for an NVFP4 cache: trtllm-gen with `interleaved` scale factors of V, else XQA with
+        scale factors in token order.
         """
         assert self.scale_factors is not None
         k, v = self.scale_factors
@@ -265,8 +265,8 @@ def as_one_tensor(stacked: AttentionInputs) -> Tensor:
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
-    """Return the tensors of a case: draw the requests' histories, write them into the shuffled pages of a pool whose other
-    cells hold the numbers of `Storage.dead`, and list the pages in a table.
+    """Return the tensors of a case. The drawn histories are in shuffled pages of a pool, whose other cells contain the numbers
+    of `Storage.dead`.
     """
     query, keys, values, sinks = draw_contents(case, device)
     stored = stored_kv(case.kv_dtype, keys, values)

@@ -1,4 +1,4 @@
-"""Calls with optional arguments, such as scales as tensors; their expected results; and changes that a replay must follow."""
+"""Calls with optional arguments, such as scales as tensors, their expected results, and changed contents for graph replays."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import RaggedInputs
 
 WRITTEN = ("out", "lse", "workspace_buffer")  # arguments that a call writes
-SCALES = (0.75, 0.9)  # factors of bmm1_scale and bmm2_scale in a batch of other scales
+SCALES = (0.75, 0.9)  # factors by which `rewritten` changes bmm1_scale and bmm2_scale
 
 CallInputs = AttentionInputs | RaggedInputs
 
@@ -28,14 +28,13 @@ CallInputs = AttentionInputs | RaggedInputs
 class BuiltCall:
     """A call to be made: its arguments, the inputs of its expected results, and the guard memory around its buffers."""
 
-    forms: Any  # the chosen forms of arguments
+    forms: Any  # the optional arguments of the call
     inputs: Any  # one of `CallInputs`
     given: dict[str, Any] = field(default_factory=dict)  # the arguments by name
-    # Rules of the expected result that differ from the inputs' rules
+    # Fields of `Rules` in which the expected result differs from that of the inputs
     rules: dict[str, Any] = field(default_factory=dict)
-    # By name of a `guarded` buffer: the memory with both guards
-    guards: dict[str, Tensor] = field(default_factory=dict)
-    gaps: dict[str, Tensor] = field(default_factory=dict)  # by name of a buffer with gaps: the NaN elements in its gaps
+    guards: dict[str, Tensor] = field(default_factory=dict)  # name of a `guarded` buffer -> memory with both guards
+    gaps: dict[str, Tensor] = field(default_factory=dict)  # name of a buffer with gaps -> the NaN elements in its gaps
 
     @property
     def interface(self) -> AttentionCall:
@@ -65,7 +64,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Pass the other call's tensors wherever they are alike, and its workspace."""
+        """Replace tensors by the other call's tensors if they have equal bits and layout, and the workspace by the other's."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -90,7 +89,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 class Form(NamedEnum):
-    """An optional argument or result of a call: its contents change between replays, or each replay must write it."""
+    """An optional argument or result of a call. Its contents change between graph replays, or each replay writes it."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"
@@ -108,8 +107,8 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call with these inputs and the optional arguments and results in `forms`. The inputs' sinks and mask are used
-    only if `forms` has Form.SINKS and Form.MASK.
+    """Return the call with these inputs and the optional arguments and results in `forms`. Sinks and mask of the inputs are
+    dropped unless `forms` has Form.SINKS and Form.MASK.
     """
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
@@ -143,12 +142,12 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Yield a series of changed calls, each with the name of its last change. A call has all changes of the calls before it.
+    """Yield (name of a change, changed call). Each call has this change and all changes before it.
 
     Args:
         call: the call before the first change.
-        other: a call with other contents, but the same lengths, pages and forms.
-        moved: a call with other contents and the same lengths and forms; its K and V are in other pages, if there are pages.
+        other: a call with other contents, and the same lengths, pages and forms.
+        moved: a call with other contents and other pages, and the same lengths and forms.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

@@ -23,8 +23,8 @@ from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantiz
 from lab.workloads.attention_case import AttentionCase, Contents, Dead
 from lab.workloads.requests import History, PassLens
 
-# Finite values, so large that one poisoned value in a product changes the result. e4m3's maximum is 448. e2m1's maximum is 6:
-# the byte holds two sixes, and poisoned scale factors make them large.
+# Finite values, so large that one poisoned value in a product changes the result. A poisoned NVFP4 byte contains the largest
+# e2m1 value, 6, twice, and poisoned scale factors make it large.
 POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0, NVFP4: 0x77}
 # Scales of an e4m3 cache. They are unequal and far from 1, so that a dropped or swapped scale changes the result.
 E4M3_K_SCALE = 0.03125
@@ -44,9 +44,9 @@ _LARGEST_E4M3_KEY = torch.finfo(E4M3).max * E4M3_K_SCALE
 TILE_SIZES = (64, 128)  # keys that kernels process at a time
 LEAN = 4.0  # factor of the direction that is added to a query row, whose elements are N(0, 1)
 HEIGHT = 10.0  # a needle's logit above the other logits
-# For a call: enough for trtllm-gen's LSE of 512 requests with 64 heads
+# Scratch of a call's workspace: enough for trtllm-gen's LSE of 512 requests with 64 heads.
 SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}
-ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # for a model's batches: SGLang 0.5.23's default
+ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # SGLang 0.5.23's default
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Te
 
 
 def _needles(drawn: _Drawn) -> _Drawn:
-    """Turn the first and last keys that rows see, and their neighbours, into needles (keys that outweigh all others)."""
+    """Turn the first and last keys that rows see, and their neighbours, into needles."""
     case, request = drawn.case, drawn.request
     limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
     plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
@@ -92,10 +92,8 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Encode a key's position in its value, one-hot: position % half in the first half of the elements, position // half in the
-    second.
-
-    Heads differ in the size of their values.
+    """Make queries zero, and values one-hot codes of the key's position: position % half in the first half of the elements,
+    position // half in the second. Heads have values of different sizes.
     """
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
@@ -110,9 +108,8 @@ def _counted(drawn: _Drawn) -> _Drawn:
 
 
 def _low(drawn: _Drawn) -> _Drawn:
-    """Set the last coordinate of queries and keys so that every logit is -200,000. MLA's values do not include this coordinate.
-
-    With an e4m3 cache a float16 query cannot be large enough: logits are then about -100,000.
+    """Set the last coordinate of queries and keys so that every logit is -200,000, or about -100,000 for a float16 query
+    over an e4m3 cache. MLA's values do not include this coordinate.
     """
     query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
@@ -133,10 +130,8 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Make key 0's logit large and all other logits 0, by the last coordinate of queries and keys, which MLA's values do not
-    include.
-
-    In MLA without a rotary part they would include it, and its rounding would dominate the error.
+    """Make key 0's logit `logit` and all other logits 0, by the last coordinate of queries and keys. MLA needs a rotary part,
+    because otherwise values include this coordinate.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
@@ -190,8 +185,8 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query, [num_rows, num_qo_heads, head_dim], with a multiple of its K/V head's direction added to each row, so
-    that needles get large logits. `directions` is [num_kv_heads, head_dim], each of length 1.
+    """Return the query, [num_rows, num_qo_heads, head_dim], with `LEAN` times the K/V head's direction added to each row, so
+    that needles have large logits. `directions` are unit vectors, [num_kv_heads, head_dim].
     """
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
@@ -258,28 +253,27 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V as a kernel reads them, without the layer's scales. NVFP4 values are multiplied by `factors`."""
+    """Return stored K and V as a kernel reads them, before it applies the layer's scales. NVFP4 K and V, which have `factors`,
+    are dequantised; other K and V are unchanged.
+    """
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill storage with a value, or with its dtype's `POISON`, a huge value. NVFP4 has no NaN, so it is filled with its poison
-    for any value except 0.
-    """
+    """Fill a tensor with a value; None: its dtype's `POISON`. NVFP4 has no NaN, so any value except 0 becomes its poison."""
     if value is None or (storage.dtype == NVFP4 and value != 0):
         value = POISON[storage.dtype]
     storage.fill_(value)
 
 
 def fill_dead(pool: Tensor, dead: Dead) -> None:
-    """Fill pages with the numbers of cells that no row may read."""
+    """Fill pages with zeros, huge values or NaN, as `dead` says."""
     fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill a buffer that a kernel must write with NaN, a huge value and minus this value in turn, and return the buffer.
-
-    A kernel that adds to NaN returns NaN. The maximum of NaN and a result may be the result, so that only huge values show it.
+    """Fill an output buffer with NaN, a huge value and minus this value in turn, and return it. A kernel that adds to the
+    buffer instead of writing it returns NaN, and a kernel that takes a maximum with it returns huge values.
     """
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
@@ -315,8 +309,9 @@ def new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
 def block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return page tables, int32 [len(tables), columns]: each row has its page ids in `tables`, then what the case says. As many
-    columns as the case says follow `most_pages`, the pages of the longest request. `live` are ids of pages that some row lists.
+    """Return page tables, int32 [len(tables), columns]: the page ids in `tables`, followed in each row by the case's
+    `table_tail`. There are `most_pages` (the longest request's pages) plus the case's `spare_columns` columns. `live` are page
+    ids for a foreign tail.
     """
     width = most_pages + case.storage.spare_columns
     page_id = case.storage.table_tail.page_id

@@ -1,4 +1,4 @@
-"""Drafts as data, their tensors, and a test that a function writes their K/V lists and nothing else."""
+"""Check that a function writes the K/V lists of a multi-step draft, and no other memory."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.references.draft_decode_kv_indices import draft_start, generate_draft_decode_kv_indices
 from lab.workloads.inputs.guards import surrounded
 
-# POISON fills cells that the function must not write. FOREIGN fills cells that it must not read.
+# POISON fills cells that the function must not write, FOREIGN cells that it must not read.
 POISON, FOREIGN = -77, 2**30
 SPARE_ROWS = 2  # rows of req_to_token after the requests' rows
 WIDE_SLOT = 2**33  # added to slots if the tensors that hold them have 64 bits
@@ -23,8 +23,8 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A draft for which K/V lists are written, as data. A negative `spare_columns` or `spare_capacity` means that a tensor has
-    too few columns or cells.
+    """A draft for which K/V lists are written, as data. With a negative `spare_columns` or `spare_capacity` a tensor has too
+    few columns or cells.
     """
 
     lens: tuple[int, ...]  # lengths of the prefixes
@@ -51,7 +51,7 @@ class DraftListsCase:
 
     @property
     def longest_row(self) -> int:
-        """Return how many columns of ``req_to_token`` the longest request of the draft needs."""
+        """Return the number of columns of ``req_to_token`` that the longest request of the draft needs."""
         shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
         tokens = max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
         return -(-tokens // self.entry_page_size)
@@ -168,8 +168,8 @@ class DraftLists:
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return a number that makes slots exceed 32 bits if added to the entries of the tensor `source`, which stand for
-        `tokens` each; 0 if the dtypes are too small.
+        """Return a number that makes slots exceed 32 bits if it is added to the entries of the tensor `source`; 0 if the dtypes
+        are too small. An entry represents `tokens` tokens.
         """
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
@@ -177,16 +177,14 @@ class DraftLists:
 
 
 def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu") -> None:
-    """Raise AssertionError, which names the case, if the lists differ from the reference's or other memory has changed."""
+    """Raise AssertionError if `write` writes other lists than the reference, or other memory."""
     wrongs = DraftLists(case, device).wrongs(write)
     assert not wrongs, f"{'; '.join(wrongs)}: {case}"
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return a function that writes kv_indices and kv_indptr in place: `function`, or a wrapper if it returns its lists, as the
-    reference does.
-
-    The wrapper reads zeros beyond the columns of ``req_to_token``, and drops the part of a list that exceeds its row.
+    """Return `function` if it writes kv_indices and kv_indptr in place. If it returns lists, as the reference does, return a
+    wrapper that writes them, reads zeros beyond the columns of ``req_to_token``, and truncates lists that exceed their rows.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function

@@ -1,4 +1,4 @@
-"""The tensors of DeepSeek-V4's call: two poisoned pools, of tokens and of compressed ones, and the entries that rows select."""
+"""Build the tensors of DeepSeek-V4's call: a pool of tokens, a pool of compressed entries, and the entries that rows select."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +15,12 @@ from lab.workloads.inputs.contents import new_workspace
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DSV4Inputs(AttentionInputs):
-    """The tensors of a DSV4 call. The fields of `AttentionInputs` are those of the window pool, except that a request's history
-    is its tokens followed by its compressed entries, and `selected` are positions in this history.
+    """The tensors of a DSV4 call. The inherited fields describe the pool of tokens, except that a request's history is its
+    tokens followed by its compressed entries, and `selected` are positions in this history.
     """
 
     compressed_pages: Tensor  # [num_pages, page_size, head_dim]
-    sparse_indices: Tensor  # int32 [num_rows, num_columns]; cells that are not in use have the case's `table_tail`
+    sparse_indices: Tensor  # int32 [num_rows, num_columns]; unused cells contain the case's `table_tail`
     sparse_topk_lens: Tensor  # int32 [num_rows]
 
     @property
@@ -51,8 +51,8 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
 
     Args:
         of_window: the tokens of each request, and the `WINDOW_COLUMNS` columns in which rows select them.
-        of_compressed: the compressed entries of each request, and the other columns, if any. Requests have the same rows.
-            Of each row's columns the entries come first.
+        of_compressed: the compressed entries of each request with the same rows, and the other columns, if any. Each row's
+            entries are moved to its first columns.
         device: the device of the tensors.
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)
@@ -86,11 +86,11 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
 
 
 def _entries_first(selected: Tensor) -> Tensor:
-    """Return positions with -1 after the last entry of each row, in their order otherwise."""
+    """Return the positions of each row in the same order, with all -1 moved to the end."""
     return selected.gather(1, (selected < 0).to(torch.int8).argsort(dim=1, stable=True))
 
 
 def _with_tail(inputs: AttentionInputs, used: Tensor) -> Tensor:
-    """Return the places of one pool, with the case's `table_tail` in the columns of each row after its first `used`."""
+    """Return the places of one pool, with the case's `table_tail` after the first `used` columns of each row."""
     places = inputs.places()
     return inputs.with_tail(places, torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Expected results that are computed only when they are compared, and kept as bytes alone, so that no kernel finds a tensor."""
+"""Expected results that are computed at their first use and stored as bytes, so that no kernel can find them as a tensor."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -12,14 +12,14 @@ from lab.references import truth
 from lab.references.errors import Truth
 from lab.references.truth import Rules, truth_of_heads, truth_of_selected
 
-# A call's results are compared several times. Larger ones, of output elements, are computed again, to save memory.
+# Expected outputs with more elements are not stored but computed at each use.
 MOST_KEPT_ELEMENTS = 2**20
-SMALL_BYTES = 2**20  # tensors up to this size are summed together
+SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
 
 
 class LateTruth:
-    """The expected results of a call, with the attributes of a `Truth`. The first use of an attribute computes the results, and
-    keeps their bytes for later uses. The tensors `made_from`, from which `make` computes the results, must not change.
+    """The expected results of a call, with the attributes of a `Truth`. The first use of an attribute computes them by `make`;
+    their bytes are stored for later uses. The tensors `made_from`, which `make` reads, must not change.
     """
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
@@ -47,7 +47,7 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return expected results for several uses as a `Truth`, of a `LateTruth` or of a `Truth`, which is returned unchanged."""
+    """Return expected results as a `Truth`: those of a `LateTruth`, or a `Truth` unchanged."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
@@ -59,8 +59,8 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return a `LateTruth`: each use computes `truth_of_requests` of these arguments (`lab.references.truth`), or
-    `truth_of_selected` if rows select keys (`selected`), or `truth_of_heads` if K/V heads do (`seen`).
+    """Return a `LateTruth` of `truth_of_requests` (`lab.references.truth`); with `seen` of `truth_of_heads`, with `selected` of
+    `truth_of_selected`. The arguments are as in these functions.
     """
     own = query.clone()  # the kernel gets the original
 
@@ -100,7 +100,9 @@ def _sums(tensors: list[Tensor]) -> list[int]:
 
 
 def _as_integers(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the contents of tensors as integers. Small tensors are together in one: a batch may have thousands."""
+    """Yield the contents of tensors as integer tensors. Small tensors, of which a batch may have thousands, are
+    concatenated.
+    """
     all_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
     small = [each for each in all_bytes if len(each) <= SMALL_BYTES]
     together = [torch.cat(small)] if small else []

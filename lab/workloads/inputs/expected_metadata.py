@@ -1,4 +1,4 @@
-"""Compare the metadata of a pass with the expected metadata, which loops of `lab.references.forward_metadata` compute."""
+"""Compare the metadata of a pass with the expected metadata, which `lab.references.forward_metadata` computes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ OF_DSV4_PREFILL = ("cum_seq_lens_q", "request_lens")  # tensors of `DSV4Metadata
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence about the first error in one rank's part of an extend under context parallelism (rows and metadata); ""
-    if there is none.
+    """Return a sentence about the first error in one rank's rows and metadata of an extend with context parallelism; "" if
+    there is none.
     """
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
@@ -159,7 +159,7 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Do for the MLA backend's metadata what `wrong_metadata` does.
+    """Return a sentence about the first error in the MLA backend's metadata, as `wrong_metadata` does.
 
     Args:
         attention: decides whether the lengths in a draft step count the drafted tokens.
@@ -224,7 +224,9 @@ def wrong_block_sparse_metadata(
 def wrong_dsa_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor, index_topk: int
 ) -> str:
-    """Do for the lengths and places of a sparse pass what `wrong_metadata` does, with arguments of `dsa_forward_metadata`."""
+    """Return a sentence about the first wrong length or entry of a pass with DSA, as `wrong_metadata` does. `topk_indices` and
+    `index_topk` are as in `dsa_forward_metadata`.
+    """
     expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=index_topk)
     lens = _leading("seq_lens", metadata.seq_lens, expected.seq_lens)
     places = _leading("the places of the selected entries", metadata.places(topk_indices), expected.places)
@@ -238,7 +240,7 @@ def wrong_dsv4_metadata(
     compress_ratio: int | None = None,
     topk_indices: torch.Tensor | None = None,
 ) -> str:
-    """Do for the lengths and places of a pass of DeepSeek-V4 what `wrong_metadata` does.
+    """Return a sentence about the first wrong length or entry of a pass of DeepSeek-V4, as `wrong_metadata` does.
 
     Args:
         compress_ratio: as in `DSV4Metadata.sparse_indices`; None: 0 for a draft model, and 128 for others.
@@ -272,8 +274,8 @@ def wrong_dsv4_metadata(
 
 
 def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
-    """Return a sentence about the first tensor of the metadata that is missing, or has another number of rows than `seq_lens`,
-    which has at least `rows`; "" if all can be read.
+    """Return a sentence about the first tensor of the metadata that is missing or has a wrong number of rows; "" if there is
+    none. All tensors have as many rows as `seq_lens`, and at least `rows`.
     """
     tables = ("seq_lens", "window", "page_table")
     for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):
@@ -326,16 +328,16 @@ def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Itera
         yield f"rows of {rows} are viewed as equally many"
 
 
-Pairs = dict[str, tuple[Any, Any]]  # by name: the actual and the expected value
+Pairs = dict[str, tuple[Any, Any]]  # name -> (actual value, expected value)
 
 
 def _leading(name: str, tensor: torch.Tensor, expected: Sequence[Any]) -> Pairs:
-    """Return the pair of a tensor's first elements, as many as are expected."""
+    """Return the pair of a tensor's first `len(expected)` elements and `expected`."""
     return {name: (tensor[: len(expected)].tolist(), expected)}
 
 
 def _rows(name: str, table: torch.Tensor, expected: Sequence[Sequence[int]]) -> Pairs:
-    """Return the pairs of the first cells of a table's rows."""
+    """Return, for each row of a table, the pair of its first cells and the expected cells."""
     return {f"{name}[{row}]": (table[row, : len(cells)].tolist(), cells) for row, cells in enumerate(expected)}
 
 

@@ -1,5 +1,5 @@
-"""The tensors of a forward pass: an engine's pool, metadata and arguments, each request's tokens, and poison in all other
-memory.
+"""Build the tensors of a forward pass: an engine's pool, metadata and arguments, each request's tokens, and poison (values that
+would change a result) in all other memory.
 """
 
 import functools
@@ -56,8 +56,8 @@ class EnginePass:
     layer: Any
     cache: Any
     query: Tensor  #: [num_rows, num_qo_heads, head_dim]; rows after the requests' rows are padding, filled with NaN
-    #: each request's tokens, [kv_len, ...], as the cache stores them. A kernel multiplies them by the layer's scales. For an
-    #: NVFP4 cache they are already multiplied by its scale factors
+    #: each request's K and V, or latent entries, [kv_len, ...], as the cache stores them, before the layer's scales are
+    #: applied; dequantised for an NVFP4 cache
     histories: Sequence[History]
 
     @property
@@ -78,7 +78,7 @@ class EnginePass:
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        """Return the arguments of `prepare` without the implementation. `out` is an output from `new_out`."""
+        """Return the arguments of `prepare` except the implementation. `out` is an output from `new_out`."""
         return {
             "batch": self.batch,
             "metadata": self.metadata,
@@ -105,7 +105,7 @@ class EnginePass:
         return out[: sum(self.case.q_lens)]
 
     def run(self, implementation: Any, out: Tensor) -> None:
-        """Prepare the pass's attention calls with an implementation, and make them once. They write `out`."""
+        """Prepare the pass's attention calls with an implementation, and make them once, which writes `out`."""
         self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
@@ -117,7 +117,7 @@ class EnginePass:
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
-        """Return tokens as the cache stores them: their K and V, or their latent entries."""
+        """Return K and V, or latent entries, of tokens in the form in which the cache stores them."""
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
@@ -127,7 +127,7 @@ class EnginePass:
 
 @dataclass(frozen=True, eq=False)
 class SelectingPass(EnginePass):
-    """An `EnginePass` whose rows select what they see."""
+    """An `EnginePass` whose rows see only the pages, entries or groups in `topk_indices`."""
 
     topk_indices: Tensor
 
@@ -210,8 +210,8 @@ class BlockSparsePass(SelectingPass, ForwardPass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of query rows whose K/V heads see the tokens up to the row on the pages in `topk_pages`,
-    which `draw_pages` returns. The layer has no sinks and no window. The other arguments are as in `mha_truth`.
+    """Return the expected results of query rows that see only the pages in `topk_pages`, from `draw_pages`, up to their own
+    token. The layer has no sinks and no window. The other arguments are as in `mha_truth`.
     """
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):
@@ -257,8 +257,8 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Return the pass of a case: build the pool, write the histories, fill all other cells with huge values (poison), and build
-    the metadata. By default the case's backend builds the metadata.
+    """Return the pass of a case. Its pool has the requests' histories, and huge values in all other cells. `build_metadata`
+    None: the case's backend builds the metadata.
     """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
@@ -299,9 +299,7 @@ def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
-    """Return a pool with twice as many pages as the case's requests need. The other half can hold poison (values that would
-    change a result).
-    """
+    """Return a pool with twice the number of pages that the case's requests need, so that half of the pages can be poisoned."""
     return new_pool(
         case.kv_lens,
         page_size=case.page_size,
@@ -324,9 +322,9 @@ def admit_and_write(
     """Fill the cache with huge values, admit the case's requests, and write their histories as an engine does. Return the batch
     and its metadata.
 
-    The tokens before the query rows are written before the metadata is built. If there is a window, the pages before it are
-    given back first; pages of DeepSeek-V4 after the tokens are written. The query rows' own tokens are written to the batch's
-    slots or, with a window, to the metadata's slots.
+    Tokens before the query rows are written before the metadata is built, the query rows' tokens afterwards: to the batch's
+    slots or, with a window, to the metadata's slots. Pages before a window are evicted before the first write, or for
+    DeepSeek-V4 after it.
     """
     fill(cache.storage)
     if isinstance(cache, NVFP4KVCache):
@@ -359,9 +357,7 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return the needle positions of each request: the first and last keys that its rows see, edges of pages and tiles, and
-    neighbours of all these. Return None if the case has no needles.
-    """
+    """Return the needle positions of each request (`needle_positions`); None if the case has no needles."""
     if case.contents is not Contents.NEEDLES:
         return None
     return [
@@ -371,7 +367,7 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
 
 
 def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
-    """Return the attention layer of a case: its window, its model's sinks, and scales, which it has for any cache dtype."""
+    """Return the attention layer of a case. It has K and V scales for any cache dtype."""
     model = case.model
     sinks = None
     if model.has_sinks and not case.block_sparse:
@@ -389,7 +385,7 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
-    """Fill the cells after each request's pages with unused pages and other requests' pages, as in a table that is replayed."""
+    """Fill the page tables' cells after each request's pages with ids of other pages, as stale cells of a replayed graph."""
     lens, encoder_lens = metadata.cache_seqlens_int32, metadata.encoder_cache_seqlens
     tables = ((metadata.page_table, lens), (metadata.swa_page_table, lens), (metadata.encoder_page_table, encoder_lens))
     for table, keys in tables:

@@ -52,7 +52,7 @@ def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
-    """Yield a sentence for each guard region, before and after a `guarded` tensor, that was written to."""
+    """Yield a sentence for each changed guard region of a buffer from `guarded`. `what` names the tensor."""
     for side, guard in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
         if not bool((guard == GUARD_BYTE).all()):
             yield f"it wrote {side} {what}"

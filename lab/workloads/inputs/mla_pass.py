@@ -1,4 +1,4 @@
-"""The tensors of an MLA forward pass, whose cache has latent entries. `forward_pass` makes those of a pass over K and V."""
+"""Build the tensors of an MLA forward pass, whose cache has latent entries, as `forward_pass` does for K and V."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from lab.workloads.inputs.forward_pass import (
 from lab.workloads.mla_case import LatentLayer, MLACase
 from lab.workloads.requests import History
 
-# Of a batch and a pool, and for MLA's decode call of `DraftAttention`.
+# Takes a batch and a pool, and for MLA's decode call a `DraftAttention`.
 BuildMLAMetadata = Callable[..., Any]
 
 
@@ -67,7 +67,9 @@ class MLAPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMLAPass(MLAPass):
-    """A pass with decode context parallelism: ranks share the tokens of each request. One GPU makes the calls of all ranks."""
+    """A pass with decode context parallelism, in which ranks share the tokens of each request. One GPU makes all ranks'
+    calls.
+    """
 
     metadata: Any  # one per rank
     cache: Any
@@ -88,13 +90,12 @@ class ShardedMLAPass(MLAPass):
 class SparseMLAPass(SelectingPass, MLAPass):
     """A pass whose rows select entries.
 
-    In DeepSeek sparse attention (DSA) a row sees the entries at its positions. In DeepSeek-V4 it sees the tokens of its window,
-    and compressed entries. A history of V4 is (entries, compressed entries), [kv_len, head_dim] both: the group that ends at a
-    token has its entry there.
+    In DeepSeek sparse attention (DSA) a row sees the entries at its selected positions. In DeepSeek-V4 it sees the tokens of
+    its window and the compressed entries of its selected groups of tokens. A history of V4 is (entries, compressed entries),
+    both [kv_len, head_dim]; a group's compressed entry is at the position of the group's last token.
 
     Attributes:
-        topk_indices: int32 [rows of the requests, top_k], -1 for none: positions, or numbers of groups of V4; without an
-            indexer a row has all groups, and rows of padding follow.
+        topk_indices: int32 [rows, top_k], -1 for none: positions, or in V4 numbers of groups. Padding rows follow in V4.
     """
 
     metadata: Any
@@ -106,8 +107,9 @@ class SparseMLAPass(SelectingPass, MLAPass):
 
 
 def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Generator) -> Tensor:
-    """Draw the groups whose compressed entries each row sees, those that an indexer selects in any order: int32 [num_rows,
-    columns], -1 after the last. Without an indexer a row has all groups. `row_lens` are how many tokens each row sees.
+    """Draw the groups of tokens whose compressed entries each row sees, in random order: int32 [num_rows, columns], with -1
+    after the last. There are at most `index_topk` per row; without an indexer, a row sees all its groups. `row_lens` are the
+    numbers of tokens that each row sees.
     """
     counts = [seen // case.compress_ratio if case.compress_ratio else 0 for seen in row_lens]
     columns = case.index_topk or max(*counts, 0)
@@ -121,8 +123,8 @@ def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Gen
 def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generator) -> Tensor:
     """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk].
 
-    A row selects `topk` positions, or all that it has if these are fewer; every third row about half as many. Columns of -1,
-    which select nothing, are between them and behind them. `row_lens` are how many tokens of its request each row may select.
+    A row selects `topk` positions, or all that it sees if these are fewer; every third row about half of them. -1, which is no
+    position, is in the other columns. `row_lens` are the numbers of tokens that each row sees.
     """
     drawn = torch.full((len(row_lens), topk), -1, dtype=torch.int32, device=generator.device)
     for number, (row, seen) in enumerate(zip(drawn, row_lens, strict=True)):
@@ -149,8 +151,8 @@ def mla_truth(
         histories: for each request the tokens that its last row sees, stored as in the pass.
         q_lens: query rows of each request.
         layer: the layer, with the length of an entry's latent vector and the scale by which entries were divided.
-        selected: what each row selects, [num_rows, top_k]: as from `draw_positions`, or from `draw_groups` if the layer is
-            DeepSeek-V4's. None: rows see all entries up to their own.
+        selected: positions, or for DeepSeek-V4 groups, that each row selects, [num_rows, top_k], from `draw_positions` or
+            `draw_groups`. None: rows see all entries up to their own.
     """
     entries = [history[0] for history in histories]
     if selected is not None:
@@ -185,8 +187,8 @@ def _selected_entries(
 
 
 def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata | None = None) -> MLAPass:
-    """Return the pass of a case: build the pool, write the histories, fill all other cells with huge values (poison), and build
-    the metadata. By default the lab's builder for the case builds it.
+    """Return the pass of a case. Its pool has the requests' histories, and huge values in all other cells. `build_metadata`
+    None: the lab's builder for the case builds the metadata.
     """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     widths = [width for (width,) in case.token_shapes]
@@ -232,7 +234,7 @@ def new_mla_layer(case: LatentLayer, generator: torch.Generator) -> MLALayer:
     """Return the layer of a case: its scales, its sizes and, for DeepSeek-V4, its sinks, which the generator draws."""
     layer = MLALayer(
         softmax_scale=case.softmax_scale,
-        k_scale=E4M3_K_SCALE,  # a checkpoint may have it for any dtype of the cache
+        k_scale=E4M3_K_SCALE,  # a checkpoint may have a scale for any dtype of the cache
         kv_lora_rank=case.kv_lora_rank,
         qk_rope_head_dim=case.qk_rope_head_dim,
         qk_nope_head_dim=case.kv_lora_rank // 4,

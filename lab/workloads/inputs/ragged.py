@@ -1,4 +1,4 @@
-"""The tensors of a ragged context call: rows, keys and values of all requests without gaps, then padding with large values."""
+"""Build the tensors of a ragged context call: rows, keys and values of all requests, then padding with large values."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ class RaggedInputs:
     parts: Parts
     softmax_scale: float  # bmm1_scale before it is multiplied by its factor
     causal: bool = True  # a row does not see keys after its own
-    window_left: int = -1  # number of keys to the left of a row that it sees; -1 for all
+    window_left: int = -1  # number of keys before its own position that a row sees; -1 for all
     sinks: Tensor | None = None  # float32 [num_qo_heads]
     shown: Tensor | None = None  # None, because there is no draft mask
     factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
@@ -58,7 +58,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs with the same query rows and with the keys and values in `parts`."""
+        """Return inputs with the same query rows over the keys and values in `parts`."""
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self) -> dict[str, Any]:

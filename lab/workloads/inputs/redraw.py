@@ -1,6 +1,6 @@
-"""Draw the contents of a forward pass again in place, so that a kernel gains nothing from remembering earlier calls.
+"""Draw new contents of a timed forward pass in place, so that a kernel cannot reuse the results of earlier calls.
 
-All contents follow from seeds. The expected results of a call are computed from its seeds, after the call, so that no kernel
+All contents are drawn from seeds. The expected results of a call are computed from its seeds after the call, so that no kernel
 can find them earlier.
 """
 
@@ -24,11 +24,11 @@ from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.forward_pass import EnginePass
 from lab.workloads.requests import History
 
-# Requests are a few tokens shorter if this number divides a call's seed. This is rare, so that the median time is the case's.
+# Requests are a few tokens shorter than in the case if this number divides a call's seed. Most samples have the case's lengths.
 SHORTER_EVERY = 8
-MOST_SHORTER = 3  # most tokens by which a drawn length is below the case's length
-MOST_TOUCHED = 256  # most tokens that each call replaces
-PART_PAIRS = 2**19  # most (query row, key, head) triples of a judged part of several requests
+MOST_SHORTER = 3  # largest number of tokens by which a request is shorter
+MOST_TOUCHED = 256  # largest number of tokens that each call replaces
+PART_PAIRS = 2**19  # largest number of (query row, key, head) triples of a judged part of several requests
 TABLES = ("page_table", "swa_page_table", "encoder_page_table", "block_kv_indices")
 LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
@@ -41,12 +41,12 @@ class Seeds(NamedTuple):
 
 
 def wipe(arguments: Mapping[str, Any]) -> None:
-    """Fill the output `out` with NaN, so that it keeps no result of an earlier call."""
+    """Fill the output `out` with NaN."""
     fill(arguments["out"], float("nan"))
 
 
 def touched(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return the indices, among `count` tokens, of the few tokens that a call replaces. They are spread over all requests."""
+    """Return the indices, below `count`, of the tokens that a call with this seed replaces, evenly spread over all tokens."""
     number = min(MOST_TOUCHED, count)
     first = random.Random(f"touched {seed}").randrange(max(count, 1))
     return (first + torch.arange(number, device=device) * (count // max(number, 1))) % max(count, 1)
@@ -54,17 +54,17 @@ def touched(seed: int, count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SeededRedraw:
-    """Draws new inputs for timed calls, in the same tensors, and judges their outputs. Base class of implementations of
-    `lab.timing.work.Redraw`, which define `first_set`, `truth` and the two methods that write.
+    """Draws new contents for the input tensors of timed calls, and judges the outputs: a base class for implementations of
+    `lab.timing.work.Redraw`.
     """
 
     forward: Any  #: the pass, or the recorded call
-    keeps_metadata: bool = False  #: page ids and lengths must not change: calls were planned from them on the host
-    #: copies of the arguments without `out`. All timed calls of the pass share these copies
+    keeps_metadata: bool = False  #: page ids and lengths must not change, because the host planned calls from them
+    #: sets of arguments without `out`, which all timed calls of the pass share
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return the arguments of the pass except `out`. Each number has its own copies of the tensors."""
+        """Return set `number` of the arguments without `out`. Each set has copies of the tensors."""
         if not self.sets:
             self.sets.append(self.first_set())
         while number >= len(self.sets):
@@ -80,17 +80,12 @@ class SeededRedraw:
         raise NotImplementedError
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of the output rows that `check_of` judges: all rows if `whole`, otherwise the rows of some requests,
-        chosen by the seeds.
-        """
+        """Return a copy of all output rows, or without `whole` of the rows of some requests, which the seeds choose."""
         out: Tensor = self.forward.rows_of_requests(arguments["out"])
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that judges output rows, which `results` has returned for the same seeds.
-
-        The function raises AssertionError if output vectors are wrong.
-        """
+        """Return a function that raises AssertionError if output rows, which `results` returned for these seeds, are wrong."""
         truth = made(self.truth(seeds, self._judged(seeds, whole)))
 
         def check(results: Tensor) -> None:
@@ -111,7 +106,7 @@ class SeededRedraw:
         return torch.cat([parts[request] for request in requests])
 
     def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
-        """Return the indices of requests with rows to judge: all if `whole`, otherwise those that the seeds choose."""
+        """Return the requests that are judged: all with rows if `whole`, otherwise some, which the seeds choose."""
         case = self.forward.case
         order, chosen, pairs = [request for request, q_len in enumerate(case.q_lens) if q_len], list[int](), 0
         if whole:
@@ -140,9 +135,7 @@ class PassRedraw(SeededRedraw):
         return self._restored(copy.deepcopy(inputs)) if self.keeps_metadata else inputs
 
     def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Write back the page ids and lengths with which the pass was built, because another timed call may have changed them.
-        Return the inputs.
-        """
+        """Write the page ids and lengths with which the pass was built to the metadata in `inputs`, and return `inputs`."""
         for name, tensor in self._metadata.items():
             getattr(inputs["metadata"], name).copy_(tensor)
         self._write_lengths(inputs["metadata"], ())
@@ -160,7 +153,9 @@ class PassRedraw(SeededRedraw):
         cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw new queries, replace a few tokens in the cache, and wipe the output. Some seeds make requests shorter."""
+        """Draw new queries, replace some tokens in the cache, and fill the output with NaN. Some seeds make requests
+        shorter.
+        """
         rows = sum(self.forward.case.q_lens)
         arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
         places = self._touched(seeds.tokens)
@@ -177,7 +172,7 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _moves(self) -> bool:
-        """Return True if page ids and lengths are drawn again. A pass with several ranks keeps them: its metadata is a list."""
+        """Return True if page ids and lengths are drawn again: if the metadata is that of a dense pass on one rank."""
         return not self.keeps_metadata and isinstance(
             self.forward.metadata, TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
         )
@@ -190,9 +185,7 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return the cache slots of all tokens, and the indices of these tokens among the drawn ones (None if all drawn tokens
-        are in the cache).
-        """
+        """Return (cache slots of all cached tokens, indices of these tokens among all tokens or None if all are cached)."""
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0
@@ -207,19 +200,17 @@ class PassRedraw(SeededRedraw):
 
     @property
     def _window_left(self) -> int:
-        """Return the case's window; -1 if the cache takes slots of the full pool, as DSV4's does: it also has the compressed
-        entries of tokens before the window.
-        """
+        """Return the case's window; -1 for DSV4, whose cache also has the compressed entries of tokens before the window."""
         return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
 
     def _first_kept(self, request: int) -> int:
-        """Return the position of a request's first token that is still cached. Pages before a window are given back."""
+        """Return the position of a request's first cached token. Pages before a window were evicted."""
         case, window_left = self.forward.case, self._window_left
         before = max(0, case.first_rows[request] - window_left) if window_left >= 0 else 0
         return int(before // case.page_size * case.page_size)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:
-        """Draw K and V (or latent entries) of `count` tokens in the cache's dtype. None stands for all tokens."""
+        """Draw K and V, or latent entries, of `count` tokens (None: all tokens) in the cache's dtype."""
         forward, case = self.forward, self.forward.case
         total = sum(case.kv_lens[:: case.topk]) if count is None else count
         generator, device = self._generator(seed), forward.query.device
@@ -244,7 +235,7 @@ class PassRedraw(SeededRedraw):
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the new number of each page. All pages are shifted by the same number, except page 0, the sink."""
+        """Return the new id of each page: all pages except page 0, the sink, are rotated by one number."""
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)
@@ -261,7 +252,9 @@ class PassRedraw(SeededRedraw):
         ]
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return by how many tokens each request is shorter than in the case: 0 unless `SHORTER_EVERY` divides the seed."""
+        """Return the number of tokens by which each request is shorter than in the case; 0 unless `SHORTER_EVERY` divides the
+        seed.
+        """
         case = self.forward.case
         if not self._moves or seed % SHORTER_EVERY or "encoder_page_table" in self._metadata:
             return [0] * len(case.q_lens)

@@ -1,4 +1,4 @@
-"""The test fixtures of the backends' CUDA graphs; see `lab.workloads.inputs.replay_fixture`."""
+"""The `ReplayFixture` of each backend, a test fixture for its CUDA graphs."""
 
 import functools
 from collections.abc import Callable
@@ -106,7 +106,7 @@ class MLAReplayFixture(ReplayFixture):
     layer: MLALayer
     cache: PagedLatentCache
     padded_query: Tensor | None = None  # the query of padded rows, which all captured sizes share
-    selected: Tensor | None = None  # what the rows of the last pass select, without padding rows
+    selected: Tensor | None = None  # positions or groups that the rows of the last pass select, without padding rows
     tables: tuple[str, ...] = ("block_kv_indices",)
 
     def _layer(self) -> MLALayer:
@@ -127,8 +127,8 @@ class MLAReplayFixture(ReplayFixture):
         return ("seq_lens_k", "cu_seqlens_q", "seq_lens_q") if self._is_padded else ("seq_lens_k",)
 
     def poison(self, value: float) -> None:
-        # The lengths of a padded draft extend count the padding, so that entries of the sink are keys with weight zero for the
-        # requests' own rows. Zero times NaN is NaN, also in the reference. So the sink stays finite, as in an engine.
+        # Lengths of a padded draft extend count the padding, so entries of the sink are keys with weight zero for requests'
+        # rows. Zero times NaN is NaN, also in the reference. So the sink stays finite, as in an engine.
         super().poison(HUGE if self._is_padded else value)
         if self.padded_query is not None:
             self.padded_query.fill_(value)
@@ -161,9 +161,9 @@ class MLAReplayFixture(ReplayFixture):
 
 
 class SelectingFixture(ReplayFixture):
-    """A fixture whose passes draw what their rows select. Padding rows select nothing."""
+    """A fixture whose passes draw the pages, positions or groups that their rows select. Padding rows select none."""
 
-    selected: Tensor  # what the rows of the last pass select, [rows, ...], without padding rows
+    selected: Tensor  # the selections of the last pass, [rows, ...], without padding rows
 
     @functools.cached_property
     def topk_indices(self) -> Tensor:

@@ -1,9 +1,8 @@
 """A test fixture for CUDA graphs: a pool with requests and their histories, one attention layer, and a runner of graphs.
 
-A batch must not see a request's later tokens, other requests' pages, or page 0, the sink of padding rows. Page 0 can hold
-poison: huge values or NaN. After any replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the loops of
-`lab.references.forward_metadata`, and the output with the expected results of the histories. `replay_backends` has a subclass
-for each backend.
+A batch must not see a request's later tokens, other requests' pages, or page 0, the sink of padding rows, which can be poisoned
+with huge values or NaN. After a replay or an eager pass, `ReplayFixture.wrongs` compares the metadata with
+`lab.references.forward_metadata`, and the output with the expected results of the histories.
 """
 
 import itertools
@@ -36,10 +35,9 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """The query and output of one pass without padding rows, and the metadata that the pass used.
+    """The query, the output and the metadata of one pass, without padding rows.
 
-    After a replay, `metadata` and `view` are the runner's buffers. The next replay overwrites them, so judge the pass before
-    it.
+    After a replay, `metadata` and `view` are the runner's buffers, which the next replay overwrites.
     """
 
     query: Tensor  #: [num_rows, num_qo_heads, head_dim]
@@ -102,7 +100,7 @@ class ReplayFixture:
 
     @property
     def width(self) -> int:
-        """Return the largest number of query rows of a request, which is also the number in a padding request."""
+        """Return the largest number of query rows of a request. A padding request has this number of rows."""
         width: int = self.case.mode.num_tokens_per_req
         return width
 
@@ -113,7 +111,7 @@ class ReplayFixture:
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests from `first_request` on. `totals` are their keys, new tokens included."""
+        """Return a batch of consecutive requests from `first_request` on, with `totals` keys, new tokens included."""
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
@@ -137,8 +135,8 @@ class ReplayFixture:
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
-        """Draw the batch's queries, fill the padding rows with `padding`, and replay. Return copies of query and output, and
-        the runner's metadata.
+        """Draw the batch's queries, fill the padding rows with `padding`, and replay a graph. The returned query and output are
+        copies.
         """
         rows = batch.num_tokens
         self.query[:rows].copy_(self._randn(rows, *self.query.shape[1:]))
@@ -157,10 +155,10 @@ class ReplayFixture:
         return ReplayedPass(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Fill all memory that must not change results: the next replay either writes it first or does not read it.
+        """Overwrite memory that the next replay must either write or not read.
 
-        The cache's page 0, the sink, gets the value. Lengths, write locations and offsets that are not preset get
-        `POISONED_LENGTH`. All cells of page tables get page 0. Kernels' scratch is not changed.
+        The cache's page 0, the sink, is filled with the value, the metadata of `rewritten` with `POISONED_LENGTH`, and page
+        tables with page 0.
         """
         for page in self._sinks():
             page.fill_(value)
@@ -204,7 +202,7 @@ class ReplayFixture:
         admitted.write(self.cache, self.histories, sliding_window=self.case.sliding_window)
 
     def _uncounted(self) -> int:
-        """Return how many tokens of a request `seq_lens` leaves out, such as drafted tokens."""
+        """Return the number of tokens of a request that `seq_lens` does not count, such as drafted tokens."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:

@@ -1,6 +1,4 @@
-"""Draw the keys that each row or K/V head of a sparse call selects, and the columns in which they stand; and the keys of one
-rank.
-"""
+"""Draw the keys that each row or K/V head of a sparse call selects, and compute the keys that rows of one rank see."""
 
 import random
 from collections.abc import Sequence
@@ -11,14 +9,12 @@ from torch import Tensor
 from lab.metadata.mha.block_sparse import NUM_PAGES, PAGE_SIZE
 from lab.workloads.attention_case import AttentionCase, Entries
 
-EMPTY_COLUMNS = 128  # before the first entry of Entries.LATE: a tile of keys of most kernels
+EMPTY_COLUMNS = 128  # columns of -1 before the first entry of Entries.LATE: a tile of keys of most kernels
 
 
 def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return for each request the positions of the keys that its rows select, int64 [q_len, top_k], -1 for none.
-
-    A row at position p uses its first min(top_k, p + 1) columns. All later columns hold -1, so that it does not matter whether
-    a kernel bounds them by the row's position.
+    """Return for each request the positions of the keys that its rows select, int64 [q_len, top_k], -1 for none. A row at
+    position p selects keys only in its first min(top_k, p + 1) columns.
     """
     selected = []
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
@@ -29,8 +25,8 @@ def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tenso
 
 
 def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return for each request the positions of the rank's keys that its rows see, int64 [q_len, kv_len], -1 for none. The case
-    has a rank, which counts its own keys only.
+    """Return for each request the keys that its rows see on the case's rank, int64 [q_len, kv_len], -1 for none. Keys are
+    counted among the rank's keys.
     """
     rank, world = case.rank or (0, 1)
     seen = []
@@ -53,13 +49,13 @@ def seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
-    """Return how many keys of each request a K/V head sees, int32 [num_kv_heads, batch_size], from `AttentionInputs.seen`."""
+    """Return the number of keys that each K/V head sees, int32 [num_kv_heads, batch_size]. `seen` is `AttentionInputs.seen`."""
     return torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
 
 
 def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Generator) -> Tensor:
-    """Draw the pages that MiniMax-M3's indexer selects: earlier pages in any order, the row's own page, then -1. Returns int32
-    [num_kv_heads, num_rows, 16]. `row_lens` are how many tokens of its request each row sees, at least 1.
+    """Draw the pages that MiniMax-M3's indexer selects, int32 [num_kv_heads, num_rows, 16]: earlier pages in random order, the
+    row's own page, then -1. `row_lens` are the numbers of tokens that each row sees, at least 1.
     """
     drawn = torch.full((num_kv_heads, len(row_lens), NUM_PAGES), -1, dtype=torch.int32, device=generator.device)
     for of_head in drawn:
@@ -72,7 +68,7 @@ def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Gene
 
 
 def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> list[int]:
-    """Return the columns of one row that may select its first `num_keys` keys."""
+    """Return the `top_k` cells of one row, which may select the first `num_keys` keys."""
     used = min(case.top_k, num_keys)
     if used == 0 or (case.entries is Entries.NONE and (row + case.seed) % 2 == 0):
         return [-1] * case.top_k

@@ -1,4 +1,4 @@
-"""Tensors with the same numbers in another memory layout: with gaps, at another address, or with meaningless strides."""
+"""Copy tensors into another memory layout: with gaps, at another address, or with arbitrary strides of axes of size 1."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from lab.named_enum import TextEnum
 
-# The value of each byte around the numbers. As a float of any dtype it is large and finite, as an id far outside any pool.
+# Value of each byte in gaps. As a float of any dtype it is large and finite; as an id it is outside any pool.
 FILLING = 0x7B
-NAN_FILLING = 0xFF  # of every second element of floats, which is then NaN
+NAN_FILLING = 0xFF  # value of each byte in every second float element of gaps, which is then NaN
 FAR = 2**31  # elements
 GAP = 16  # elements, so that strides stay multiples of 16 bytes
 LEAST_ALIGNMENT_BYTES = 16
-ODD = 7  # elements; the meaningless stride of an axis of size 1
+ODD = 7  # elements; stride of an axis of size 1, which has no meaning
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return the tensor as a view of larger storage: `gap` elements follow each index of `axis`. As floats they are large
-    values and NaN in turn.
+    """Return a copy of the tensor, a view of larger storage with `gap` elements after each index of `axis`. Float elements of
+    gaps are large values and NaN in turn.
     """
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
@@ -36,23 +36,23 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return a contiguous view with the tensor's numbers, which begins `offset_bytes` after the start of its storage."""
+    """Return a contiguous copy of the tensor, a view that begins `offset_bytes` after the start of its storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
 def in_halves(tensor: Tensor) -> Tensor:
-    """Return a tensor [pages, 2, ...] stored in two halves: first index 0 of all pages, then index 1 of all pages."""
+    """Return a copy of a tensor [pages, 2, ...], a view of storage with index 0 of all pages before index 1 of all pages."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """Return a tensor [..., rows, heads, elements] stored head by head, as a matrix product per head writes it."""
+    """Return a copy of a tensor [..., rows, heads, elements], a view of storage [heads, ..., rows, elements]."""
     heads = tensor.dim() - 2
     return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
 
 def _far_apart(tensor: Tensor) -> Tensor:
-    """Return the tensor as a view whose last row begins after more than 2**31 elements. Gaps are never touched."""
+    """Return a copy of the tensor whose last row begins more than 2**31 elements after the first. Gaps are not written."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
     size = (len(tensor) - 1) * stride + row if len(tensor) else 0
