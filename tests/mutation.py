@@ -59,14 +59,20 @@ class Room:
 ROOMS = {
     "calls": Room(
         ("lab/calls/*.py", "lab/gpus.py"),
-        ("tests/calls/test_*.py", "tests/references/test_trtllm_*.py", "tests/references/test_every_call.py"),
+        (
+            "tests/calls/test_*.py",
+            *(f"tests/references/test_{name}.py" for name in ("trtllm_*", "dsv4", "context_parallel", "every_call")),
+        ),
     ),
     "references": Room(("lab/references/*.py",), ("tests/references/test_*.py",)),
     "metadata": Room(("lab/metadata/**/*.py",), ("tests/metadata/**/test_*.py",)),
     "timing": Room(("lab/timing/*.py",), ("tests/timing/test_*.py",)),
     "support": Room(
         ("lab/kernels/support/*.py",),
-        ("tests/kernels/test_support*.py", "tests/kernels/test_trtllm_adapter.py", "tests/kernels/test_prepare.py"),
+        tuple(
+            f"tests/kernels/test_{name}.py"
+            for name in ("support*", "trtllm_adapter", "prepare", "dsv4", "peers_packages")
+        ),
     ),
     "explain": Room(("lab/checks/explain/*.py",), ("tests/checks/explain/test_*.py", "tests/checks/test_report.py")),
 }
@@ -180,7 +186,8 @@ class Copy:
     @property
     def _place(self) -> dict[str, Any]:
         variables = {"PYTHONPATH": str(self.folder), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        return {"cwd": self.folder, "env": os.environ | variables | {"PYTHONDONTWRITEBYTECODE": "1"}}
+        variables |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}  # a GPU would change what tests see
+        return {"cwd": self.folder, "env": os.environ | variables}
 
     def _command(self, tests: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *tests]

@@ -33,6 +33,7 @@ from lab.gpus import (
 def test_facts(capability: Capability, shared_kib: int, features: str, trtllm: str | None, fa: str) -> None:
     family = family_of(capability)
     assert family is not None
+    assert capability in family.capabilities
     assert (family.shared_memory_kib, family.trtllm_backend, family.fa_backend) == (shared_kib, trtllm, fa)
     assert family.has_large_shared_memory == (shared_kib == 227)
     has = {"e4m3": family.has_e4m3, "overlap": family.overlaps_launches, "tensor memory": family.has_tensor_memory}

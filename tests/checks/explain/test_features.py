@@ -254,14 +254,15 @@ def test_a_sparse_call_has_features_of_its_arguments() -> None:
         names = ("top_k", "selects_entries", "top_k_lens", "first_slot", "block_tables_gaps")
         return {name: found[name] for name in names if name in found}
 
-    table = mla_arguments(batch, 16)["block_tables"][0]
-    in_first = [16 * column for column, page in enumerate(table[:2].tolist()) if page == 0]
     assert features([1, 2, 3]) == {"top_k": 3, "selects_entries": True}
     assert features([1, 2, 3, -1], lens=[2]) == {"top_k": 4, "selects_entries": True, "top_k_lens": True}
     assert features([1, 2], width=3).keys() == {"top_k", "selects_entries"}  # of one row, there is no gap
-    for position in in_first:
-        assert features([position])["first_slot"]
     assert features_of_call(AttentionCall.MLA_DECODE, mla_arguments(batch), CallLog()).features.get("top_k") is None
+    first = sparse_arguments(batch, [[1, 2, 3]], 16)
+    first["block_tables"].zero_()
+    found = features_of_call(AttentionCall.MLA_DECODE, first, CallLog())
+    assert found.features["first_slot"]
+    assert ("gap" in found.of_requests[0], found.of_requests[0]["num_entries"]) == (False, 3)
 
 
 def test_functions_have_features_of_their_own() -> None:
@@ -271,7 +272,7 @@ def test_functions_have_features_of_their_own() -> None:
     latent = AttentionCase(AttentionCall.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
     found = read(latent)
     assert (found["kv_layout"], found["v_head_dim"]) == ("MLA", 64)
-    assert not {"one_cache_tensor", "page_size_is_num_kv_heads"} & found.keys()
+    assert {name for name, value in found.items() if value is True} == {FEW_ROWS}
     sinks = {"sinks": [torch.zeros(4)]}
     assert read(latent, **sinks) == found | {"sinks": True, "sinks_list": True}
     lse = {"return_lse": True, "return_lse_base": "basee"}
@@ -297,6 +298,10 @@ def test_a_ragged_call_has_keys_values_and_host_lengths_of_its_own() -> None:
 
     plain = features()
     assert (plain["v_head_dim"], plain["head_dim"], plain["page_size"]) == (32, 48, TILE)
+    assert {name for name, value in plain.items() if value is True} == {
+        *("bmm1_scale_1", "bmm1_scale_unusual", "out_given", "other_out_dtype", "return_lse"),
+        *("unequal_q_lens", "unequal_kv_lens"),
+    }
     for name in ("key", "value"):
         assert features(**{name: widened(arguments[name])}) == plain | {f"{name}_gaps": True}
     lengths = {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([5, 7])}
@@ -427,6 +432,11 @@ def test_the_lengths_of_a_batch_say_its_conditions(
     assert (found["requests"], found["rows_of_batch"], found["longest_kv_len"]) == (2, sum(q_lens), max(kv_lens))
 
 
+def test_a_batch_without_requests_has_these_features_and_no_others() -> None:
+    none = {"page_size": TILE, "requests": 0, "rows_of_batch": 0, "longest_kv_len": 0, FEW_ROWS: True}
+    assert CallFeatures.of_lengths({}, (), ()).features == none | {"all_no_keys": True}
+
+
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_case_and_its_plain_call_have_the_same_features(group: int) -> None:
     case = replace(CASE, group=group)
@@ -475,7 +485,7 @@ def test_of_the_features_of_several_requests_the_largest_number_stays() -> None:
 
 
 def test_a_value_for_each_side_is_named_if_the_sides_agree() -> None:
-    held = kept({"dtypes": {"K": torch.float16, "V": torch.bfloat16}, "layouts": {"K": 1, "V": 1}})
+    held = kept({"dtypes": {"K": torch.float16, "V": torch.bfloat16}, "layouts": {"K": 1, "V": 1}, "lens": (1, 2)})
     assert held == {"dtypes": "mixed", "layouts": 1}
 
 
@@ -696,7 +706,10 @@ def test_every_check_notes_results_with_features() -> None:
 
 def test_an_e4m3_query_has_features() -> None:
     query = of("query").to(torch.float8_e4m3fn)
-    assert read(PLAIN, query=query, kv_cache=(K.to(query.dtype), V.to(query.dtype)))["dtype"] == "e4m3"
+    found = read(PLAIN, query=query, kv_cache=(K.to(query.dtype), V.to(query.dtype)), o_scale=1.0)
+    assert (found["dtype"], found["out_dtype"]) == ("e4m3", "e4m3")
+    assert not {"other_out_dtype", "o_scale_not_1"} & found.keys()
+    assert read(PLAIN, query=query, kv_cache=(K.to(query.dtype), V.to(query.dtype)), o_scale=2.0)["o_scale_not_1"]
 
 
 def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
