@@ -131,6 +131,13 @@ EQUAL: dict[tuple[str, str, str], str] = {
         'group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))',
         'group, has_sinks = read["group"] or -1, getattr(case, "sinks", getattr(model, "has_sinks", False))',
     ): "a case without a group has no feature of one: -1 & -2 is below 0",
+    **{
+        (path, line, line.replace("> 0", "> 1")): "1 is no multiple of it"
+        for path, line in (
+            ("lab/checks/explain/call_features.py", f'"multiple_of_{each}_keys": kv_len > 0 and kv_len % {each} == 0,')
+            for each in (64, 512)
+        )
+    },
     (
         "lab/checks/explain/feature.py",
         'return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)',

@@ -17,7 +17,6 @@ import numpy as np
 from lab.checks.explain.feature import OPERATORS, Bits, Cost, Features, Value
 from lab.checks.explain.features import FEATURES, feature_named
 
-MOST_LITERALS = 3
 MOST_RULES = 4
 MOST_PAIRS = 150  # pairs of literals, the best ones, to which a third literal is added
 # Factors for the weight of a unit, tried in turn until a rule is found. The first is below 1, because units of one case

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab.checks.explain import failure_rules
-from lab.checks.explain.failure_rules import MOST_LITERALS, MOST_RULES, Literal, find_rules, sampled
+from lab.checks.explain.failure_rules import MOST_RULES, Literal, find_rules, sampled
 from lab.checks.explain.feature import Cost
 from lab.checks.explain.features import UnknownFeatureError
 
@@ -47,7 +47,7 @@ def test_the_shortest_rule_is_found(is_wrong: Callable[[dict[str, Any]], bool], 
     features, wrong = units(is_wrong)
     found = find_rules(features, wrong, range(len(features)))
     assert [" and ".join(map(str, rule)) for rule in found] == rules
-    assert all(len(rule) <= MOST_LITERALS for rule in found)
+    assert all(len(rule) <= 3 for rule in found)
 
 
 def test_not_every_result_of_a_region_must_show_it() -> None:

@@ -343,6 +343,7 @@ def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
     [
         (64, 1, {}, {"full_page", "multiple_of_64_keys"}),
         (65, 1, {}, {"partial_page"}),
+        (1, 1, {"page_size": 1}, {"full_page", "no_prefix"}),
         (512, 1, {}, {"full_page", "multiple_of_64_keys", "multiple_of_512_keys"}),
         (0, 1, {}, {"no_keys", "fewer_keys"}),
         (0, 0, {}, {"no_keys", "no_rows", "no_prefix"}),
