@@ -23,8 +23,8 @@ from lab.recorded.case import RecordedCase
 from lab.references import attention
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth, relative_l2
-from lab.references.quantization import E2M1_MAX, quantize_e4m3, quantize_nvfp4
-from lab.references.softmax_attention import E4M3_MAX, rounded
+from lab.references.quantization import E2M1_MAX, quantize_nvfp4
+from lab.references.softmax_attention import E4M3_MAX, quantize_e4m3, rounded
 from lab.wording import counted
 from lab.workloads.inputs.contents import new_workspace
 
@@ -186,13 +186,18 @@ def budget(
     """Measure the errors of requests in a cache of the setting.
 
     Args:
-        kernel: FlashInfer's decode function of an implementation.
+        requests: the requests before the cache stores them.
+        setting: the cache and the dtypes.
+        atol, rtol: the tolerance of a test.
+        kernel: a function with the arguments of FlashInfer's decode call; None: no kernel is measured.
 
     Returns:
-        The setting's fields; `vectors`, their number; medians of relative L2 errors of vectors: `quantisation`, `kernel` (the
-        control) and `bound` (the judge's); shares of elements beyond the tolerance: `kernel_over` of the control against
-        float64 on the stored K and V, `quantisation_over` of that against float64 on the original ones; with a kernel, `given`
-        and `given_worst`, its median error and its largest ratio of error to bound.
+        The fields of the setting, and
+        vectors: number of output vectors.
+        quantisation, kernel, bound: medians over vectors of the quantisation error, the control's error and the judge's bound.
+        quantisation_over, kernel_over: shares of the elements in which the quantisation error, or the control's error, exceeds
+            the tolerance.
+        given, given_worst: with a kernel, its median error and its largest ratio of error to bound.
     """
     call, original, truth = _solved(requests, setting)
     control = truth.compare(truth.control)
@@ -229,18 +234,22 @@ def explain(
     off_by: float | None = None,
     against: str = "stored",
 ) -> Explanation:
-    """Tell whether a right kernel may fail a test so: `mismatched` of `elements` exceed the tolerance, and the largest
-    `|got - want|` is `off_by` (None: unknown).
+    """Decide whether a failed test shows a bug of a kernel, or noise that a right kernel has too.
 
-    Bug: the largest difference is more than the judge allows, even if all error of a vector is in one element; or as many
-    mismatches or more have a probability below LEVEL, even for a kernel at the judge's bound: with the control's errors,
-    enlarged so that each vector's error is its bound. Noise: mismatches and a difference as large occur in the simulation, and
-    each has a probability of LEVEL or more. All else cannot be told. The test's values are assumed to be as in the batches: a
-    difference is proportional to V.
+    The control is computed for the requests in `batches` (the simulation). The verdict is "bug" if the largest difference
+    exceeds the judge's bound, even with all error of a vector in one element; or if `mismatched` or more mismatches have a
+    probability below `LEVEL` even for a kernel whose vectors all have errors as large as their bounds. It is "noise" if both
+    the mismatches and the largest difference have a probability of at least `LEVEL` in the simulation. Otherwise it is "cannot
+    be told".
 
     Args:
-        batches: requests for which the control is computed (the simulation).
-        against: what the test compares with, of AGAINST.
+        setting: the cache and the dtypes.
+        batches: requests with values like the test's, because a difference is proportional to V.
+        mismatched: number of elements that exceeded the tolerance.
+        elements: number of elements in the test.
+        atol, rtol: the test's tolerance.
+        off_by: the largest `|got - want|` of the test; None: unknown.
+        against: the test's expected result, one of AGAINST.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -281,8 +290,8 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return, for each request, [requests]: mismatches of the control, those of a kernel at the judge's bound, the control's
-    largest difference, and the largest that the judge allows; and the number of elements of all requests.
+    """Return four tensors [requests] and the number of elements of all requests: the number of mismatches of the control, the
+    number of mismatches of a kernel at the judge's bound, the control's largest difference, and the largest allowed difference.
     """
     parts, simulated = [], 0
     for requests in batches:

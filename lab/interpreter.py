@@ -1,11 +1,11 @@
-"""Speed up Triton's interpreter by removing repeated work, and tell its limits and its bf16 from errors of a kernel.
+"""Speed up Triton's interpreter, and distinguish its limits and its errors with bf16 from errors of a kernel.
 
-A launch replaces the functions of `triton.language` by interpreted ones. Triton 3.7 repeats the search for these functions at
-every call of a `@triton.jit` function from a kernel, although nothing is left to replace. This takes half of the time of a
-kernel that uses many helpers. Here each module of device functions is searched once per launch.
+A launch replaces the functions of `triton.language` in the kernel's module by interpreted ones. Triton 3.7 repeats the search
+for these functions at every call of a `@triton.jit` function, which takes half of the time of a kernel with many helpers. Here
+each module is searched once per launch.
 
-The interpreter also computes each sum and product of integers a second time, in 64 bits, for `device_assert`, which does
-nothing without the option `debug`. And it builds its table of NumPy dtypes again for each lookup.
+The interpreter also computes each sum and product of integers a second time in 64 bits, for `device_assert`, which does nothing
+without the option `debug`, and builds its table of NumPy dtypes again for each lookup. Both are removed.
 """
 
 import functools
@@ -22,7 +22,7 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kern
 
 
 class LanguagePatches:
-    """Remembers in which modules the running launch has already replaced the functions of `triton.language`."""
+    """Replaces the functions of `triton.language` once per module and launch."""
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -30,7 +30,7 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a grid by the interpreter's `GridExecutor.__call__`. Forget the patched modules before and after it."""
+        """Run a launch by the interpreter's `GridExecutor.__call__`, with an empty set of patched modules."""
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)
@@ -52,7 +52,9 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `np_dtype_of`, a function from Triton type to NumPy dtype, with a cache by the name of the element type."""
+    """Return a cached version of `np_dtype_of`, a function from Triton type to NumPy dtype. The key is the element type's
+    name.
+    """
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:
@@ -89,7 +91,7 @@ def _change(interpreter: Any) -> None:
         interpreter.GridExecutor.__call__ = lambda self, *args, **kwargs: patches.launch(self, *args, **kwargs)
 
 
-# What uses the bit patterns of bf16 values as whole numbers, by class of the interpreter.
+# Class of the interpreter -> its methods that compute on the bit patterns of bf16 values as if they were integers.
 COMPUTING = {
     "InterpreterBuilder": "binary_op ternary_op unary_op create_fma create_dot create_rsqrt create_atomic_rmw",
     "ReduceOps": "apply_impl",
@@ -102,11 +104,11 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """What the interpreter did with bf16 that no GPU does.
+    """Operations of the interpreter on bf16 that differ from a GPU's.
 
     Attributes:
-        computes: it computed on the bit patterns of bf16 values, which makes errors of any size.
-        truncates: it cut float32 off where a GPU rounds it, which makes errors of a few roundings.
+        computes: it computed on the bit patterns of bf16 values, which causes errors of any size.
+        truncates: it truncated float32 to bf16 where a GPU rounds, which causes errors of a few roundings.
     """
 
     computes: bool = False
@@ -115,9 +117,9 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """Yield a `Bf16`. While the context is open, note in it what Triton's interpreter does in this process.
+    """Yield a `Bf16`, in which the interpreter's operations in this process are recorded while the context is open.
 
-    A kernel that converts to float32 before it computes, and rounds before it converts to bf16, leaves it as it is.
+    A kernel that converts to float32 before it computes, and rounds before it converts to bf16, sets neither field.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [
@@ -135,7 +137,7 @@ def noting_bf16() -> Iterator[Bf16]:
 
 
 def _noting(found: Bf16, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of the interpreter that notes in `found` what it does with bf16."""
+    """Return a wrapper of a method of the interpreter that records its operations on bf16 in `found`."""
 
     @functools.wraps(method)
     def noted(self: Any, *given: Any, **named: Any) -> Any:
@@ -159,10 +161,10 @@ def _dtype_of(operand: Any) -> str:
 
 
 def limit_of(error: BaseException) -> str:
-    """Return a sentence about a limit of Triton's interpreter if an error shows one; "" if the kernel may be at fault.
+    """Return a sentence about a limit of Triton's interpreter if it caused an error; "" if the kernel may be wrong.
 
-    The interpreter has no inline assembly, for example. It replaces the functions of `triton.language` in that module, so that
-    a kernel's own name for one of them stays without effect.
+    For example, the interpreter has no inline assembly, and it does not replace a function of `triton.language` that a kernel
+    imported under another name.
     """
     cause, seen = error, {error}
     while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause
@@ -180,7 +182,7 @@ def limit_of(error: BaseException) -> str:
 
 
 def _cure() -> str:
-    """Return what makes a kernel run that the interpreter cannot run."""
+    """Return advice on how to run a kernel that the interpreter cannot run."""
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         return "the interpreter of Triton before 3.7 needs NumPy before 2.4: pip install 'numpy<2.4'"

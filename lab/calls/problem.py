@@ -57,7 +57,7 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The fields that the checked problems of all calls have."""
+    """The checked arguments of one call: the fields that the problems of all calls have."""
 
     call: AttentionCall  #: the call that defined the problem
     query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]

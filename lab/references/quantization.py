@@ -1,18 +1,13 @@
-"""Quantise K/V to e4m3 or NVFP4, as caches store them, and dequantise NVFP4 to float64."""
+"""Quantise K/V to NVFP4, dequantise it to float64, and convert the order of V's scale factors."""
 
 import torch
 
-from lab.calls.problem import E4M3, INTERLEAVED_TOKENS, NVFP4_BLOCK
-from lab.references.softmax_attention import rounded, widened
+from lab.calls.problem import INTERLEAVED_TOKENS, NVFP4_BLOCK
+from lab.references.softmax_attention import quantize_e4m3, widened
 
 E2M1_MAX = 6.0  # largest e2m1 magnitude
 # Magnitudes of the eight codes of e2m1: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats v1.0, 5.3.3).
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return `values / scale` in e4m3, saturated at ±448 as engines do."""
-    return rounded(values / scale, E4M3)
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:

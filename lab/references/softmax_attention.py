@@ -43,6 +43,11 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return saturated(values, dtype).to(dtype)
 
 
+def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return `values / scale` in e4m3, saturated at ±448 as engines do."""
+    return rounded(values / scale, E4M3)
+
+
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `values` converted to float32 or float64 without rounding, contiguous. On a CPU e4m3 is looked up in a table,
     because torch converts it one element at a time.

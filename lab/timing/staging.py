@@ -55,7 +55,9 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and raise AssertionError if results of calls, whose inputs were drawn from `seeds`, are wrong."""
+    """Wait for the GPU, and raise AssertionError if results of calls, whose inputs were drawn from `seeds`, are wrong. Without
+    `whole` a part of the results is checked.
+    """
     drain()
     for work in works:
         if work.check is not None:

@@ -14,9 +14,9 @@ from lab.references.quantization import (
     deinterleave_v_scale_factors,
     dequantize_nvfp4,
     interleave_v_scale_factors,
-    quantize_e4m3,
     quantize_nvfp4,
 )
+from lab.references.softmax_attention import quantize_e4m3
 from tests.cases import Batch, assert_same, context_arguments, decode_arguments, expected, random_batch, write_pages
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]

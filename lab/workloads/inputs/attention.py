@@ -168,7 +168,7 @@ class AttentionInputs:
         return arguments | self._selection_arguments() | self._rank_arguments()
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an `unwritten` output. Its dtype is by default the call's output dtype."""
+        """Return a new output that contains NaN and huge values (`unwritten`). `dtype` None is the call's output dtype."""
         shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 

@@ -74,7 +74,7 @@ class BuiltCall:
         return self.inputs.truth(**self.rules)
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an `unwritten` output tensor for the call's query. `dtype` is by default the inputs' dtype."""
+        """Return a new output that contains NaN and huge values (`unwritten`). `dtype` None is the inputs' output dtype."""
         query = self.given["query"]
         shape = (*query.shape[:-1], self.inputs.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.inputs.out_dtype, device=query.device))

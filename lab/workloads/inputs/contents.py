@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
+from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4
+from lab.references.softmax_attention import quantize_e4m3
 from lab.workloads.attention_case import AttentionCase, Contents, Dead
 from lab.workloads.requests import History, PassLens
 
@@ -153,7 +154,7 @@ def _loud(drawn: _Drawn) -> _Drawn:
 
 
 def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
-    """Scale the values. In MLA this scales the keys too, so the query is divided by a large number to keep logits small."""
+    """Multiply the values by `factor`. In MLA, whose values are parts of the keys, divide the query by a factor above 1."""
     if drawn.case.is_mla:
         return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
     return replace(drawn, values=drawn.values * factor)

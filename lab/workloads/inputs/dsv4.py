@@ -51,8 +51,8 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
 
     Args:
         of_window: the tokens of each request, and the `WINDOW_COLUMNS` columns in which rows select them.
-        of_compressed: the compressed entries of each request with the same rows, and the other columns, if any. Each row's
-            entries are moved to its first columns.
+        of_compressed: the compressed entries of each request, which has the same rows, and the columns after `WINDOW_COLUMNS`
+            in which rows select them. Each row's entries are moved to the first of these columns.
         device: the device of the tensors.
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)

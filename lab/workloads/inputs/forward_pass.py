@@ -97,7 +97,7 @@ class EnginePass:
         return call
 
     def new_out(self) -> Tensor:
-        """Return an `unwritten` output, [num_rows, num_qo_heads, head_dim of the values]."""
+        """Return a new output that contains NaN and huge values, [num_rows, num_qo_heads, head_dim of the values]."""
         return unwritten(self.query.new_empty((len(self.query), *self.case.out_shape)))
 
     def rows_of_requests(self, out: Tensor) -> Tensor:

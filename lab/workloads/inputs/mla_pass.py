@@ -50,7 +50,7 @@ class MLAPass(EnginePass):
         return tuple(as_stored(side, self.layer.k_scale, self.case.kv_dtype) for side in sides)
 
     def selected(self, requests: Sequence[int]) -> Tensor | None:
-        """Return the entries that the rows of these requests select, as in `mla_truth`."""
+        """Return the positions or groups that the rows of these requests select, as in `mla_truth`; None if they see all."""
         return None
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:

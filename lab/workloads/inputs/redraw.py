@@ -72,7 +72,7 @@ class SeededRedraw:
         return self.sets[number]
 
     def first_set(self) -> dict[str, Any]:
-        """Return the arguments with the page ids and lengths with which the pass was built."""
+        """Return the arguments of the pass except `out`, with the page ids and lengths with which the pass was built."""
         raise NotImplementedError
 
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
@@ -200,7 +200,9 @@ class PassRedraw(SeededRedraw):
 
     @property
     def _window_left(self) -> int:
-        """Return the case's window; -1 for DSV4, whose cache also has the compressed entries of tokens before the window."""
+        """Return the window outside of which tokens are not cached: the case's; -1 for DSV4, which caches compressed entries of
+        all tokens.
+        """
         return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
 
     def _first_kept(self, request: int) -> int:

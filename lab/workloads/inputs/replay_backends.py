@@ -73,7 +73,7 @@ class MHAReplayFixture(ReplayFixture):
         lengths = ("cache_seqlens_int32", "swa_out_cache_loc", "encoder_cache_seqlens", "cu_seqlens_k")
         return (*lengths, "cu_seqlens_q") if self.case.mode.in_extend_seq_lens else lengths
 
-    def _sinks(self) -> tuple[Tensor, ...]:
+    def _pages_0(self) -> tuple[Tensor, ...]:
         return (self.cache.storage[:, 0],)
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
@@ -133,7 +133,7 @@ class MLAReplayFixture(ReplayFixture):
         if self.padded_query is not None:
             self.padded_query.fill_(value)
 
-    def _sinks(self) -> tuple[Tensor, ...]:
+    def _pages_0(self) -> tuple[Tensor, ...]:
         return (self.cache.storage[0],)
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
@@ -278,7 +278,7 @@ class DSV4ReplayFixture(DSAReplayFixture):
     def _write(self, admitted: Requests) -> None:
         admitted.write(self.cache, self.histories)
 
-    def _sinks(self) -> tuple[Tensor, ...]:
+    def _pages_0(self) -> tuple[Tensor, ...]:
         return self.cache.window.storage[0], self.cache.compressed.storage[0]
 
     def _select(self, batch: ForwardBatch) -> None:

@@ -160,7 +160,7 @@ class ReplayFixture:
         The cache's page 0, the sink, is filled with the value, the metadata of `rewritten` with `POISONED_LENGTH`, and page
         tables with page 0.
         """
-        for page in self._sinks():
+        for page in self._pages_0():
             page.fill_(value)
         for owner, name in itertools.product(self._metadata_owners(), (*self.tables, *self.rewritten)):
             if (tensor := getattr(owner, name)) is not None:
@@ -188,7 +188,7 @@ class ReplayFixture:
         """Return the names of the metadata's lengths, write locations and offsets that each replay writes."""
         raise NotImplementedError
 
-    def _sinks(self) -> tuple[Tensor, ...]:
+    def _pages_0(self) -> tuple[Tensor, ...]:
         """Return page 0 of each pool of the cache."""
         raise NotImplementedError
 
