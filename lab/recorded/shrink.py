@@ -51,8 +51,9 @@ Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call; No
 
 
 def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find:
-    """Return a `Find` that calls `function` with the inputs of a recorded call on a device, and returns the fault of the new
-    result. It raises torch.AcceleratorError if the call crashes the GPU's context, because then no further call is possible.
+    """Return a function that takes a recorded call, calls `function` with its inputs on a device, and returns why the new
+    result is wrong (None if it is right). It raises torch.AcceleratorError if the call crashes the GPU's context, because then
+    no further call is possible.
     """
 
     def find(call: RecordedCall) -> Fault | None:
@@ -69,7 +70,7 @@ def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find
 
 
 def recorded_fault(call: RecordedCall) -> Fault | None:
-    """Return the fault of the recorded result; None if it is right."""
+    """Return why the recorded result of a call is wrong; None if it is right."""
     if call.raised:
         return Fault(Reason.RAISED, call.raised, call.raised.partition(":")[0])
     if call.out is None:
