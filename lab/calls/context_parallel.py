@@ -4,6 +4,7 @@ Rank r of W ranks has the keys at positions r, r + W, r + 2 W, … of a request,
 the softmax over the rank's keys alone. A row sees the rank's keys up to the row's position in the whole request.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lab.calls import arguments
 from lab.calls.allowed import Reasons, check_combination
+from lab.calls.problem import PagedAttention
 
 # The values that other arguments of a rank's decode call must have (FlashInfer 0.7.2, decode.py 3992 and 4043-4089).
 WITH_RANK_DECODE: Reasons = {
@@ -38,15 +40,38 @@ WITH_RANK_MLA: Reasons = {
 }
 
 
-def check_rank(call: Any, argument: str, batch_size: int, required: Reasons) -> None:
-    """Raise TypeError or ValueError unless the arguments of one rank's call fit each other.
+def problem_of_rank(
+    call: Any, problem: PagedAttention, argument: str, required: Reasons, uncounted_rows: int = 0
+) -> PagedAttention:
+    """Return the problem of one rank's call: `problem` with the number of keys that each row sees. It is at most the request's
+    `seq_lens`, as in CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
 
     Args:
         call: a call for which `lab.calls.arguments.takes_rank` returned True.
+        problem: the call's problem without context parallelism.
         argument: the argument that selects context parallelism, such as "enable_dcp=True"; "" if the call lacks it.
-        batch_size: number of requests.
         required: the values that other arguments must have.
+        uncounted_rows: number of query rows of each request that `causal_seqlens_kv_global` does not count.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit each other.
     """
+    _check_rank(call, argument, problem.batch_size, required)
+    ends = call.causal_seqlens_kv_global.to(torch.int64) + uncounted_rows  # keys that each request's newest row sees
+    rows = torch.arange(problem.num_rows, device=ends.device)
+    if not len(ends):
+        return replace(problem, num_visible=torch.zeros_like(rows, dtype=torch.int32))
+    offsets = problem.cu_seqlens_q
+    if offsets is None:
+        offsets = torch.arange(len(ends) + 1, device=ends.device) * problem.max_q_len
+    row_ends = offsets.to(torch.int64)[1:]
+    request = torch.searchsorted(row_ends, rows, right=True).clamp(max=len(ends) - 1)
+    seen = ends[request] - (row_ends[request] - 1 - rows)
+    own = torch.div(seen - call.cp_rank + call.cp_world - 1, call.cp_world, rounding_mode="floor").clamp(min=0)
+    return replace(problem, num_visible=own.minimum(call.seq_lens.to(torch.int64)[request]).to(torch.int32))
+
+
+def _check_rank(call: Any, argument: str, batch_size: int, required: Reasons) -> None:
     if not argument:
         raise ValueError(
             f"cp_world={call.cp_world} and cp_rank={call.cp_rank} need causal_seqlens_kv_global, and in an MLA "
@@ -63,22 +88,3 @@ def check_rank(call: Any, argument: str, batch_size: int, required: Reasons) -> 
         raise ValueError(
             f"{argument} without an LSE, by which the results of the ranks are merged: pass return_lse=True"
         )
-
-
-def keys_of_rank(call: Any, ends: Tensor, first_rows: Tensor) -> Tensor:
-    """Return the number of the rank's keys that each row sees, int32 [num_rows], at most `seq_lens` of the row's request as in
-    CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979). Values of padding rows are undefined.
-
-    Args:
-        call: a call that `check_rank` has checked.
-        ends: [batch_size], the number of keys on all ranks that the newest row of each request sees.
-        first_rows: [batch_size + 1], the first row of each request, and the end of the last one.
-    """
-    first_rows = first_rows.to(torch.int64)
-    rows = torch.arange(call.query.shape[:-2].numel(), device=ends.device)
-    if not len(ends):
-        return torch.zeros_like(rows, dtype=torch.int32)
-    request = torch.searchsorted(first_rows[1:], rows, right=True).clamp(max=len(ends) - 1)
-    seen = ends.to(torch.int64)[request] - (first_rows[request + 1] - 1 - rows)
-    own = torch.div(seen - call.cp_rank + call.cp_world - 1, call.cp_world, rounding_mode="floor").clamp(min=0)
-    return own.minimum(call.seq_lens.to(torch.int64)[request]).to(torch.int32)

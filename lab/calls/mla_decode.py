@@ -1,7 +1,7 @@
 """FlashInfer's MLA decode call as data: its parameters, and the paged attention problem that it defines."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -155,13 +155,7 @@ class MLADecodeCall:
         arguments.check_bool("enable_dcp", self.enable_dcp)
         if arguments.takes_rank(self) or self.enable_dcp:
             argument = "enable_dcp=True" if self.enable_dcp else ""
-            context_parallel.check_rank(self, argument, batch_size, context_parallel.WITH_RANK_MLA)
-            assert self.causal_seqlens_kv_global is not None
-            first_rows = self.cum_seq_lens_q
-            if first_rows is None:
-                first_rows = torch.arange(batch_size + 1, device=rows.device) * problem.max_q_len
-            num_visible = context_parallel.keys_of_rank(self, self.causal_seqlens_kv_global, first_rows)
-            problem = replace(problem, num_visible=num_visible)
+            problem = context_parallel.problem_of_rank(self, problem, argument, context_parallel.WITH_RANK_MLA)
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:

@@ -1,6 +1,6 @@
 """FlashInfer's TRT-LLM decode and context calls as data: their parameters, and the paged attention problem that they define."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -167,11 +167,7 @@ class DecodeCall:
         if not is_of_rank:
             return problem
         argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
-        context_parallel.check_rank(self, argument, batch_size, context_parallel.WITH_RANK_DECODE)
-        assert self.causal_seqlens_kv_global is not None
-        first_rows = torch.arange(batch_size + 1, device=self.query.device) * max_q_len
-        ends = self.causal_seqlens_kv_global + max_q_len
-        return replace(problem, num_visible=context_parallel.keys_of_rank(self, ends, first_rows))
+        return context_parallel.problem_of_rank(self, problem, argument, context_parallel.WITH_RANK_DECODE, max_q_len)
 
 
 @dataclass(frozen=True, eq=False)
