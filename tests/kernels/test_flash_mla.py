@@ -18,23 +18,16 @@ from lab import references
 from lab.kernels import prepare, support
 from lab.kernels.peers import flash_mla
 from lab.kernels.peers.installed import installed_function
-from lab.kernels.support import why_not
-from lab.kernels.support.packages import FLASH_MLA
 from tests.cases import MLA, Arguments, latent_batch, sparse_arguments
 from tests.kernels.adapter_calls import (
-    SM80,
     SM90,
-    SM100,
     Change,
     gapped,
     into,
-    misplaced,
-    mla,
-    posed,
     remade,
     with_gaps,
 )
-from tests.kernels.held import BF16, E4M3, FP16, assert_rounded
+from tests.kernels.held import BF16, assert_rounded
 
 HEADS, COLUMNS, SINKS = 64, 128, torch.linspace(-3.0, 3.0, 64)
 Case = Callable[[], Arguments]
@@ -163,42 +156,6 @@ def test_a_prepared_call_follows_contents(change: Change, lens: list[int] | None
     results, expected = ready(), getattr(references, MLA)(**arguments)
     for own, truth in zip(results, expected, strict=True):
         torch.testing.assert_close(own, truth, rtol=2**-7, atol=2**-7)
-
-
-TENSOR_SCALE = {"bmm1_scale": torch.tensor([0.05])}
-REFUSED: list[tuple[Any, Case, str | None]] = [
-    (None, sparse, "needs a GPU of SM90, this is a CPU"),
-    (SM80, sparse, "this is SM80"),
-    (SM100, sparse, "this is SM100"),
-    (
-        SM90,
-        lambda: mla(heads=64),
-        "sparse_mla_top_k must not be 0",
-    ),
-    (SM90, lambda: mla(heads=16), "query heads of 64 and 128, not 16"),
-    (SM90, lambda: mla(heads=64, rank=256), "(512, 64) or (512, 0), not (256, 64)"),
-    (SM90, lambda: mla(heads=64, dtype=FP16), "takes bf16 queries, not torch.float16"),
-    (SM90, lambda: mla(heads=64, kv_dtype=E4M3), "reads a bf16 cache, not torch.float8_e4m3fn"),
-    (SM90, lambda: into(FP16)(sparse()), "writes bf16, not torch.float16"),
-    (SM90, lambda: sparse(**TENSOR_SCALE), "takes its scales as numbers"),
-    (SM90, lambda: sparse(bmm1_scale=0.0), "a positive bmm1_scale, not 0.0"),
-    (SM90, lambda: sparse(bmm2_scale=0.5), "bmm2_scale must be 1"),
-    (SM90, lambda: by_offsets(sparse()), "equally many rows of each request"),
-    (SM90, lambda: gapped("query", 4)(sparse()), "the strides of query must be multiples of them"),
-    (SM90, lambda: misplaced(sparse()), "K must begin at a multiple of them, not 2 bytes after one"),
-    *[(SM90, case, None) for case in RIGHT.values()],
-]
-
-
-def by_offsets(arguments: Arguments) -> Arguments:
-    offsets = {"cum_seq_lens_q": torch.arange(4, dtype=torch.int32), "max_q_len": 1}
-    return arguments | {name: arguments[name][:, 0] for name in ("query", "block_tables")} | offsets
-
-
-@pytest.mark.parametrize(("gpu", "make", "words"), REFUSED)
-def test_why_not(gpu: Any, make: Case, words: str | None) -> None:
-    reason = why_not(FLASH_MLA, gpu, posed(make()))
-    assert reason is None if words is None else words in (reason or "taken")
 
 
 def test_without_the_package_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,14 @@ from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.cake import CAKE
 from lab.kernels.support.fmha_v2 import FMHA_V2
-from lab.kernels.support.packages import FLEX_ATTENTION, SGLANG_TRITON
+from lab.kernels.support.packages import FLASH_MLA, FLEX_ATTENTION, SGLANG_TRITON
 from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
 from tests.dataclass_rules import broken_rules
-from tests.kernels import test_dsv4, test_peers_packages, test_support_peers, test_support_trtllm_gen
+from tests.kernels import test_dsv4, test_flash_mla, test_peers_packages, test_support_peers, test_support_trtllm_gen
 from tests.kernels.adapter_calls import context, decode, into, mla, other_order, posed, ragged, with_columns
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -432,6 +432,8 @@ def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
         return capability, posed(ragged())
     if AttentionCall.DSV4_DECODE in kernel.calls:
         return capability, DSV4DecodeCall(**test_dsv4.arguments_of()).problem()
+    if kernel is FLASH_MLA:
+        return capability, posed(test_flash_mla.sparse())
     if AttentionCall.MLA_DECODE in kernel.calls:
         return capability, posed(with_columns(2)(mla(1, (5, 33), heads=128)))
     return capability, problem(kernel)

@@ -9,6 +9,7 @@ from lab.gpus import Capability
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.packages import FLASH_ATTENTION_4 as FA4
+from lab.kernels.support.packages import FLASH_MLA
 from lab.kernels.support.peers import FA2_MLA, FA2_PAGED, FA2_RAGGED, FA3_MLA, FA3_PAGED, FA3_RAGGED
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from lab.kernels.support.xqa import XQA_MLA
@@ -35,6 +36,8 @@ from tests.kernels.adapter_calls import (
     with_gaps,
 )
 from tests.kernels.held import BF16, E4M3, FP16, FP32
+from tests.kernels.test_flash_mla import RIGHT as RIGHT_FLASH_MLA
+from tests.kernels.test_flash_mla import sparse
 
 CPU = None
 TENSOR_SCALE = {"bmm1_scale": torch.tensor([0.1])}
@@ -53,6 +56,13 @@ def odd_out(arguments: Arguments) -> Arguments:
     """An output that begins one element after an aligned address."""
     query = arguments["query"]
     return arguments | {"out": torch.zeros(query.numel() + 1, dtype=query.dtype)[1:].view(query.shape)}
+
+
+def by_offsets(arguments: Arguments) -> Arguments:
+    """An MLA call with one row of each request, as rows and offsets."""
+    offsets = torch.arange(len(arguments["seq_lens"]) + 1, dtype=torch.int32)
+    rows = {name: arguments[name][:, 0] for name in ("query", "block_tables")}
+    return arguments | rows | {"cum_seq_lens_q": offsets, "max_q_len": 1}
 
 
 # kernel, GPU, call, what the sentence says (None: it is taken)
@@ -135,6 +145,24 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (FA3_MLA, SM90, lambda: mla(kv_dtype=E4M3, bmm2_scale=0.5), None),
     (FA3_MLA, SM90, lambda: mla(bmm1_scale=-0.1), "a positive bmm1_scale, not -0.1"),
     (FA3_MLA, SM90, lambda: mla(**TENSOR_SCALE), "as numbers"),
+    # FlashMLA
+    (FLASH_MLA, CPU, sparse, "needs a GPU of SM90, this is a CPU"),
+    (FLASH_MLA, SM80, sparse, "this is SM80"),
+    (FLASH_MLA, SM100, sparse, "this is SM100"),
+    (FLASH_MLA, SM90, wide_mla, "sparse_mla_top_k must not be 0"),
+    (FLASH_MLA, SM90, lambda: mla(heads=16), "query heads of 64 and 128, not 16"),
+    (FLASH_MLA, SM90, lambda: mla(heads=64, rank=256), "(512, 64) or (512, 0), not (256, 64)"),
+    (FLASH_MLA, SM90, lambda: wide_mla(dtype=FP16), "takes bf16 queries, not torch.float16"),
+    (FLASH_MLA, SM90, lambda: wide_mla(kv_dtype=E4M3), "reads a bf16 cache, not torch.float8_e4m3fn"),
+    (FLASH_MLA, SM90, lambda: into(FP16)(sparse()), "writes bf16, not torch.float16"),
+    (FLASH_MLA, SM90, lambda: sparse(**TENSOR_SCALE), "as numbers"),
+    (FLASH_MLA, SM90, lambda: sparse(bmm1_scale=0.0), "a positive bmm1_scale, not 0.0"),
+    (FLASH_MLA, SM90, lambda: sparse(bmm2_scale=0.5), "must be 1"),
+    (FLASH_MLA, SM90, lambda: by_offsets(sparse()), "equally many rows of each request"),
+    (FLASH_MLA, SM90, lambda: gapped("query", 4)(sparse()), "the strides of query must be multiples of them"),
+    (FLASH_MLA, SM90, lambda: misplaced(sparse()), "K must begin at a multiple of them, not 2 bytes after one"),
+    (FLASH_MLA, SM90, lambda: with_gaps(sparse()), "K's pages must touch and be NHD"),
+    *[(FLASH_MLA, SM90, taken, None) for taken in RIGHT_FLASH_MLA.values()],
     # ragged
     (PORTABLE_RAGGED, SM75, ragged, "SM80 and later"),
     (PORTABLE_RAGGED, SM80, lambda: ragged(dtype=E4M3), "SM89"),
