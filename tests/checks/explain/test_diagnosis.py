@@ -157,19 +157,21 @@ def test_that_it_failed_is_no_region_of_what_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "where"),
+    ("wrong", "extent", "without_rule"),
     [
-        (40, "wherever a request has several query rows"),
-        (39, "in most cases where a request has several query rows"),
-        (15, "in some cases where a request has several query rows"),
+        (40, "wherever", "everywhere"),
+        (39, "in most cases where", "nearly everywhere"),
+        (36, "in most cases where", "nearly everywhere"),
+        (35, "in most cases where", "in most cases"),
+        (21, "in most cases where", "in most cases"),
+        (20, "in some cases where", "in some cases"),
     ],
 )
-def test_a_rule_that_holds_for_right_results_too_says_so(wrong: int, where: str) -> None:
+def test_a_rule_that_holds_for_right_results_too_says_so(wrong: int, extent: str, without_rule: str) -> None:
     rule = (Literal("q_len", ">=", 2),)
     region = Region(rule, "output", wrong, 40, 5, 6, CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True)))
-    assert region.where == where
-    assert replace(region, literals=()).where in ("everywhere", "nearly everywhere", "in most cases", "in some cases")
-    assert replace(region, literals=(), wrong=39).where == "nearly everywhere"
+    assert region.where == f"{extent} a request has several query rows"
+    assert replace(region, literals=()).where == without_rule
 
 
 def test_nan_that_no_row_may_read_is_named() -> None:
@@ -259,6 +261,12 @@ def test_of_several_wrong_cases_the_smallest_with_a_vector_is_shown() -> None:
     assert found.regions[0].smallest.verdict.number == 1
     found = diagnose([verdict(n, each) for n, each in enumerate([replace(sizes[1], example=None), sizes[2]])])
     assert found.regions[0].smallest.verdict.number == 1
+    sizes = [
+        result(9, wrong=True, longest_kv_len=0),  # as of one key
+        result(3, wrong=True, longest_kv_len=2),
+        result(1, wrong=True, longest_kv_len=2, num_qo_heads=5),
+    ]
+    assert diagnose([verdict(n, each) for n, each in enumerate(sizes)]).regions[0].smallest.verdict.number == 1
 
 
 def test_a_sentence_names_the_first_region_and_two_more_of_each_kind() -> None:

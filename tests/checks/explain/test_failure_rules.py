@@ -81,6 +81,9 @@ def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_te
             {"sinks has_window": (91, 1), "sinks": (0, 20), "has_window": (0, 100), "": (0, 100)},
             "sinks and has_window",
         ),
+        # It takes the place of a rule that leaves out wrong results, if three quarters of its own are wrong.
+        ({"sinks has_window": (90, 0), "sinks": (5, 31), "has_window": (0, 100), "": (0, 100)}, "sinks"),
+        ({"sinks has_window": (90, 0), "sinks": (5, 32), "has_window": (0, 100), "": (0, 100)}, "sinks and has_window"),
         # Few exceptions of a shorter rule are worth a second condition that is plain, but no setting and no third condition.
         ({"sinks has_window": (10, 0), "sinks": (0, 1), "has_window": (0, 100), "": (0, 100)}, "sinks and has_window"),
         ({"sinks virtual_slots": (10, 0), "sinks": (0, 1), "virtual_slots": (0, 100), "": (0, 100)}, "sinks"),
