@@ -70,6 +70,14 @@ def test_results_are_counted_and_the_smallest_is_shown() -> None:
     assert found.follows == ("K1 of decode: no further error, because the first call of each wrong case is wrong",)
 
 
+def test_checks_without_further_errors_are_in_order_of_their_numbers_or_names() -> None:
+    """The checks of `lab invariance` are factors, which have no number."""
+    checks = ("K10", "page-order", "K4", "batch-size")
+    found = diagnose([replace(verdict(n, result(1, wrong=True)), check=check) for n, check in enumerate(checks)])
+    (follows,) = found.follows
+    assert follows.startswith("K4, K10, batch-size and page-order of decode: no further error")
+
+
 def test_wrong_results_outside_every_region_are_counted_whatever_comes_first() -> None:
     failures = [verdict(99, *[result(4, wrong=True, held="return", mask=True)] * 9)]
     outputs = [verdict(n, result(1 + n % 4, wrong=n % 4 == 3 or n == 40)) for n in range(48)]
