@@ -373,7 +373,8 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     for (function, check), plain_calls in firsts.items():
         if all(plain_calls):
             found.setdefault(function, []).append(check)
-    order = {key: (key.rstrip("0123456789"), len(key), key) for _, key in firsts}  # K4 before K10; `lab invariance` names factors
+    # K4 before K10. The checks of `lab invariance` have names without numbers.
+    order = {key: (key.rstrip("0123456789"), len(key), key) for _, key in firsts}
     return tuple(
         f"{joined(sorted(keys, key=order.__getitem__))} of {name}: no further error, because the first call of each wrong case "
         "is wrong"
