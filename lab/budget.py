@@ -88,7 +88,6 @@ class UnstoredRequests(NamedTuple):
     softmax_scale: float
 
     def to(self, device: torch.device) -> "UnstoredRequests":
-        """Return the requests on a device."""
         return UnstoredRequests(self.query.to(device), self.keys.to(device), self.values.to(device), self.softmax_scale)
 
 
@@ -154,7 +153,7 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Return K or V as the cache stores them, with NVFP4's scale factors, and their scale."""
+    """Return ([K or V as the cache stores them, and for NVFP4 their scale factors], scale of the cache)."""
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
     scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0

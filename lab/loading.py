@@ -73,7 +73,6 @@ def load(name: str) -> Any:
 
 @functools.cache
 def _with_one_function(name: str, function: Any) -> SimpleNamespace:
-    """Return an implementation that has only this function."""
     return SimpleNamespace(**{name: function})
 
 

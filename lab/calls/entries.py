@@ -25,7 +25,6 @@ def live_cells(problem: PagedAttention) -> Tensor:
 
 
 def num_keys(problem: AttentionProblem) -> list[int]:
-    """Return the number of keys of each request."""
     if not isinstance(problem, PagedAttention) or problem.selected is None:
         return problem.kv_lens()
     return [len(places) for places, _ in selections_of(problem, range(problem.batch_size))]

@@ -112,7 +112,7 @@ class Regression:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Errors and bounds of one output."""
+    """The error of each vector of an output, the bounds of the errors, and a regression that shows a bias of all vectors."""
 
     error: Tensor  #: relative L2 of each vector, float64 [num_rows, num_heads]
     bound: Tensor  #: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads]

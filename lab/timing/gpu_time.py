@@ -124,7 +124,7 @@ def rounded_us(samples_us: Sequence[float]) -> list[float]:
 
 
 def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
-    """Measure the GPU time of one call, with the errors of `measure_interleaved`."""
+    """Measure the GPU time of one call. Raises the errors of `measure_interleaved`."""
     return measure_interleaved({"": work}, method, samples)[""]
 
 

@@ -90,7 +90,6 @@ class Times:
         return self.median_us - self.iqr_us / 2, self.median_us + self.iqr_us / 2
 
     def plus(self, added_us: float) -> "Times":
-        """Return the times with `added_us` added to each."""
         return Times(self.median_us + added_us, self.iqr_us, tuple(sample + added_us for sample in self.samples_us))
 
 

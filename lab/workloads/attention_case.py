@@ -56,7 +56,7 @@ class TableTail(NamedEnum):
 
     @property
     def page_id(self) -> int | None:
-        """Return the id in all of these columns; None if the ids differ."""
+        """Return the page id in the columns after a request's last page; None if these columns have different ids."""
         return {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}.get(self)
 
 

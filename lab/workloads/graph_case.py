@@ -95,7 +95,6 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
     @property
     def sliding_window(self) -> bool:
-        """Return True if the pool has sliding-window pages."""
         return self.compress_ratio is not None
 
     def backend(self, implementation: Any = None) -> Any:
