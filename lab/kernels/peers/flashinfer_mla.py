@@ -35,6 +35,8 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
     scratch = scratch_for(call.workspace_buffer, problem.query.device)
     wrapper = wrapper_type(scratch, backend=backend)
     quantised = problem.k_cache.dtype == E4M3
+    # The kernel multiplies keys and values by this scale, rounded to the query's dtype.
+    kv_scale = float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
     wrapper.plan(
         metadata=_metadata(problem),
         num_heads=problem.num_qo_heads,
@@ -42,7 +44,7 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
         head_dim_kpe=problem.head_dim - problem.v_head_dim,
         page_size=problem.page_size,
         causal=True,
-        sm_scale=float(problem.bmm1_scale) / _scale_of_keys(problem),
+        sm_scale=float(problem.bmm1_scale) / kv_scale,
         q_data_type=problem.query.dtype,
         kv_data_type=problem.k_cache.dtype,
         scale_mode="kv-per-tensor" if quantised else "default",
@@ -50,11 +52,6 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
         output_dtype=problem.out_dtype,
     )
     return wrapper
-
-
-def _scale_of_keys(problem: PagedAttention) -> float:
-    """Return bmm2_scale rounded to the query's dtype, by which the kernel multiplies cached keys and values."""
-    return float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
 
 
 def _metadata(problem: PagedAttention) -> Any:

@@ -14,7 +14,7 @@ from lab.gpus import capability_of
 from lab.kernels.portable.key_shares import Shares, num_multiprocessors
 from lab.kernels.portable.merge import with_merge
 from lab.kernels.portable.partial_results import Results, new_partials
-from lab.kernels.portable.tiles import HopperTile, is_aligned
+from lab.kernels.portable.tiles import HopperTile, is_described
 from lab.kernels.portable.triton_call import TritonLaunch
 from lab.kernels.support import triton_interprets
 
@@ -111,17 +111,13 @@ def _fits(
         return False
     if problem.query.dtype not in HALF_DTYPES or problem.query.stride(2) != 1:
         return False
-    described = all(cache.dtype == caches[0].dtype and _is_described(cache) for cache in caches)
+    described = all(cache.dtype == caches[0].dtype and is_described(cache) for cache in caches)
     return described and all(_has_whole_boxes(problem.page_size, tile.keys) for tile in tiles)
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
     """Return True if a page has whole tiles of `keys` keys, or a tile has whole pages of at least LEAST_PAGE tokens."""
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
-
-
-def _is_described(cache: torch.Tensor) -> bool:
-    return is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1 and cache.numel() > 0
 
 
 def hopper_launches(

@@ -245,7 +245,7 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, which must have arrived. Return the scores, to wait for."""
+    """Launch Q.K^T of the program's `number`-th tile, which must have arrived. Return the scores, still incomplete."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -253,7 +253,7 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for V of the program's `number`-th tile, and launch P.V. Return the sums, to wait for."""
+    """Wait for V of the program's `number`-th tile, and launch P.V. Return the sums, still incomplete."""
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
@@ -296,8 +296,8 @@ def hopper_attention_kernel(
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
-    With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share of the key tiles.
-    Without SHARED, the grid is (programs, 1): programs take blocks in turn, and read all keys of each.
+    With SHARED, the grid is (q_blocks, num_shares): a program computes one block of each request in its part of the batch's key
+    tiles. Without SHARED, the grid is (programs, 1): programs take blocks in turn, and read all keys of each.
     """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()

@@ -214,7 +214,7 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, once its columns have arrived. Return the scores, to wait for."""
+    """Launch Q.K^T of the program's `number`-th tile, once its columns have arrived. Return the scores, still incomplete."""
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -227,7 +227,7 @@ def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Launch P.V of the left columns of the program's `number`-th tile. Return the sums, to wait for."""
+    """Launch P.V of the left columns of the program's `number`-th tile. Return the sums, still incomplete."""
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, ring.tiles.left.index(number % TILE.stages), sums, is_async=True)
 
@@ -299,7 +299,10 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute latent attention of one block of query rows over one share of the batch's keys: grid (q_blocks, shares)."""
+    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles.
+
+    The grid is (q_blocks, num_shares).
+    """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype

@@ -130,8 +130,8 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
     """Return the request, at or after `request`, to which a block of rows belongs.
 
-    The result is (request, its first block, number of requests with blocks from this one on). `begin` and `left` are the last
-    two of `request`.
+    The result is (request, its first block, number of requests with blocks from this one on); the arguments `request`, `begin`
+    and `left` are such a result for an earlier block.
     """
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)

@@ -222,7 +222,7 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return the result of `begin_share`, with the place of the first key tile in the share as the first place."""
+    """Return the result of `begin_share`, but with the position of the first key tile, after START_PLACES, as first place."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, unit_places, request, request_begin = begin_share(
@@ -237,7 +237,10 @@ def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMA
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return the number of places before the key tiles of a request and K/V head; `unit_places`: result of `begin_share`."""
+    """Return how many positions in the sequence of work a request and K/V head has before its key tiles.
+
+    `unit_places` is the result of `begin_share`.
+    """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer's MLA decode call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
+"""FlashInfer's MLA decode call in Triton, for any GPU that Triton compiles for and its CPU interpreter.
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of a
 request and all heads are packed into one tile. Each tile of entries is loaded once and used for both products. The keys of the
@@ -263,7 +263,10 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute latent attention of one block of query rows over one share of the batch's keys: grid (q_blocks, shares)."""
+    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles.
+
+    The grid is (q_blocks, num_shares).
+    """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     # The programs of one share's blocks read the same entries at the same time: all but the first find them in L2.

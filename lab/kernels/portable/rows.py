@@ -52,7 +52,7 @@ def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | Non
 
 @triton.jit
 def request_rows(cu_seqlens_q, request, max_q_len):
-    """Return the index of a request's first query row and the number of its rows, which is `max_q_len` without offsets."""
+    """Return the index of a request's first query row, and the number of its rows: `max_q_len` if `cu_seqlens_q` is None."""
     if cu_seqlens_q is None:
         q_start = request * max_q_len
         q_len = max_q_len

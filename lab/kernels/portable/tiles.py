@@ -76,8 +76,12 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
 
     It saves no time for an e4m3 tile, which is converted before it is multiplied.
     """
-    aligned = is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
-    return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
+    return is_described(cache) and cache.shape[2] % keys == 0 and cache.element_size() > 1
+
+
+def is_described(cache: torch.Tensor) -> bool:
+    """Return True if a TMA descriptor can describe a pool."""
+    return is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1 and cache.numel() > 0
 
 
 def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lab.calls.arguments import check_tensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-# The kernel's number of query rows per request is n >= 1 if all requests of a pass have n rows. These values stand for others:
+# The kernel's number of query rows per request is n >= 1 if all requests of a pass have n rows. For other passes it is:
 PRESET_ROWS = 0  # `cu_seqlens_q` is not written
 CUMULATIVE_ROWS = -1  # `cu_seqlens_q` is the running sum of a tensor with the query rows of each request
 

@@ -19,7 +19,7 @@ class MetadataPlace(NamedEnum):
 
 @dataclass(frozen=True)
 class GraphMode:
-    """The mode of all graphs of one runner."""
+    """The mode of a set of CUDA graphs for several batch sizes (`GraphRunner`)."""
 
     forward_mode: ForwardMode  #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2
     num_tokens_per_req: int = 1  #: query rows per request that the graphs have room for
@@ -96,7 +96,7 @@ class GraphMode:
 
 
 class StaticInputs:
-    """The input buffers of a runner. A captured graph reads a batch whose tensors are slices of these buffers.
+    """The input buffers of all CUDA graphs of one mode. A graph reads a batch whose tensors are slices of these buffers.
 
     Args:
         padded_seq_len: length of padding requests.

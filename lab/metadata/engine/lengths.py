@@ -46,7 +46,7 @@ def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
 
 
 def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
-    """Return a batch's list of lengths with this field name; raises ValueError if it is missing."""
+    """Return the field `name` of a batch, a list of lengths; raises ValueError if it is None."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -56,7 +56,7 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
 
 
 def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
-    """Return a batch's tensor of lengths with this field name; raises ValueError if it is missing."""
+    """Return the field `name` of a batch, a tensor of lengths; raises ValueError if it is None."""
     lengths: Tensor | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(f"{batch.forward_mode!r} takes its rows from the device tensor {name}, which is None")

@@ -39,7 +39,7 @@ class PlanStart(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """The buffers that a verify pass reads, filled by a plan. The next plan overwrites them."""
+    """The buffers that a verify pass reads, written by `VerifyBackend.plan`. The next plan overwrites them."""
 
     batch: ForwardBatch  #: the input buffers of a captured batch size, padding included
     metadata: Any
@@ -52,7 +52,7 @@ class PlannedVerify:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-# The buffers that the draft stage fills: [tree, positions], None where it keeps its own.
+# The backend's buffers that the draft fills: [tree, positions]. None: the draft has its own.
 VerifyBuffers = Sequence[Tensor | None]
 Draft = Callable[[VerifyBuffers], object]
 
@@ -73,14 +73,14 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def check(self, batch: ForwardBatch) -> None:
-        """Raise ValueError if a batch cannot be planned. This launches nothing."""
+        """Raise ValueError if the backend cannot plan the batch."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch, on the current stream, all work of the plan that does not depend on the draft. The host reads nothing."""
+        """Launch, on the current stream, the work of the plan that does not depend on the draft, without reading the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the backend's buffers that the draft fills; None where the draft has its own."""
+        """Return ``[tree, positions]``, the backend's buffers that the draft fills; None if the draft has its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:

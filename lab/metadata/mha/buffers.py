@@ -21,7 +21,7 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):
-    """How the metadata of a captured batch size is written. The values that kernels read are the same."""
+    """The launches that write the metadata of a captured batch size. The values that kernels read are the same for both."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23

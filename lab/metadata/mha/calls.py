@@ -272,7 +272,7 @@ class CallSettings:
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
 
     def implementation(self, implementation: Any) -> Any:
-        """Return the implementation, wrapped in `DecodeSplit` if `decode_splits` is above 1."""
+        """Return the implementation; if `decode_splits` is above 1, wrapped in `DecodeSplit`, which divides decode calls."""
         return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class DecodeSplit:
         return result
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
-        """Prepare the calls of all groups, under the contract of `lab.kernels.prepare`.
+        """Prepare all decode calls (see `lab.kernels.prepare`). Return a function that runs them and returns `out`.
 
         Raises:
             NotImplementedError: a divided call has an LSE, or no `out`.

@@ -145,8 +145,8 @@ def build_mha_metadata(
     they hold page 0, the sink. A length of 0 or below (a padded row) has no pages, but counts in ``cu_seqlens_k``.
 
     ``full_to_swa`` maps the slots for the sliding-window table. A slot that it maps to -1 gives page -1, as in the fused kernel
-    (PR 29843); a correct map has none. ``pool.v2p`` maps virtual pages for the full table, to the sink where it has no page
-    (`build_kv_read_table`).
+    (PR 29843); a correct map has none. ``pool.v2p`` maps virtual pages for the full table: to the sink if a virtual page has no
+    page (`build_kv_read_table`).
 
     Args:
         expand_encoder_only_verify: the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY then has

@@ -26,7 +26,7 @@ from lab.named_enum import NamedEnum
 
 
 class Engine(NamedEnum):
-    """The engine that makes a pass's calls. VLLM: on SM100 and SM103, with trtllm-gen; VLLM_XQA: on SM90 and SM120 (1302)."""
+    """The engine that makes a pass's calls. vLLM calls trtllm-gen on SM100 and SM103, and XQA on SM90 and SM120 (line 1302)."""
 
     SGLANG = "SGLang"
     VLLM = "vLLM"
@@ -38,7 +38,7 @@ class VLLMBackend:
     """Make the calls of vLLM's FlashInfer backend, with any implementation of FlashInfer's calls.
 
     On XQA's GPUs vLLM calls ``flashinfer_xqa_batch_decode_with_kv_cache`` and FlashInfer's prefill wrapper
-    (``vllm/utils/flashinfer.py`` 690). This backend makes the equivalent decode and context calls instead.
+    (``vllm/utils/flashinfer.py``, line 690). This backend makes the equivalent decode and context calls instead.
     """
 
     #: any object with FlashInfer's decode and context functions; None if only metadata is built
@@ -105,8 +105,7 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the decode call's `q_len_per_req`, or row offsets if requests differ in rows (`_compute_decode_query_lens`,
-        1310).
+        """Return the decode call's `q_len_per_req`, or row offsets if requests differ in rows (`_compute_decode_query_lens`).
 
         In the offsets for trtllm-gen a padding request has no rows. For XQA, and if all requests have one row, `q_len_per_req`
         counts rows of padding requests too.
@@ -123,7 +122,7 @@ def _context_offsets(
     planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], unit: int
 ) -> dict[str, Any]:
     """Return the context call's offsets and `max_q_len`. ``cum_seq_lens_kv`` counts units of `unit` keys: pages for trtllm-gen
-    (1763), and keys otherwise.
+    (line 1763), and keys otherwise.
     """
     offsets = arguments["cum_seq_lens_q"]
     return {

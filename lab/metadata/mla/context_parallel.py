@@ -38,7 +38,7 @@ from lab.metadata.mla.rows import merge_by_lse, without_keys
 
 @dataclass(frozen=True)
 class DecodeContextParallel:
-    """The size of a group, at least 2, and the rank of one of its GPUs."""
+    """One GPU of decode context parallelism: the number of GPUs that share each request, at least 2, and this GPU's rank."""
 
     size: int
     rank: int
@@ -115,7 +115,7 @@ def prepare_mla_dcp_attention(
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention for a whole group of ranks: one call per rank, and a merge of their outputs by the LSEs.
 
-    `without_keys` sets a rank's results of the requests of which the rank has no keys.
+    If a rank has no keys of a request, its output for the request is 0 and its LSE -inf (`without_keys`).
 
     CuTe DSL's kernel also gets the number of keys of each request on all ranks, from which it computes the last key of each
     query row. So it supports several query rows per request. Its LSE is to the base e (SGLang 0.5.23,

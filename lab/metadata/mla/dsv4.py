@@ -43,7 +43,7 @@ TOKENS_ALONE, WITHOUT_INDEXER = 0, 128
 RATIOS = (TOKENS_ALONE, 1, 2, 4, WITHOUT_INDEXER)
 NO_ENTRY = -1
 COLUMNS_STEP = 64  # `_pad_last_dim` rounds the number of columns of a table up to it
-TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of rows (559)
+TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of rows (line 559)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class DSV4Metadata:
     def sparse_topk_lens(self, compress_ratio: int, index_topk: int) -> Tensor:
         """Return the call's ``sparse_topk_lens``: ``[num_rows]`` int32, 128 plus the number of compressed entries of the row.
 
-        At the ratios 4 and 128 that number is at least 1 (887 and 510): a row without compressed entries has -1 there.
+        At the ratios 4 and 128 that number is at least 1 (lines 887 and 510): a row without compressed entries has an index of
+        -1.
         """
         entries = torch.zeros_like(self.seq_lens)
         if compress_ratio != TOKENS_ALONE:
@@ -163,8 +164,8 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     """Build the metadata of one pass in new tensors (SGLang 0.5.23), without reading the device on the host.
 
     Each query row sees the tokens up to its own. A draft step sees only the tokens before the draft. In a draft extend a row
-    sees at least one token, also in a padding request (2424). Padding rows of a ragged verification see the first token of the
-    last request. Padding rows of other modes have no metadata.
+    sees at least one token, also in a padding request (line 2424). Padding rows of a ragged verification see the first token of
+    the last request. Padding rows of other modes have no metadata.
 
     The page table has one column in a draft extend, because a draft model has no compressed entries. In a prefill it has the
     pages of `longest_request`, and in other modes those of ``max_context_len`` tokens.

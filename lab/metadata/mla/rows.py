@@ -1,8 +1,8 @@
 """Copy query rows into a tensor that pads each request to the same number of rows, copy outputs back, and merge partial outputs
 by their LSEs.
 
-The host reads nothing, so all functions can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit
-float.
+The host does not read the device, so a CUDA graph can capture all functions. Rows are copied as bytes, because torch cannot
+gather every 8-bit float dtype.
 """
 
 import math

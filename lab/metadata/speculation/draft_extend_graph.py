@@ -37,7 +37,7 @@ class DraftExtendOutput(NamedEnum):
 def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
     """Return the row of each request's last accepted token, i * d + accept_lens[i] - 1, int64 [batch_size].
 
-    ``accept_lens`` is int32 or int64 [batch_size], each from 1 to d = ``num_tokens_per_req``. The host reads nothing.
+    ``accept_lens`` is int32 or int64 [batch_size], each from 1 to d = ``num_tokens_per_req``. The host does not read it.
     """
     first_rows = torch.arange(accept_lens.shape[0], device=accept_lens.device) * num_tokens_per_req
     return first_rows + accept_lens - 1
