@@ -191,12 +191,10 @@ def budget(
         kernel: a function with the arguments of FlashInfer's decode call; None: no kernel is measured.
 
     Returns:
-        The fields of the setting, and
-        vectors: number of output vectors.
-        quantisation, kernel, bound: medians over vectors of the quantisation error, the control's error and the judge's bound.
-        quantisation_over, kernel_over: shares of the elements in which the quantisation error, or the control's error, exceeds
-            the tolerance.
-        given, given_worst: with a kernel, its median error and its largest ratio of error to bound.
+        The fields of the setting and these: `vectors` is the number of output vectors. `quantisation`, `kernel` and `bound` are
+        the medians over vectors of the quantisation error, of the control's error and of the judge's bound. `quantisation_over`
+        and `kernel_over` are the shares of the elements in which the first two errors exceed the tolerance. With a kernel,
+        `given` is its median error, and `given_worst` its largest ratio of error to bound.
     """
     call, original, truth = _solved(requests, setting)
     control = truth.compare(truth.control)
