@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SEEDS = 100_000  # number of case seeds per seed of `Ranges`
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "nvfp4": "uint8"}  # names in torch
-PAIRS = ("bf16/bf16", "fp16/fp16", "bf16/e4m3", "fp16/e4m3")  # dtypes of the query and the cache
+PAIRS = ("bf16/bf16", "fp16/fp16", "bf16/e4m3", "fp16/e4m3", "e4m3/e4m3")  # dtypes of the query and the cache
 LAYOUTS = ("HND", "NHD")
 
 
@@ -146,8 +146,9 @@ class Ranges:
     dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _field(
         lambda: tuple(map(dtypes_of, ("bf16/bf16", "fp16/fp16", "bf16/e4m3"))),
         DTYPE_PAIR,
-        "dtypes of the query and the cache, such as bf16/bf16,bf16/e4m3",
+        "dtypes of the query and the cache, such as bf16/bf16,e4m3/e4m3",
         beyond=("fp16/e4m3", "e4m3/e4m3"),
+        likely=("bf16/bf16", "fp16/fp16", "bf16/e4m3", "e4m3/e4m3"),
     )
     groups: tuple[int, ...] = _field(
         (1, 2, 3, 4, 5, 6, 8, 16),
@@ -244,11 +245,11 @@ class Ranges:
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
-    def arithmetic(self, kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return e4m3 if the cache is e4m3 and the kernel is known to compute in e4m3 (`e4m3_arithmetic`), else None."""
+    def arithmetic(self, dtype: "torch.dtype", kv_dtype: "torch.dtype") -> "torch.dtype | None":
+        """Return e4m3 if the query is e4m3, or if the cache is and the kernel is known to compute in it; else None."""
         from lab.calls.problem import E4M3
 
-        return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
+        return E4M3 if dtype == E4M3 or (self.e4m3_arithmetic and kv_dtype == E4M3) else None
 
     def holds(self, model: "Geometry") -> bool:
         """Return True if the ranges contain a model's head_dim and group size, and sinks if it has them."""

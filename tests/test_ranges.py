@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls.problem import E4M3
 from lab.ranges import OPTIONS, Ranges, options_of, ranges_of
 from tests.checks.small import SMALL
 
@@ -30,7 +31,8 @@ def read(options: str) -> Ranges:
 
 
 @pytest.mark.parametrize(
-    "ranges", [Ranges(), SMALL, Ranges(e4m3_arithmetic=True), replace(SMALL, mla_head_dims=((9, 8),))]
+    "ranges",
+    [Ranges(), SMALL, Ranges(dtypes=((E4M3, E4M3),), e4m3_arithmetic=True), replace(SMALL, mla_head_dims=((9, 8),))],
 )
 def test_options_make_the_same_axes_again(ranges: Ranges) -> None:
     assert read(options_of(ranges)) == ranges
@@ -53,8 +55,8 @@ def test_options_are_short_and_spelt_as_people_do() -> None:
         ("mla_head_dims", "576", "576 is not two whole numbers of at least 2 such as 576/512"),
         ("mla_head_dims", "64/80", "64/80 is not two whole numbers"),
         ("kv_layouts", "NDH", "NDH is not one of HND, NHD"),
-        ("dtypes", "bf16", "bf16 is not one of bf16/bf16, fp16/fp16, bf16/e4m3, fp16/e4m3"),
-        ("dtypes", "e4m3/e4m3", "e4m3/e4m3 is not one of"),
+        ("dtypes", "bf16", "bf16 is not one of bf16/bf16, fp16/fp16, bf16/e4m3, fp16/e4m3, e4m3/e4m3"),
+        ("dtypes", "e4m3/bf16", "e4m3/bf16 is not one of"),
         ("geometries", "llama", "llama is not one of llama-3.1-8b, "),
     ],
 )

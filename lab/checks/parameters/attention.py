@@ -15,7 +15,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Constraint, Model, Point
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome
-from lab.ranges import OPTIONS, SEEDS, Ranges
+from lab.ranges import OPTIONS, SEEDS, Ranges, text_of
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
@@ -92,7 +92,7 @@ def case_within(
         **heads,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        arithmetic=ranges.arithmetic(kv_dtype),
+        arithmetic=ranges.arithmetic(dtype, kv_dtype),
         window_left=window_left,
         sinks=values.get("sinks", False),
         seed=seed,
@@ -218,6 +218,7 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
         The narrowed ranges; None if no call is accepted, or if no value is refused.
     """
     outcomes_of = partial(_outcomes, submit, interface, ranges)
+    ranges = replace(ranges, dtypes=ranges.widened("dtypes"))
     base = _first_taken(outcomes_of, interface, ranges, taken)
     if base is None:
         return None
@@ -255,7 +256,8 @@ def _first_taken(
 
 
 def _place(likely: tuple[Any, ...], value: Any) -> int:
-    return likely.index(value) if value in likely else len(likely)
+    texts = [*map(text_of, likely)]
+    return texts.index(text_of(value)) if text_of(value) in texts else len(texts)
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:

@@ -82,8 +82,7 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
         **heads,
         dtype=dtypes.query,
         kv_dtype=dtypes.cache,
-        # A kernel with an e4m3 query rounds the softmax weights to e4m3 too.
-        arithmetic=E4M3 if dtypes.query == E4M3 else ranges.arithmetic(dtypes.cache),
+        arithmetic=ranges.arithmetic(dtypes.query, dtypes.cache),
         window_left=of.get("window_left", -1),
         sinks=of["sinks"] != Sinks.NONE,
         head_pages=HEAD_PAGES[of.get("head_pages", NO_SELECTION)],

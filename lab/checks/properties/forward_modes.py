@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
@@ -91,11 +92,11 @@ def mode_cases(
 
 def _cases(scope: Scope) -> Iterator[ForwardCase]:
     ranges = scope.ranges
-    page_size, dtypes = usual_page_size(ranges), dtypes_of(ranges)
+    page_size, dtypes = usual_page_size(ranges), _first_dtypes(ranges)
     q_lens = tuple(ranges.q_lens) if scope.is_full else smoke_q_lens(ranges)
     cases = list[ForwardCase]()
     for case in mode_cases(ranges.tiny, page_size, q_lens, long=(3 * page_size + 5, 300)):
-        if not (case.split_mixed_tail and dtypes["dtype"] != dtypes["kv_dtype"]):
+        if not (case.split_mixed_tail and len(set(ranges.dtypes[0])) > 1):
             cases.append(replace(case, contents=Contents.NEEDLES, **dtypes))
             if True in ranges.windows and not case.encoder_only:
                 cases.append(replace(case, sliding_window=True, **dtypes))
@@ -124,7 +125,7 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
             decode_threshold=threshold,
             sliding_window=next(windows),
             contents=Contents.NEEDLES,
-            **dtypes_of(ranges),
+            **_first_dtypes(ranges),
             **settings,
         )
 
@@ -138,7 +139,7 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
     """Yield a decode and verifications of MiniMax-M3 (block-sparse). One row sees one page more than it can select."""
-    dtype = ranges.dtypes[0][0]
+    dtype = pass_dtypes(ranges.dtypes[0])["dtype"]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
     for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
         prefixes, dtypes = (0, 126, 300, 2049 - q_len), dict[str, Any](dtype=dtype, kv_dtype=dtype)
@@ -159,7 +160,7 @@ def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
     caches = [*((E4M3,) if has_e4m3 else ()), *((NVFP4,) if True in ranges.nvfp4 else ())]
     for kv_dtype, (mode, q_lens) in itertools.product(caches, modes):
         window = True in ranges.windows and mode is ForwardMode.TARGET_VERIFY
-        dtypes: dict[str, Any] = {"dtype": ranges.dtypes[0][0], "kv_dtype": kv_dtype, "query_dtype": E4M3}
+        dtypes = pass_dtypes(ranges.dtypes[0]) | {"kv_dtype": kv_dtype, "query_dtype": E4M3}
         case = ForwardCase(mode, ranges.tiny, prefixes, q_lens, page_size=page_size, sliding_window=window, **dtypes)
         yield case
         if kv_dtype == NVFP4 and case.interface is AttentionCall.DECODE:
@@ -177,10 +178,16 @@ def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
-def dtypes_of(ranges: Ranges) -> dict[str, Any]:
-    """Return `dtype`, `kv_dtype` and `arithmetic` of a pass as keyword arguments, from the first pair of dtypes in `ranges`."""
-    dtype, kv_dtype = ranges.dtypes[0]
-    return {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": ranges.arithmetic(kv_dtype)}
+def pass_dtypes(pair: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+    """Return a pass's dtype fields for the dtypes of its query and its cache. An e4m3 query is cast from a bf16 model's."""
+    query, kv_dtype = pair
+    cast = {"dtype": torch.bfloat16, "query_dtype": E4M3} if query == E4M3 else {"dtype": query}
+    return cast | {"kv_dtype": kv_dtype}
+
+
+def _first_dtypes(ranges: Ranges) -> dict[str, Any]:
+    pair = ranges.dtypes[0]
+    return pass_dtypes(pair) | {"arithmetic": ranges.arithmetic(*pair)}
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
@@ -218,16 +225,14 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
     )
     triples = (("variant", "model", "sliding_window"), ("variant", "model", "page_size"))
     for point in Model(axes, rules, triples).covering(ranges.seed):
-        dtype, kv_dtype = point["dtypes"]
         of_page_size = list(mode_cases(point["model"], point["page_size"], ranges.q_lens))
         yield replace(
             of_page_size[point["variant"]],
             sliding_window=point["sliding_window"],
             tensor_parallel=TENSOR_PARALLEL[point["model"]] if point["is_slice"] else 1,
             contents=point["contents"],
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            arithmetic=ranges.arithmetic(kv_dtype),
+            **pass_dtypes(point["dtypes"]),
+            arithmetic=ranges.arithmetic(*point["dtypes"]),
         )
 
 

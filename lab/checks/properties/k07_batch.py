@@ -13,6 +13,7 @@ import torch
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.checks.properties.variants import Variant, part
+from lab.references.softmax_attention import rounded
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import CallInputs
 
@@ -51,7 +52,7 @@ def another_query(inputs: CallInputs) -> Variant:
     """Return the call with another query of the first request. The results of the remaining requests must not change."""
     rows = inputs.q_lens[0]
     query, others = inputs.query.clone(), torch.arange(len(inputs.query), device=inputs.query.device)
-    query[:rows] *= -2.0
+    query[:rows] = rounded(query[:rows].to(torch.float32) * -2.0, query.dtype)
     others[:rows] = -1
     return Variant("another query of request 0", replace(inputs, query=query), rows=others)
 

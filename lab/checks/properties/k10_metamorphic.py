@@ -12,12 +12,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lab.calls.problem import NVFP4, AttentionCall
+from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.properties.variants import Variant
 from lab.ranges import Ranges
 from lab.references.errors import Truth
+from lab.references.softmax_attention import rounded
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
 from lab.workloads.inputs.call import CallInputs
@@ -132,7 +133,8 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 def in_wider_rows(tensor: Tensor) -> Tensor:
     """Return an equal tensor with gaps in memory: large values, more than one row of them, follow each row."""
     rows = tensor.flatten(1)
-    wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
+    large = torch.finfo(E4M3).max if tensor.dtype == E4M3 else 2**15
+    wide = torch.full((len(rows), 2 * rows.shape[1] + 16), large, dtype=tensor.dtype, device=tensor.device)
     wide[:, : rows.shape[1]] = rows
     return wide.as_strided(tensor.shape, (wide.stride(0), *tensor.stride()[1:]))
 
@@ -143,7 +145,7 @@ def in_wider_pages(pages: Tensor) -> Tensor:
 
 
 def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    folded = replace(inputs, query=inputs.query * FOLDED)
+    folded = replace(inputs, query=rounded(inputs.query.to(torch.float32) * FOLDED, inputs.query.dtype))
     what = "the query times 4, bmm1_scale by 4"
     result = run.vary(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED)
     if run.case.arithmetic is None:

@@ -29,12 +29,13 @@ from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
-from lab.checks.parameters.covering import Model, Point, Shard
+from lab.checks.parameters.covering import Model, Point, Shard, Values
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
+from lab.checks.parameters.values import DtypePair
 from lab.checks.properties.check import Check, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import CaseVerdict
@@ -46,6 +47,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 CHOSEN = (None, None, 6, 4)
 # Most multiplications of Q·K^T in a case of the quick level's first two rounds. Larger cases come in later rounds.
 MOST_PRODUCTS = 2**24
+E4M3_QUERIES = DtypePair("e4m3/e4m3")  # a value of the axis "dtypes"
 
 
 class UsualRanges(Ranges):
@@ -144,11 +146,15 @@ def _alone(
         yield from _new_cases(interface, ranges, (point for point in points if point is not None), verdicts)
 
 
+def _usual_model(interface: Interface, ranges: Ranges) -> Model:
+    return MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
+
+
 def _usual_values(
     interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
     """Yield cases of only usual values (`UsualRanges`) that together contain each usual value that was not judged yet."""
-    usual = MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
+    usual = _usual_model(interface, ranges)
     judged, _ = tuples_by_outcome(MODELS[interface](ranges), verdicts)
     points = usual.covering(ranges.seed, [goal for goal in usual.values() if goal not in judged])
     yield from _cheapest_first(_new_cases(interface, ranges, points, verdicts), ranges, MOST_PRODUCTS)
@@ -157,14 +163,28 @@ def _usual_values(
 def _left_values(
     chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain each value that no judged case contains yet. At most `chosen` axes of a case differ
-    from their default.
+    """Yield cases that together contain each value that no judged case contains so far, and each usual size with e4m3
+    queries if the kernel takes these. At most `chosen` values of a case are not the defaults, or the first that it takes.
     """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)
-    goals = [goal for goal in model.values() if goal not in judged]
-    points = model.covering(ranges.seed, goals, chosen)
+    with_sizes = _e4m3_queries_with_sizes(_usual_model(interface, ranges)) if interface in PAGED_CALLS else ()
+    of_e4m3 = [goal for goal in with_sizes if goal[:1] in judged]
+    goals = [goal for goal in (*model.values(), *of_e4m3) if goal not in judged]
+    # A kernel may decline a default, such as bf16 queries.
+    taken = {value for (value, *more) in judged if not more} - model.vacuous
+    taken_first = {
+        name: sorted(values, key=[each for each in values if (name, each) not in taken].__contains__)
+        for name, values in model.axes.items()
+    }
+    points = replace(model, axes=taken_first).covering(ranges.seed, goals, chosen)
     yield from _cheapest_first(_new_cases(interface, ranges, points, verdicts), ranges)
+
+
+def _e4m3_queries_with_sizes(model: Model) -> Iterator[Values]:
+    """Yield the pairs of e4m3 queries with a size of a head or of a page."""
+    for name in ("head_dims", "head_dim", "page_size"):
+        yield from ((("dtypes", E4M3_QUERIES), (name, size)) for size in model.axes.get(name, ()))
 
 
 def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:

@@ -12,7 +12,7 @@ from typing import Any
 from lab.calls.problem import E4M3, LATENT_CALLS, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
-from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
+from lab.checks.properties.forward_modes import judge_pass, pass_dtypes, smoke_q_lens
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import Contents
@@ -119,16 +119,16 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
         yield from _of_two_pools(scope)
         return
     q_lens = tuple(ranges.q_lens) if scope.is_full else smoke_q_lens(ranges)
-    dtype, kv_dtype = ranges.dtypes[0]
+    dtypes = pass_dtypes(ranges.dtypes[0])
     head_dims = ranges.mla_head_dims if scope.is_full else ranges.mla_head_dims[:1]
     heads = ranges.mla_heads[len(ranges.mla_heads) // 2]
     for page_size in ranges.mla_page_sizes:
         for head_dim, rank in head_dims:
             dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
             for case in (*_engine_cases(page_size, q_lens[0], **dims), *mla_mode_cases(page_size, q_lens, **dims)):
-                yield replace(case, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
-    if (dtype, E4M3) in ranges.dtypes:
-        e4m3 = replace(case, dtype=dtype, kv_dtype=E4M3)
+                yield replace(case, contents=Contents.NEEDLES, **dtypes)
+    if (dtypes["dtype"], E4M3) in ranges.dtypes:
+        e4m3 = replace(case, dtype=dtypes["dtype"], kv_dtype=E4M3)
         yield e4m3
         cast = replace(e4m3, query_dtype=E4M3)  # as SGLang passes it
         yield cast
@@ -138,18 +138,18 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
         yield replace(decode, dcp_size=2)
         yield replace(cast, mode=ForwardMode.TARGET_VERIFY, index_topk=130)
     for sparse in _sparse_cases(max(ranges.mla_page_sizes), q_lens[0], **dims):
-        yield replace(sparse, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
+        yield replace(sparse, contents=Contents.NEEDLES, **dtypes)
 
 
 def _of_two_pools(scope: Scope) -> Iterator[MLACase]:
     ranges = scope.ranges
-    dtype, heads = ranges.dtypes[0][0], ranges.mla_heads[len(ranges.mla_heads) // 2]
+    dtypes, heads = pass_dtypes((ranges.dtypes[0][0],) * 2), ranges.mla_heads[len(ranges.mla_heads) // 2]
     for _, rank in ranges.mla_head_dims if scope.is_full else ranges.mla_head_dims[:1]:
         for q_len in ranges.q_lens if scope.is_full else smoke_q_lens(ranges):
             for case in two_pool_cases(q_len, num_qo_heads=heads, kv_lora_rank=rank):
-                yield replace(case, dtype=dtype, kv_dtype=dtype)
-                if (dtype, E4M3) in ranges.dtypes and case.compress_ratio == 4:
-                    yield replace(case, dtype=dtype, kv_dtype=E4M3, query_dtype=E4M3)  # as SGLang passes it
+                yield replace(case, **dtypes)
+                if (dtypes["dtype"], E4M3) in ranges.dtypes and case.compress_ratio == 4:
+                    yield replace(case, dtype=dtypes["dtype"], kv_dtype=E4M3, query_dtype=E4M3)  # as SGLang passes it
 
 
 def _judge(run: CaseRun) -> None:

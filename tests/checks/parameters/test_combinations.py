@@ -8,15 +8,17 @@ import torch
 import lab.metadata
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks import Configuration, Level, Outcome, Ranges, judge
+from lab.checks import CaseVerdict, Configuration, Level, Outcome, Ranges, judge
 from lab.checks.parameters.circumstances import KEPT, WINDOW
 from lab.checks.parameters.coverage import Reach
+from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.values import Bound, LongestRequest, Lse, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import read_expression
 from lab.checks.run.judging import run_case
+from lab.checks.run.verdicts import Judged
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 from tests.checks.small import SMALL, decoding
@@ -205,3 +207,27 @@ def test_the_quick_level_judges_each_value_also_of_a_kernel_that_declines_some()
     first = len(list(CHECK.cases(AttentionCall.DECODE, SMALL, Level.QUICK)))
     assert first < len(smoke.verdicts) / 3
     assert len({repr(verdict.case) for verdict in quick.verdicts}) == len(quick.verdicts)
+
+
+@pytest.mark.parametrize(("takes", "fewest"), [("", 5), ("e4m3/", 30)])
+def test_the_quick_level_has_several_cases_of_e4m3_queries_for_a_kernel_that_takes_them(
+    takes: str, fewest: int
+) -> None:
+    ranges, decode = Ranges(long_requests=(4_100,)), AttentionCall.DECODE
+    verdicts = list[CaseVerdict]()
+
+    def declines(case: Configuration) -> bool:
+        return not case["dtypes"].startswith(takes)
+
+    def judge_all(cases: Iterable[Configuration]) -> None:
+        for case in cases:
+            judged = Judged(Outcome.DECLINED) if declines(case) else Judged(Outcome.RIGHT, judged=1)
+            verdicts.append(CaseVerdict("kernel", "K18", decode, case, "cpu", judged))
+
+    judge_all(CHECK.cases(decode, ranges, Level.QUICK))
+    for following in CHECK.more[Level.QUICK]:
+        judge_all(list(following(decode, ranges, verdicts, Shard())))
+    with_e4m3 = [each.case for each in verdicts if each.case["dtypes"] == "e4m3/e4m3"]
+    assert len(with_e4m3) >= fewest
+    assert {case["page_size"] for case in with_e4m3} >= set(ranges.page_sizes)
+    assert {case["head_dim"] for case in with_e4m3} >= set(ranges.head_dims)

@@ -28,6 +28,17 @@ def test_the_axes_of_a_narrow_kernel_are_found() -> None:
     assert found(narrow, Ranges()) == Ranges(dtypes=(BF16,), head_dims=(128,), page_sizes=(64,))
 
 
+def test_a_kernel_of_e4m3_queries_alone_is_found() -> None:
+    def takes(**arguments: Any) -> Any:
+        if arguments["query"].dtype != torch.float8_e4m3fn:
+            raise NotImplementedError("e4m3 queries alone")
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    ranges = found(decoding(takes), Ranges(groups=(1, 2), q_lens=(1, 2)))
+    assert ranges is not None
+    assert options_of(ranges) == "--dtypes e4m3/e4m3 --groups 1,2 --q-lens 1,2"
+
+
 def test_of_a_kernel_that_takes_everything_or_nothing_no_axes_are_named() -> None:
     ranges = Ranges(groups=(1, 2), q_lens=(1, 2), mla_heads=(4,), mla_head_dims=((80, 64),))
     assert found(references, ranges) is None
