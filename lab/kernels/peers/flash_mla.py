@@ -31,11 +31,11 @@ BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
     """Prepare an MLA decode call that selects entries. `lab.calls.MLADecodeCall` documents parameters and errors.
 
-    If FlashMLA does not support the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
+    NotImplementedError has the reason of `lab.kernels.support.why_not` if FlashMLA does not support the call.
     `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: `lab.kernels.peers.installed.installed_function` cannot use the installed FlashMLA.
+        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
     """
     out, lse = problem.results()
     refuse_unsupported(FLASH_MLA, problem)
@@ -46,7 +46,7 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
     attend = installed_function(__name__, FUNCTION, WRITTEN_FOR, frozenset(arguments))
 
     def run() -> Any:
-        if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
+        if not share_memory(problem.query, call.query):  # `problem.query` is a copy, because no view has its shape
             problem.query.view(call.query.shape).copy_(call.query)
         write_columns_in_use(problem, arguments["topk_length"])
         if columns is not selected:
@@ -77,7 +77,10 @@ def _arguments(problem: PagedAttention) -> dict[str, Any]:
 
 
 def whole_blocks(selected: torch.Tensor) -> torch.Tensor:
-    """Return the table of selected entries, int32 [num_rows, num_columns], or a new one of the next whole 128 columns."""
+    """Return a table of selected entries, int32 [num_rows, num_columns], padded with -1 to a multiple of 128 columns.
+
+    A table that already has this width is returned itself.
+    """
     more = -selected.shape[1] % BLOCK_COLUMNS
     return torch.nn.functional.pad(selected, (0, more), value=-1) if more else selected
 
@@ -87,8 +90,8 @@ def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None
 
     Args:
         problem: a call that selects entries, with equally many rows for each request.
-        columns: int32 [num_rows]. A row at position p gets p + 1, or its own number of `sparse_mla_top_k_lens`, between 0 and
-            the number of columns.
+        columns: int32 [num_rows], which is written. A row at position p gets its number in `sparse_mla_top_k_lens`, or p + 1
+            without that argument, clamped to 0 and the number of columns.
     """
     assert problem.selected is not None
     most, lens = problem.selected.shape[1], problem.selected_lens

@@ -85,7 +85,7 @@ def is_described(cache: torch.Tensor) -> bool:
 
 
 def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
-    """Return True if a pool's address is a multiple of 16 bytes, and its first three strides are of `strides_bytes` bytes."""
+    """Return True if a pool's address is a multiple of 16 bytes, and its first three strides multiples of `strides_bytes`."""
     strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 

@@ -81,7 +81,7 @@ class GraphMode:
 
     @property
     def slots_per_req(self) -> int:
-        """Return the number of tokens of each request whose K and V a graph writes."""
+        """Return how many tokens' K and V a graph writes for each request."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of colum
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sizes of a model's indexer."""
+    """The sizes of the indexer, the part of a model that selects for each query row the positions to which it attends."""
 
     #: largest number of positions in whole groups that are selected for a row (``index_topk``)
     topk: int = 2048

@@ -59,7 +59,7 @@ class DSV4Layer(MLALayer):
 
 @dataclass(frozen=True, eq=False)
 class DSV4Cache:
-    """The entries of one layer in both pools."""
+    """The cache of one layer: an entry of each token, and the compressed entries."""
 
     #: contiguous ``[num_entries, head_dim]``: the entries of tokens, page by page, then the compressed entries, page by page
     storage: Tensor

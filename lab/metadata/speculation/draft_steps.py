@@ -41,7 +41,7 @@ class DraftPlan(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata of one draft step, and the ragged lists of the common template (None with other plans)."""
+    """The metadata of one draft step, and its lists of K/V slots (None except with `DraftPlan.COMMON_TEMPLATE`)."""
 
     metadata: PassMetadata
     kv_indptr: Tensor | None = None  #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``
