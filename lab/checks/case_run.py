@@ -25,6 +25,7 @@ from lab.checks.run.verdicts import IT_FAILED, RETURNED, BitDifference, CheckedR
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.errors import Truth
+from lab.wording import shortened
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention
 from lab.workloads.inputs.contents import new_workspace
@@ -35,7 +36,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface
 # The attention functions that an engine calls for a paged cache.
 ENGINE_CALLS = tuple(dict.fromkeys((*PAGED_CALLS, *LATENT_CALLS)))
 MOST_SAVED_ELEMENTS = 2**20  # A larger output is neither saved nor audited.
-SHOWN_CHARACTERS = 1000
+SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 
 class CallForm(NamedEnum):
@@ -199,9 +200,8 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Catch and record the errors of calls in the `with` block: KernelError, and Unsupported unless `needed`.
-
-        KernelError is raised again if the CUDA context is lost, because no later call can succeed.
+        """Record KernelError in the `with` block, and Unsupported unless `needed`, instead of raising the error. If the CUDA
+        context is lost, raise KernelError, because no later call can succeed.
         """
         try:
             yield
@@ -251,7 +251,7 @@ class CaseRun:
         """Return an object with the implementation's attention functions as methods, for an engine to call.
 
         If `form` is PREPARED or PLANNED, the object also has a method `prepare_...` for each function that has this form. All
-        calls share one workspace. The implementation does not get arguments at their default.
+        calls share one workspace. Arguments at their default are not passed to the implementation.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -286,7 +286,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record one comparison; it failed if `wrongs` has sentences. `kind` is a key of `explain.diagnosis.HELD`."""
+        """Record one comparison, with an error for each sentence in `wrongs`. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
@@ -361,7 +361,7 @@ class CaseRun:
 
     def fail(self, failure: str, what: str = "") -> None:
         """Record that the last call failed: it raised, or its error is `failure`. Equal sentences are recorded once."""
-        failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
+        failure = shortened(failure, SHOWN_CHARACTERS)
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
         self._note(what or IT_FAILED, "return", OutputComparison(failure))

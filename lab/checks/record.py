@@ -20,6 +20,7 @@ from lab.checks.explain.call_features import features_of_case
 from lab.checks.properties import checks_by_key
 from lab.checks.run.verdicts import BitDifference, CaseVerdict, Judged, Outcome
 from lab.files import DAMAGED, read_json
+from lab.wording import shortened
 from lab.workloads.interfaces import INTERFACES, interface_of
 
 SHOWN_CHARACTERS = 200  # of an invalid text, in an error
@@ -163,12 +164,9 @@ def read_expression(text: str) -> Any:
     except (SyntaxError, *DAMAGED) as error:
         if type(error) is ValueError:
             raise
-        raise ValueError(f"{_shown(text)} is no case: {str(error) or repr(error)}") from error
-
-
-def _shown(text: Any) -> str:
-    whole = repr(text)
-    return whole if len(whole) <= SHOWN_CHARACTERS else f"{whole[:SHOWN_CHARACTERS]}…"
+        raise ValueError(
+            f"{shortened(repr(text), SHOWN_CHARACTERS)} is no case: {str(error) or repr(error)}"
+        ) from error
 
 
 def _built(node: ast.expr) -> Any:
@@ -185,4 +183,4 @@ def _built(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"{_shown(ast.unparse(node))} is no part of a case") from None
+        raise ValueError(f"{shortened(repr(ast.unparse(node)), SHOWN_CHARACTERS)} is no part of a case") from None

@@ -87,8 +87,8 @@ class Region:
 
     @property
     def where(self) -> str:
-        """Return words that say where results are wrong: "wherever ..." if all results inside are wrong, else "in some cases
-        where ..." or "in most cases where ...". Without a rule, return words such as "everywhere".
+        """Return words that say where results are wrong: "wherever <rule>" if all results of the rule are wrong, else "in some
+        cases where <rule>" or "in most cases where <rule>"; without a rule, words such as "everywhere".
         """
         share = self.wrong / self.results
         if self.held == "arguments":  # the features of invalid arguments are not known

@@ -173,8 +173,8 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return a rule without each negated literal whose removal keeps the share of wrong units at least `PURE`. Such a
-        literal may exclude only units that are right by chance.
+        """Remove negated literals (such as `not sinks`) from a rule as long as the share of wrong units for which it holds is
+        at least `PURE`, and return the rule. Such a literal may exclude only units that are right by chance.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -204,7 +204,7 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the rule of at most three literals that saves the most bits; () if no rule saves bits.
+    """Return the rule of at most three literals (tests of features) that reduces the description length most; () if none does.
 
     Args:
         holds: bool [literals, groups], whether a literal holds for a group of units.

@@ -56,7 +56,7 @@ class Condition:
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the values of the feature as an array, as `OPERATORS` take it. None stands for a missing value."""
+        """Return the values of the feature as a bool array. None, a missing value, becomes False."""
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:

@@ -101,7 +101,7 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return the values of a case by the names in `fields_of`: the argument `values` of `case_within`."""
+    """Return the parameter values of a case, such as {"dtypes": ..., "page_sizes": 16, ...}. `case_within` takes them."""
     found: Point = {
         "dtypes": (case.dtype, case.kv_dtype),
         "q_lens": case.q_lens[0],

@@ -184,7 +184,7 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a scale as a number if `shape` is None, else as a view of this shape, of one element of a larger tensor of NaN."""
+    """Return a scale as a number if `shape` is None, else as a tensor of this shape and one element, a view into NaNs."""
     if shape is None:
         return value
     return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)

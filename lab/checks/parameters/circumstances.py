@@ -48,7 +48,7 @@ FEW, SEVERAL = 2, 4
 
 @dataclass(frozen=True)
 class Circumstance:
-    """A model restricted to the values of one circumstance."""
+    """The parameters of a call (model), with only the values of one circumstance, such as a request of thousands of keys."""
 
     model: Model
     chosen: int  # number of axes of a case that may have other values than the default
@@ -59,8 +59,9 @@ class Circumstance:
 
     @property
     def goals(self) -> list[Values]:
-        """Return the combinations of values that cases must cover in this shard: each single value with which a call computes
-        something, and `WINDOW` together with each position of the longest request.
+        """Return the combinations of values that the cases must contain: each single value with which a call computes
+        something, and `WINDOW` together with each position of the longest request. Combinations of other parts of the run are
+        left out.
         """
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]

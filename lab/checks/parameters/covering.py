@@ -135,8 +135,8 @@ class Model:
         return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if a point breaks no rule. Rules on axes that the point lacks are not tested. If `added` names an axis,
-        only the rules on this axis are tested.
+        """Return True if a point, which may have values for only some axes, breaks no rule. A rule on an axis without a value
+        counts as met. If `added` names an axis, test only the rules on this axis.
         """
         return next(self._broken(point, added), None) is None
 
@@ -211,8 +211,9 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point, and for each other value of each axis the point with this value that `completed` returns.
-        Values of another shard are left out, except those of the axes in `of_all`.
+        """Yield the default point, then one point for each other value of each axis, with defaults for the remaining axes as
+        far as the rules permit. Values that belong to another shard (part of the run) are left out, except values of the axes
+        in `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -244,7 +245,7 @@ class Model:
 
     @functools.cached_property
     def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
-        """Return for each (axis, value) pair the point with this value that `completed` returns, or None."""
+        """Return for each (axis, value) pair the point with this value and otherwise defaults, or None if rules forbid it."""
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     @functools.cached_property
@@ -363,8 +364,8 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
-        """Return how many uncovered goals `point` would cover with this value of `axis`. Only goals that contain a value of
-        each group in `groups` count.
+        """Return how many more goals `point` covers if `axis` gets this value. Only goals that contain an (axis, value) pair
+        of each group in `groups` count.
         """
         has = point.items()
         goals = self._others.get((axis, value), {})

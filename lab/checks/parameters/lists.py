@@ -49,7 +49,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
-    """Return the prefix length of each request for a value of the axis "prefixes"."""
+    """Return the prefix length of each request. `prefixes` describes them, such as "at page edges", or is the longest one."""
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),

@@ -170,7 +170,7 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 
 
 def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> Any:
-    """Build the metadata of a pass, judge it, and return it."""
+    """Build the metadata of a pass with the implementation's builder, judge the metadata, and return it."""
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, batch, pool, metadata) if each]

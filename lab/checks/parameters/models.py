@@ -92,8 +92,8 @@ def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Map
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
-    """Return the declared value that equals `value`. If there is none, return a text as a DtypePair or HeadDims if the axis has
-    such values, and any other value unchanged.
+    """Return the value of an axis that `value` stands for, which may be a text: the equal value in `declared`, or a new
+    DtypePair or HeadDims for an axis with such values, or else `value`.
     """
     first = next(iter(declared))
     if value in declared or not isinstance(value, str):

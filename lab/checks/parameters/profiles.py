@@ -42,7 +42,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one release of a serving engine sends."""
+    """The values that one release of a serving engine passes for the parameters of the judged functions."""
 
     name: str
     version: str

@@ -129,8 +129,6 @@ class Rows(TextEnum):
 
 
 class Mask(TextEnum):
-    """Which draft mask a call has."""
-
     NONE = "none"
     CAUSAL = "causal", "causal mask"
     FULL = "full", "full mask"
@@ -284,7 +282,7 @@ class Pages(TextEnum):
 
 
 class Cache(TextEnum):
-    """How the cache is stored and passed."""
+    """How K and V are stored in memory and passed as `kv_cache`: gaps between parts, alignment, number of axes and tensors."""
 
     PLAIN = "plain"
     PAGES_APART = "pages apart"
@@ -328,7 +326,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How the batch of a metadata builder is padded: with requests (slots) of a length, or only with query rows."""
+    """How the batch of a metadata builder is padded: with requests (slots) of length 0 or 1, or only with query rows."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0

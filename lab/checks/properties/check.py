@@ -32,7 +32,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a check must know to make its fixed cases."""
+    """The function, values and level for which a check makes its fixed cases."""
 
     interface: Interface  # the function to judge
     ranges: Ranges  # the values that each parameter may have

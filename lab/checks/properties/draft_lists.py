@@ -49,7 +49,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeatures | None = None) -> bool:
-    """Call the function on the buffers of a draft. Return True if all cells are right; record the errors otherwise."""
+    """Call the implementation's list function on the buffers of a draft. Return True if all cells are right; record errors."""
     wrongs = lists.wrongs(in_place(run.function(MetadataFunction.DRAFT_KV_INDICES)))
     run.judged += 1
     run.expect(what, wrongs, "lists", features)
@@ -70,8 +70,8 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Call the function on the draft of a configuration, then on another draft in the same buffers. Compare every cell of the
-    output buffers with the reference.
+    """Call the implementation's function that writes K/V lists, first for the draft that `run.case` describes, then for another
+    draft in the same buffers. Compare every cell of the output buffers with the reference.
     """
     case = draft_lists_case(run.case)
     features = features_of_case(case)

@@ -83,5 +83,5 @@ RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, in
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:
-    """Return check R1 with these recorded calls as its cases."""
+    """Return R1, the check of recorded calls, with these calls as cases."""
     return replace(RECORDED_CALLS, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])

@@ -15,7 +15,6 @@ from lab.workloads.inputs.selection import lengths_of_heads
 
 
 def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes the call."""
     return lambda: run.call(call)
 
 

@@ -49,7 +49,6 @@ class Dependence(CheckSummary):
 
     @property
     def answer(self) -> Answer:
-        """Return the worst answer of the cases."""
         return next(answer for answer in Answer if self.answers[answer])
 
     @property

@@ -352,7 +352,7 @@ def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
 
 
 def _of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named` that is `name` or has the name `name`. Raise ValueError if there is none."""
+    """Return the level, check or function (`kind`) that is called `name`. Raise ValueError if there is none."""
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
             return each

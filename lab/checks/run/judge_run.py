@@ -1,4 +1,4 @@
-"""A run of the judge: all checks of all functions judge their cases concurrently, and their verdicts become a report."""
+"""Run checks on the functions of an implementation concurrently, and collect the verdicts on all cases in a report."""
 
 import itertools
 import math

@@ -87,12 +87,11 @@ def invoke(
 ) -> Any:
     """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 
-    These errors are refusals by default: * a NotImplementedError or ValueError that a statement of the implementation raised;
-    * an AssertionError that a statement of the implementation raised before a launch: no given output was written, torch
-    wrote to
-      no argument except the workspace, no kernel was being launched, and the GPU reports no error;
-    * a TypeError that names an unknown or missing argument.
-    A call with an argument that is not in the signature is always refused.
+    By default, three kinds of errors are refusals. First, a NotImplementedError or ValueError that a statement of the
+    implementation raised. Second, an AssertionError that a statement of the implementation raised before a launch: no given
+    output was written, torch wrote to no argument except the workspace, no kernel was being launched, and the GPU reports no
+    error. Third, a TypeError that names an unknown or missing argument. In addition, a call with an argument that is not in the
+    signature is always refused.
 
     Args:
         function, args, arguments: the function, and its positional and keyword arguments.

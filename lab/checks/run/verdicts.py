@@ -18,8 +18,6 @@ from lab.workloads.interfaces import Interface
 
 
 class Outcome(NamedEnum):
-    """The conclusion about a case."""
-
     RIGHT = "right"
     WRONG = "wrong"  # a result is wrong
     DECLINED = "declined"  # nothing was judged: the kernel refused the calls, or the lab cannot judge them
