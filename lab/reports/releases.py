@@ -27,10 +27,10 @@ from lab.checks.explain.diagnosis import diagnose
 from lab.checks.run.known_failures import KNOWN_FAILURES, known
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
-from lab.reports.changed_verdicts import cases_of, compare_verdicts, different_settings
+from lab.reports.changed_verdicts import cases_of, compare_verdicts, different_settings, read_report
 from lab.reports.compare import NotComparableError
 from lab.reports.html.findings import slug
-from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, grouped, read_file
+from lab.reports.recorded import RecordedFile, grouped
 from lab.reports.tables import Cell, TableReport, make_table, words
 
 CaseKey = tuple[str, ...]  # ranges of parameters, check, function and case
@@ -87,7 +87,7 @@ def releases_report(
         NotComparableError: a report lacks the package's version, there is only one release, or a release has two reports with
             the same ranges of parameters.
     """
-    releases = _by_version([read_file(path) for path in paths], package)
+    releases = _by_version([read_report(path) for path in paths], package)
     verdicts = {
         version: {key: each for file in files for key, each in _cases(file)} for version, files in releases.items()
     }
@@ -122,8 +122,6 @@ def releases_report(
 def _by_version(files: Iterable[RecordedFile], package: str) -> dict[str, list[RecordedFile]]:
     by_version: dict[str, list[RecordedFile]] = {}
     for file in files:
-        if file.kind is not FileKind.JUDGE:
-            raise RecordedFileError(f"{file.path} is no report of the judge")
         if (version := file.fact("packages", package)) is None:
             raise NotComparableError(f"{file.path} names no version of {package}: name another by --package")
         alike = by_version.setdefault(str(version), [])

@@ -159,7 +159,7 @@ def test_one_release_alone_says_nothing(recorded: Recorded, tmp_path: Path) -> N
         releases_report([recorded("0.1", right)], package="no-such-package")
     other = tmp_path / "other.json"
     other.write_text("{}")
-    with pytest.raises(RecordedFileError, match="is no report of the judge"):
+    with pytest.raises(RecordedFileError, match="no report of the judge"):
         releases_report([other])
 
 
