@@ -46,7 +46,7 @@ _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
 @dataclass(frozen=True)
 class Condition:
-    """A feature that is true or false. Its text has the words for both in braces, such as "a window is {|not }set"."""
+    """A feature that is true or false. Its text has the words for both in braces, such as `a window is {|not }set`."""
 
     text: str  # words that can follow "wherever"
     cost: Cost = Cost.ARGUMENT

@@ -61,7 +61,7 @@ class Coverage:
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function that has verdicts on `Configuration` cases. Its model has the values in `ranges`."""
+    """Return the coverage of each function that has verdicts on `Configuration` cases, for the parameter values in `ranges`."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):

@@ -43,7 +43,7 @@ class Shard:
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
-        """Yield every `count`-th item, beginning so that item 0 belongs to shard number `first % count + 1`."""
+        """Yield the items of this shard: every `count`-th one. Item 0 belongs to shard number `first % count + 1`."""
         return itertools.islice(items, (self.number - 1 - first) % self.count, None, self.count)
 
 
@@ -226,7 +226,7 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield the pairs and declared triples of values that are goals of the shard and break no rule by themselves."""
+        """Yield the pairs of values and the declared triples that break no rule by themselves; only those of the shard."""
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     @property

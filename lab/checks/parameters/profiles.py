@@ -108,7 +108,7 @@ def _table() -> Any:
 
 @functools.cache
 def profiles() -> Mapping[str, Profile]:
-    """Return all profiles by their short names, such as "sglang"."""
+    """Return the profiles of all known engines by short names, such as "sglang"."""
     found = {}
     for key, engine in _table()["engines"].items():
         of_functions = engine.pop("functions").items()

@@ -53,7 +53,7 @@ class Dependence(CheckSummary):
 
     @property
     def required_answer(self) -> Answer:
-        """Return `answer`, but NOT_TRIED instead of SAME if a case was not tried, because a requirement needs all cases."""
+        """Return the answer for a factor that must not change bits: `answer`, or NOT_TRIED if it is SAME without all cases."""
         not_tried = self.answer is Answer.SAME and self.answers[Answer.NOT_TRIED]
         return Answer.NOT_TRIED if not_tried else self.answer
 

@@ -26,7 +26,7 @@ EQUAL = {
 
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
-    """Return one report of all verdicts of a run's shards.
+    """Return one report with the verdicts of all shards (parts) of a run.
 
     A case that several shards judged gets the worst of their verdicts. A case that is right with an error above its bound
     becomes dishonest. The diagnosis uses only features of cases, because reports do not have the results of single calls.
