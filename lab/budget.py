@@ -211,8 +211,14 @@ def budget(
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `explain`: its verdict, "noise", "bug" or "cannot be told"; its reason in sentences; and the numbers that
-    decide: simulated elements, mismatches in as many elements as the test has, their probability, and differences.
+    """The result of `explain`.
+
+    Attributes:
+        verdict: "noise", "bug" or "cannot be told".
+        reason: the reason of the verdict, in sentences.
+        numbers: by name: simulated elements; mean numbers of mismatches of a right kernel, and of a kernel at the judge's
+            bound, in the test's number of elements; probability of the test's mismatches; the largest simulated difference; and
+            the largest difference that the judge allows.
     """
 
     verdict: str

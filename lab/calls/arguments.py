@@ -184,7 +184,9 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """Return True if the call's backend is trtllm-gen, which reads V's NVFP4 scale factors interleaved; XQA does not."""
+    """Return True if the call's backend is trtllm-gen, which reads V's NVFP4 scale factors interleaved; XQA does not. Raise
+    ValueError for "auto" on a CPU.
+    """
     capability = capability_of(call.query.device)
     if call.backend == "auto" and capability is None:
         raise ValueError(

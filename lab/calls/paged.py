@@ -22,10 +22,10 @@ class DecodeCall:
 
     A block-sparse call (`enable_block_sparse_attention`) selects pages of each request for each K/V head. A head sees only the
     keys of its pages. If these are L keys, row i of q rows is at position L - q + i among them (FlashInfer 0.7.2,
-    trace/templates/attention.py 3760). FlashInfer does not document rows that see no key, `cum_seq_lens_q`, sinks and the LSE
-    of such calls. The lab's choice is that they mean the same as in other calls. SGLang 0.5.23 sends one row per request and at
-    least one key, because FlashInfer does not write the output of a row without keys
-    (kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
+    trace/templates/attention.py 3760). These are the keys up to the row's own token if the head selects the pages of all q
+    rows. FlashInfer does not document rows that see no key, `cum_seq_lens_q`, sinks and the LSE of such calls. The lab's choice
+    is that they mean the same as in other calls. SGLang 0.5.23 sends one row per request and at least one key, because
+    FlashInfer does not write the output of a row without keys (kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
 
     The following may contain any values, including NaN, and must not affect a result: the rest of a request's last page, pages
     of no request, keys before the windows of all rows, cells of `block_tables` after a request's last page, and query rows of a

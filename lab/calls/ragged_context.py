@@ -68,6 +68,7 @@ class RaggedContextCall:
             num_kv_heads); in DeepSeek both numbers are equal. Tokens after the last offset may contain any values.
         value: [num_tokens, num_kv_heads, v_head_dim], with the key's dtype and padding.
         max_q_len, max_kv_len: upper bounds on the host of the rows and keys of one request; 0 for an empty batch.
+        seq_lens: int32 or uint32 [batch_size], number of keys of each request in this call.
         o_sf_scale: a number. It scales 4-bit outputs, which this call does not have, so it changes no result.
         window_left: as in `DecodeCall`. A window requires `is_causal`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.

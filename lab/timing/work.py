@@ -63,7 +63,9 @@ class GpuWork:
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":
-        """Return a copy of this timed call with copied tensors, or with tensor set `number` (from 1) of its `Redraw`."""
+        """Return this timed call with copies of its tensors, which share memory as the originals do, or with tensor set
+        `number` (from 1) of its `Redraw`.
+        """
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
         others = self.redraw.inputs(number) | {"out": self.arguments["out"].clone()}

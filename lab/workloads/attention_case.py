@@ -74,7 +74,9 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if a row may have -1 in its first columns, which a call with `top_k_lens` does not allow."""
+        """Return True if the selection has rows without entries, or columns of -1 before a row's first entry. A call with
+        `top_k_lens` cannot have them.
+        """
         return self in (Entries.NONE, Entries.LATE)
 
 

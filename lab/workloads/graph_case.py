@@ -104,7 +104,9 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
-    """Return the modes of vLLM's graphs: decode, and verification as DRAFT_EXTEND_V2, whose lengths count its rows."""
+    """Return the two modes of vLLM's graphs: a decode, and a verification of `width` rows per request, which is a
+    DRAFT_EXTEND_V2 because its lengths count its rows.
+    """
     return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 
 

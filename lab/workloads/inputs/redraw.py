@@ -237,7 +237,7 @@ class PassRedraw(SeededRedraw):
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the new id of each page: all pages except page 0, the sink, are rotated by one number."""
+        """Return the new id of each page: the ids are shifted cyclically by a number that the seed gives, except page 0's."""
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)
