@@ -134,8 +134,8 @@ def _consume_left(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute the softmax weights of all tiles of the program, send them through `message`, and compute the left columns of
-    the output.
+    """Compute the softmax weights of all tiles of the program, send them through `message`, and compute the first half of each
+    output row.
     """
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
@@ -244,7 +244,7 @@ def _send_weights(message, sent, weights, rescale):
 
 @gluon.jit
 def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Compute the right columns of the output for all tiles of the program, with the weights that `_consume_left` sends."""
+    """Compute the second half of each output row over all tiles of the program, with the weights that `_consume_left` sends."""
     HALF: gl.constexpr = ring.tiles.right.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)

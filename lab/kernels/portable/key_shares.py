@@ -261,8 +261,8 @@ def next_unit(place, request, request_begin, request_end, batch_size, kind, STAR
     """Return where the next K/V head, or the next request, begins: (place of its first key tile, request, the request's first
     place).
 
-    The current K/V head ends at `place`. The result may lie after the end of the program's share; another program then computes
-    it.
+    A place is a position in the sequence of work. The current K/V head ends at `place`. The result may lie after the end of the
+    program's work; another program then computes it.
     """
     if place == request_end:
         request_begin = place

@@ -1,4 +1,4 @@
-"""Backends of the plan stream (`lab.metadata.engine.plan_stream`), for drafts that are chains and for drafts that are trees."""
+"""Backends that plan a verify pass while the draft runs (`lab.metadata.engine.plan_stream`), for chains and for trees."""
 
 from collections.abc import Sequence
 from typing import Any
