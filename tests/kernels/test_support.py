@@ -363,10 +363,11 @@ def test_why_not(kernel: Kernel, capability: Capability | None, changes: dict[st
         assert not reason.endswith(".")
 
 
-def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_runs_triton_kernels_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support_kernel, "triton_interprets", lambda: False)
     assert "set TRITON_INTERPRET=1 first" in str(why_not(PORTABLE, CPU, problem(PORTABLE)))
     assert why_not(PORTABLE, SM90, problem(PORTABLE)) is None
+    assert why_not(FLEX_ATTENTION, CPU, problem(FLEX_ATTENTION)) is None  # it is no Triton kernel
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,10 @@ def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_te
             {"sinks": (40, 2), "sinks has_window": (0, 40), "has_window": (0, 40), "": (0, 40)},
             "sinks and not has_window",
         ),
+        # The first rule may hold for right results too.
+        ({"sinks has_window": (40, 10), "sinks": (0, 60), "has_window": (0, 60), "": (0, 60)}, "has_window and sinks"),
+        # A later rule of two conditions may not.
+        ({"mask": (40, 0), "sinks has_window": (16, 8), "sinks": (0, 60), "has_window": (0, 60), "": (0, 60)}, "mask"),
         # Where fewer are wrong than most, a rule need not leave out a tenth.
         ({"sinks": (70, 20), "": (0, 2)}, "sinks"),
     ],
