@@ -127,6 +127,31 @@ EQUAL: dict[tuple[str, str, str], str] = {
         for other in others
     },
     (
+        "lab/metadata/mha/context_parallel.py",
+        "if min(lengths, default=0) < 2 * num_ranks:",
+        "if min(lengths, default= 1) < 2 * num_ranks:",
+    ): "there are two ranks or more, so that both are less",
+    (
+        "lab/metadata/engine/forward_batch.py",
+        "return self.seq_lens.shape[0]",
+        "return self.seq_lens.shape[ -1]",
+    ): "seq_lens has one dimension",
+    (
+        "lab/metadata/speculation/verify_plan.py",
+        "self.parents = chain.repeat(max(batch_sizes, default=0), 1)",
+        "self.parents = chain.repeat(max(batch_sizes, default= 1), 1)",
+    ): "no sizes are refused afterwards",
+    (
+        "lab/references/errors.py",
+        "return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)",
+        "return torch.where(expected == -math.inf, torch.where(lse <= expected, 0.0, math.inf), ratio)",
+    ): "nothing is less than minus infinity",
+    (
+        "lab/kernels/support/portable.py",
+        "{*RAGGED_DIMS} | {high + low for high in RAGGED_DIMS[:-1] for low in RAGGED_DIMS if low < high},",
+        "{*RAGGED_DIMS} | {high | low for high in RAGGED_DIMS[:-1] for low in RAGGED_DIMS if low < high},",
+    ): "they are different powers of two",
+    (
         "lab/checks/explain/call_features.py",
         'group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))',
         'group, has_sinks = read["group"] or -1, getattr(case, "sinks", getattr(model, "has_sinks", False))',

@@ -107,6 +107,12 @@ def test_wrong_scale_factors_are_refused() -> None:
     packed = pool().new_cache(HEADS, DIM // 2, NVFP4, KVLayout.NHD)
     with pytest.raises(ValueError, match="scale_factors has shape"):
         NVFP4KVCache(packed.storage, packed.layout, torch.zeros(2, 9, HEADS, P, 4, dtype=E4M3), True)
+    cache = NVFP4KVCache.over(packed, trtllm_gen=False)
+    (k, k_factors), (v, v_factors) = (quantize_nvfp4(side, 0.25) for side in drawn()[:2])
+    with pytest.raises(ValueError, match="k_factors has shape"):
+        cache.write(SLOTS, k, v, k_factors[..., :-1], v_factors)
+    with pytest.raises(TypeError, match="v_factors has dtype"):
+        cache.write(SLOTS, k, v, k_factors, v_factors.half())
     small = KVPool(num_requests=2, max_context_len=12, page_size=2, num_pages=9)
     with pytest.raises(ValueError, match="interleaves V's scale factors over 4 tokens"):
         NVFP4KVCache.over(small.new_cache(HEADS, DIM // 2, NVFP4, KVLayout.NHD), trtllm_gen=True)

@@ -12,8 +12,8 @@ from lab import references
 from lab.timing import GpuTime, gpu_time, method_named
 from lab.timing.device_state import DeviceState
 from lab.timing.forward import TimedPasses
-from lab.timing.gpu_time import measure_staged
-from lab.timing.sampling import Sample, Step
+from lab.timing.gpu_time import WrongWorkError, measure_interleaved, measure_staged
+from lab.timing.sampling import RefusedTimeError, Sample, Step
 from lab.timing.staging import Staged, renew
 from lab.workloads import scenario
 from lab.workloads.inputs.forward_pass import build_forward
@@ -70,7 +70,9 @@ def passes() -> TimedPasses:
     return TimedPasses.over(build_forward(scenario("decode/tiny/2q1s40", None), torch.device("cpu")))
 
 
-def test_an_honest_kernel_has_the_time_of_one_call() -> None:
+def test_an_honest_kernel_has_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(gpu_time.time, "sleep", rests.append)
     kernel = Kernel()
     work = staged(kernel, passes())
     (found,) = measure_staged({"it": work}, COLD, SAMPLES, seed=3).values()
@@ -78,6 +80,7 @@ def test_an_honest_kernel_has_the_time_of_one_call() -> None:
     assert found.samples_us == (5.0, 5.0, 5.0)
     assert (found.calls_per_sample, found.buffer_copies, found.contents_seed) == (BUFFERS, BUFFERS, 3)
     assert kernel.count == CALLS
+    assert rests == [1.0]  # before the first sample alone
     assert all(each.arguments["out"].isnan().all() for each in work.buffers)  # nobody can read a result later
 
 
@@ -107,6 +110,29 @@ def test_who_is_right_keeps_its_time_beside_who_is_wrong() -> None:
     assert list(found) == ["right", "wrong"]
     assert isinstance(found["right"], GpuTime)
     assert isinstance(found["wrong"], AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (AssertionError("wrong"), WrongWorkError),
+        (RefusedTimeError("wrong"), WrongWorkError),
+        (RuntimeError("wrong"), RuntimeError),
+    ],
+)
+def test_what_refuses_a_time_has_the_name_of_the_call(
+    error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = GpuTime((5.0,), COLD, 1, 1, DeviceState())
+    found: dict[str, Any] = {"right": right}
+    monkeypatch.setattr(gpu_time, "stage", lambda work, method: work)
+    monkeypatch.setattr(gpu_time, "measure_staged", lambda works, *_: {name: found[name] for name in works})
+    works: dict[str, Any] = dict.fromkeys(found)
+    assert measure_interleaved(works, COLD) == found
+    found["second"] = error
+    with pytest.raises(raised) as caught:
+        measure_interleaved(works | {"second": None}, COLD)
+    assert str(caught.value) == ("second: wrong" if raised is WrongWorkError else "wrong")
 
 
 def test_samples_are_at_least_one() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata.engine.backend import Backend
-from lab.metadata.engine.cuda_graph import Body, GraphRunner
+from lab.metadata.engine.cuda_graph import Body, GraphRunner, check_sizes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
@@ -174,12 +174,14 @@ class DraftExtendGraph:
                 f"{type(backend).__name__} does not declare supports_draft_extend_graph: run its draft extend eagerly"
             )
         mode = GraphMode.draft_extend_v2(spec_info)
-        most_rows = max(batch_sizes, default=0) * mode.num_tokens_per_req
+        check_sizes(batch_sizes)
+        most_requests = max(batch_sizes)
+        most_rows = most_requests * mode.num_tokens_per_req
         self.width = mode.num_tokens_per_req
         self.form = form
         self.disable_padding = disable_padding
-        self.inputs = model.new_inputs(max(batch_sizes, default=0), most_rows)
-        self.outputs = model.new_outputs(form, max(batch_sizes, default=0), most_rows)
+        self.inputs = model.new_inputs(most_requests, most_rows)
+        self.outputs = model.new_outputs(form, most_requests, most_rows)
 
         body = model_body(backend, model, self.inputs, self.outputs, form)
         self.runner = GraphRunner(backend, mode, pool, batch_sizes, body, place)
