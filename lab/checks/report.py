@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.checks.explain.answer import answer, not_judged
+from lab.checks.explain.answer import NotJudged, answer, not_judged, reach
 from lab.checks.explain.diagnosis import Diagnosis, diagnose
 from lab.checks.parameters.coverage import Coverage, coverages
 from lab.checks.parameters.profiles import profiles
@@ -215,15 +215,17 @@ class Report:
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
         """Return what is broken and where, and what was not judged."""
-        left_out = f"{counted(self.left_out, 'case')} {'was' if self.left_out == 1 else 'were'} left out, {self.ended}"
+        left_out = f"{counted(self.left_out, 'case')} left out, {self.ended}"
         chosen_by = f"the {self.level.value} level" + (f" of the profile {self.profile}" if self.profile else "")
         missing = list(not_judged(self.verdicts, self.coverages, left_out if self.left_out else "", chosen_by))
         if self.shard:
-            missing.insert(0, f"this is shard {self.shard}, and `lab merge` unites the reports of all shards")
+            shard = f"this is shard {self.shard}"
+            missing.insert(0, NotJudged(f"{shard}, and `lab merge` unites the reports of all shards", shard))
         engines = (self.profile,) if self.profile else tuple(profiles())
         return diagnose(
             self.verdicts,
             answer(self.verdicts, engines, missing, self._is_whole and not self.shard),
+            reach(self.verdicts, missing),
             is_whole=self._is_whole or not self.left_out,
         )
 

@@ -48,11 +48,11 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the answer in one line; then, for each region, its numbers of wrong and right results and its smallest wrong case.
-    A region is a set of wrong results that one rule on the parameters describes.
+    """Yield the answer, what is broken, and how much was compared; then, for each region, its numbers of wrong and right
+    results and its smallest wrong case. A region is a set of wrong results that one rule on the parameters describes.
     """
     found = report.diagnosis
-    yield found.sentence
+    yield from filter(None, (found.answer, found.broken, found.reach and f"  {found.reach}"))
     for place, region in enumerate(found.regions):
         yield f"  {region.counts}"
         yield from _example(region.smallest) if place < SHOWN_EXAMPLES else (_command(region.smallest),)

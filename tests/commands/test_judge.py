@@ -76,7 +76,9 @@ def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
     assert said.startswith("Wrong in ")
     assert wrong
     assert re.search("The output is wrong wherever .*a window hides keys of a request", said)
-    assert report["diagnosis"]["sentence"] == said.splitlines()[0]
+    answer, broken, reach, *_ = said.splitlines()
+    assert report["diagnosis"]["sentence"] == f"{answer} {broken}"
+    assert report["diagnosis"]["reach"] == reach.strip()
 
 
 def test_a_profile_judges_only_what_its_engine_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Pa
     assert str(verdict).startswith("R1 of trtllm_batch_decode_with_kv_cache is right, but its inputs are suspicious: ")
     report = _judged(dumps, out=tmp_path / "report.json")
     shutil.rmtree(recorded_cases(dumps)[4].path)
-    answer = "Right, but the inputs of 1 case are suspicious, as the notes say: 4 results of 4 cases."
+    answer = "Right, but the inputs of 1 case are suspicious, as the notes say: 4 cases."
     assert str(_judged(dumps)) == answer
     assert set(found) <= set(details(report))
     assert read_case(tmp_path / "report.json", 1).judged.suspicions == found

@@ -6,6 +6,7 @@ documented corner is a case that a function's documentation allows and that no e
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.parameters.profiles import profiles
@@ -16,8 +17,17 @@ from lab.wording import counted, joined, shortened
 SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a case
 
 
-def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged: Sequence[str], is_whole: bool) -> str:
-    """Return the first sentences of a report, such as "Right for all that SGLang 0.5.23 sends: 7 results of 5 cases."
+class NotJudged(NamedTuple):
+    """A clause that says what was not judged and because of whom."""
+
+    full: str
+    brief: str | None = None  # in the first line of a report; None: as `full`, "": not there
+
+
+def answer(
+    verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged: Sequence[NotJudged], is_whole: bool
+) -> str:
+    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends."
 
     Args:
         verdicts: the verdicts of a run.
@@ -28,7 +38,7 @@ def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."
     judged = [each for each in verdicts if each.outcome is not Outcome.DECLINED]
-    missing = "; ".join(not_judged)
+    missing = "; ".join(filter(None, (full if brief is None else brief for full, brief in not_judged)))
     if not judged:
         if verdicts and missing:
             return f"Not judged: {missing}."
@@ -42,38 +52,51 @@ def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged
     )
 
 
+def reach(verdicts: Sequence[CaseVerdict], not_judged: Sequence[NotJudged]) -> str:
+    """Return the line of a report that counts what was compared, and says in full what was not judged."""
+    judged = [each for each in verdicts if each.outcome is not Outcome.DECLINED]
+    counts = f"{counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {counted(len(judged), 'case')}"
+    return f"compared: {counts}{''.join(f'; {each.full}' for each in not_judged)}"
+
+
 def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
     broken, suspicious = _broken(judged), sum(bool(verdict.judged.suspicions) for verdict in judged)
     if broken:
         return f"{_word(judged)}: {broken:,} of {counted(len(judged), 'case')}."
     but = f", but the inputs of {counted(suspicious, 'case')} are suspicious, as the notes say" if suspicious else ""
-    return f"Right{but}: {_counts(judged)}."
+    return f"Right{but}: {counted(len(judged), 'case')}."
 
 
 def _of_cases(
     verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> str:
-    """Return a sentence that says for which engines all cases are right, and how many cases are wrong for other engines."""
+    """Return a sentence that says for which engines all cases are right, how many cases are wrong for other engines, and how
+    many checks compared no result.
+    """
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
     right, wrong = "right", _word(judged).lower()
     right += f", except for known failures in {counted(known, 'case')}," if known else ""
-    wrongs, rights = list[str](), list[str]()
+    wrongs, wholes, rights = list[str](), list[str](), list[str]()
     for names, sent in _by_sender(verdicts, engines, is_whole):
         its_judged = [verdict for verdict in sent if verdict.outcome is not Outcome.DECLINED]
         send = f"that {joined(names)} {'sends' if len(names) == 1 else 'send'}"
         if broken := _broken(its_judged):
             wrongs.append(f"{broken:,} of {counted(len(its_judged), 'case')} {send}")
         elif is_whole and its_judged == sent:
-            rights.append(f"for all {send}")
+            wholes.append(f"for all {send}")
         elif its_judged:
-            rights.append(f"in {len(its_judged):,} judged of {counted(len(sent), 'case')} {send}")
+            rights.append(f"{len(its_judged):,} of {counted(len(sent), 'case')} {send}")
     is_first_wrong = bool(wrongs)
     if corners := [verdict for verdict in judged if not set(engines) & set(verdict.sent_by)]:
         broken, words = _broken(corners), counted(len(corners), "documented corner")
-        (wrongs if broken else rights).append(f"{broken:,} of {words}" if broken else f"in {words}")
-    clauses = [f"{right} {', and '.join(rights)}" if rights else "", f"{wrong} in {joined(wrongs)}" if wrongs else ""]
-    found = "; ".join(filter(None, reversed(clauses) if is_first_wrong else clauses))
-    return f"{found[0].upper()}{found[1:]}: {_counts(judged)}."
+        (wrongs if broken else rights).append(f"{broken:,} of {words}" if broken else words)
+    wholes += [f"in {joined(rights)}"] if rights else []
+    clauses = [f"{right} {', and '.join(wholes)}" if wholes else "", f"{wrong} in {joined(wrongs)}" if wrongs else ""]
+    checks = {verdict.check for verdict in verdicts}
+    vain = len(checks - {verdict.check for verdict in verdicts if verdict.judged.judged})
+    narrow = f"{vain} of {counted(len(checks), 'check')} compared nothing" if vain else ""
+    found = "; ".join(filter(None, (*(reversed(clauses) if is_first_wrong else clauses), narrow)))
+    return f"{found[0].upper()}{found[1:]}."
 
 
 def _by_sender(
@@ -96,17 +119,13 @@ def _word(judged: Sequence[CaseVerdict]) -> str:
     return "Wrong" if Outcome.WRONG in outcomes else "Failed" if Outcome.FAILED in outcomes else "Right"
 
 
-def _counts(judged: Sequence[CaseVerdict]) -> str:
-    return f"{counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {counted(len(judged), 'case')}"
-
-
 def _broken(verdicts: Sequence[CaseVerdict]) -> int:
     return sum(verdict.outcome in BROKEN for verdict in verdicts)
 
 
 def not_judged(
     verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str
-) -> Iterator[str]:
+) -> Iterator[NotJudged]:
     """Yield a clause for each reason why cases or parameter values were not judged: the run ended, the kernel refused them, the
     lab cannot judge them on this device, or the level or profile does not contain them.
 
@@ -117,10 +136,14 @@ def not_judged(
         chosen_by: what chose the cases, such as "the smoke level".
     """
     if left_out:
-        yield left_out
+        yield NotJudged(left_out)
     judged = {verdict.interface for verdict in verdicts if verdict.judged.judged}
     several = dict.fromkeys(verdict.interface for verdict in verdicts) if judged else ()
-    yield from (f"nothing of {each.value}" for each in several if each not in judged)
+    if unjudged := [each.value for each in several if each not in judged]:
+        yield NotJudged(
+            f"nothing of {joined(unjudged)}",
+            None if len(unjudged) == 1 else f"nothing of {len(unjudged)} functions",
+        )
     declined = [verdict for verdict in verdicts if verdict.outcome is Outcome.DECLINED]
     values = Counter(reach for each in coverages for reaches in each.values.values() for reach in reaches.values())
     if refused := [verdict for verdict in declined if not verdict.judged.by_lab]:
@@ -129,16 +152,18 @@ def not_judged(
             if values[Reach.DECLINED]
             else ""
         )
-        yield f"the kernel refused {counted(len(refused), 'case')}{also}"
+        brief = f"the kernel refused {counted(len(refused), 'case')}"
+        yield NotJudged(brief + also, brief)
     by_lab = Counter(verdict.reason for verdict in declined if verdict.judged.by_lab)
     for reason, count in by_lab.items():
-        yield f"the lab cannot judge {counted(count, 'case')} here ({shortened(reason, SHOWN_CHARACTERS)})"
+        brief = f"the lab cannot judge {counted(count, 'case')} here"
+        yield NotJudged(f"{brief} ({shortened(reason, SHOWN_CHARACTERS)})", brief)
     if any(verdict.outcome is Outcome.FAILED for verdict in verdicts):
         chosen_by = f"a failed call or {chosen_by}"
     pairs = sum((Counter(each.pairs) for each in coverages), Counter[Reach]())
     for what, counts in (("values", values), ("pairs of values", pairs)):
         if counts[Reach.LEFT_OUT]:
-            yield f"{chosen_by} leaves out {counts[Reach.LEFT_OUT]:,} of {_possible(counts):,} {what}"
+            yield NotJudged(f"{chosen_by} leaves out {counts[Reach.LEFT_OUT]:,} of {_possible(counts):,} {what}", "")
 
 
 def _possible(counts: Counter[Reach]) -> int:

@@ -128,7 +128,8 @@ def within(sentence: str) -> str:
 class Diagnosis:
     """The conclusion from all verdicts of a run."""
 
-    answer: str  # whether the implementation is right, and how much was judged
+    answer: str  # whether the implementation is right, for which engines, and what was not judged
+    reach: str = ""  # how much was compared, and in full what was not judged
     broken: str = ""  # what is broken, and where; "" if no result is wrong
     # First the regions of cases that engines send, then documented corners; within both, in the order of `HELD`.
     regions: tuple[Region, ...] = ()
@@ -140,7 +141,11 @@ class Diagnosis:
 
     def as_record(self) -> dict[str, Any]:
         """Return the diagnosis as JSON data with the keys `sentence`, `regions`, `smallest` and `follows`."""
-        record: dict[str, Any] = {"sentence": self.sentence, "regions": [each.as_record() for each in self.regions]}
+        record: dict[str, Any] = {
+            "sentence": self.sentence,
+            "reach": self.reach,
+            "regions": [each.as_record() for each in self.regions],
+        }
         if self.regions:
             verdict, result = self.regions[0].smallest
             record["smallest"] = {"case": verdict.number, "check": verdict.check, "result": result.name}
@@ -153,13 +158,13 @@ class Diagnosis:
         return record | {"follows": list(self.follows)}
 
 
-def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: bool = True) -> Diagnosis:
+def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "", *, is_whole: bool = True) -> Diagnosis:
     """Return the diagnosis of a run's verdicts. Known failures and declined cases are not diagnosed. If a verdict is dishonest,
     the diagnosis has only the answer.
 
     Args:
         verdicts: the verdicts of the run.
-        answer: the first sentences of the diagnosis, from `lab.checks.explain.answer`.
+        answer, reach: lines of the diagnosis, from `lab.checks.explain.answer`.
         is_whole: True if no case of the run was left out.
     """
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
@@ -167,7 +172,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: boo
     judged = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
     results = [CaseResult(verdict, result) for verdict in judged for result in _results_of(verdict)]
     if not any(each.result.wrong for each in results):
-        return Diagnosis(answer)
+        return Diagnosis(answer, reach)
     regions: list[Region] = []
     unexplained = 0
     for held in HELD:
@@ -180,7 +185,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: boo
     broken = _broken(regions, unexplained, is_whole)
     if all(isinstance(each.case, RecordedCase) and each.outcome in BROKEN for each in judged):
         broken = _of_wrong_calls(broken, regions, results)
-    return Diagnosis(answer, broken, tuple(regions), _follows(judged))
+    return Diagnosis(answer, reach, broken, tuple(regions), _follows(judged))
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:

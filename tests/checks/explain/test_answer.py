@@ -8,7 +8,7 @@ import pytest
 
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Outcome
-from lab.checks.explain.answer import answer, not_judged
+from lab.checks.explain.answer import NotJudged, answer, not_judged, reach
 from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.run.verdicts import Judged
 from lab.recorded.case import RecordedCase
@@ -37,21 +37,21 @@ def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
 @pytest.mark.parametrize(
     ("by_both", "by_sglang", "corners", "sentence"),
     [
-        ("RR", "", "", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send: 6 results of 2 cases."),
-        ("R", "", "RR", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in 2 documented corners: 9 "),
-        ("", "R", "", "Right for all that SGLang 0.5.23 sends: 3 results of 1 case."),
-        ("", "", "R", "Right in 1 documented corner: 3 results of 1 case."),
+        ("RR", "", "", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send."),
+        ("R", "", "RR", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in 2 documented corners."),
+        ("", "R", "", "Right for all that SGLang 0.5.23 sends."),
+        ("", "", "R", "Right in 1 documented corner."),
         (
             "R",
             "",
             "WRW",
-            "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send; wrong in 2 of 3 documented corners: 12 ",
+            "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send; wrong in 2 of 3 documented corners.",
         ),
         (
             "RRW",
             "",
             "R",
-            "Wrong in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send; right in 1 documented corner: 12 results",
+            "Wrong in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send; right in 1 documented corner.",
         ),
         (
             "R",
@@ -63,14 +63,14 @@ def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
             "FR",
             "",
             "F",
-            "Failed in 1 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send and 1 of 1 documented corner: 9 results",
+            "Failed in 1 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send and 1 of 1 documented corner.",
         ),
-        ("FW", "", "", "Wrong in 2 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send: 6 results"),
+        ("FW", "", "", "Wrong in 2 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send."),
         (
             "R",
             "RD",
             "",
-            "Right in 2 judged of 3 cases that SGLang 0.5.23 sends, and for all that vLLM 0.33.0 sends: 6 results",
+            "Right for all that vLLM 0.33.0 sends, and in 2 of 3 cases that SGLang 0.5.23 sends.",
         ),
         (
             "K",
@@ -78,7 +78,7 @@ def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
             "R",
             "Right, except for known failures in 1 case, for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in 1",
         ),
-        ("", "", "W", "Wrong in 1 of 1 documented corner: 3 results of 1 case."),
+        ("", "", "W", "Wrong in 1 of 1 documented corner."),
     ],
 )
 def test_the_answer_tells_engines_from_corners(by_both: str, by_sglang: str, corners: str, sentence: str) -> None:
@@ -88,21 +88,21 @@ def test_the_answer_tells_engines_from_corners(by_both: str, by_sglang: str, cor
 
 def test_of_a_profile_the_other_engine_is_a_corner() -> None:
     found = [*verdicts("R", *BOTH), *verdicts("W", "vllm")]
-    said = "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner: 6 results of 2 cases."
+    said = "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner."
     assert answer(found, ("sglang",), (), is_whole=True) == said
 
 
 @pytest.mark.parametrize(
     ("outcomes", "missing", "is_whole", "sentence"),
     [
-        ("R", ("a", "b"), True, "Right for all that SGLang 0.5.23 sends: 3 results of 1 case. Not judged: a; b."),
+        ("R", ("a", "b"), True, "Right for all that SGLang 0.5.23 sends. Not judged: a; b."),
         (
             "R",
             ("a",),
             False,
-            "Not judged as a whole: a. Right in 1 judged of 1 case that SGLang 0.5.23 sends: 3 results of 1",
+            "Not judged as a whole: a. Right in 1 of 1 case that SGLang 0.5.23 sends.",
         ),
-        ("W", ("a",), False, "Wrong in 1 of 1 case that SGLang 0.5.23 sends: 3 results of 1 case. Not judged: a."),
+        ("W", ("a",), False, "Wrong in 1 of 1 case that SGLang 0.5.23 sends. Not judged: a."),
         ("D", ("a",), False, "Not judged: a."),
         ("", (), True, "Not judged: no case began."),
         ("", ("a",), False, "Not judged: no case began: a; to start the workers takes some of it."),
@@ -111,19 +111,23 @@ def test_of_a_profile_the_other_engine_is_a_corner() -> None:
 def test_what_was_not_judged_stands_in_the_same_line(
     outcomes: str, missing: Sequence[str], is_whole: bool, sentence: str
 ) -> None:
-    assert answer(verdicts(outcomes, "sglang"), BOTH, missing, is_whole).startswith(sentence)
+    reasons = [NotJudged(f"{each} in full", each) for each in missing]
+    assert answer(verdicts(outcomes, "sglang"), BOTH, reasons, is_whole).startswith(sentence)
 
 
 def test_recorded_calls_were_all_sent() -> None:
     call = RecordedCase(AttentionCall.DECODE, "calls", 1, "noon")
     recorded = [replace(each, case=call) for each in verdicts("RW")]
     assert answer(recorded, BOTH, (), is_whole=True) == "Wrong: 1 of 2 cases."
-    assert answer(recorded[:1], BOTH, (), is_whole=True) == "Right: 3 results of 1 case."
+    assert answer(recorded[:1], BOTH, (), is_whole=True) == "Right: 1 case."
 
 
 def test_a_dishonest_kernel_has_no_other_answer() -> None:
     deceived = replace(verdicts("W")[0], judged=Judged(Outcome.DISHONEST, ("torch.add was changed",)))
-    assert answer([deceived], BOTH, ("a",), is_whole=True) == "Dishonest, and not judged: torch.add was changed."
+    assert (
+        answer([deceived], BOTH, (NotJudged("a"),), is_whole=True)
+        == "Dishonest, and not judged: torch.add was changed."
+    )
 
 
 def test_each_reason_says_because_of_whom() -> None:
@@ -135,12 +139,31 @@ def test_each_reason_says_because_of_whom() -> None:
         *verdicts("D", declines=("no Triton",), by_lab=True),
         *(replace(each, interface=AttentionCall.CONTEXT) for each in verdicts("D")),
     ]
-    assert list(not_judged(found, [coverage], "7 cases were left out", "the smoke level")) == [
-        "7 cases were left out",
+    reasons = list(not_judged(found, [coverage], "7 cases left out", "the smoke level"))
+    assert [each.full for each in reasons] == [
+        "7 cases left out",
         "nothing of trtllm_batch_context_with_kv_cache",
         "the kernel refused 3 cases, and with them 1 of 3 values",
         "the lab cannot judge 1 case here (no Triton)",
         "the smoke level leaves out 1 of 3 values",
         "the smoke level leaves out 3 of 8 pairs of values",
     ]
+    assert answer(found, BOTH, reasons, is_whole=True) == (
+        "Right in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send. Not judged: 7 cases left out; nothing of "
+        "trtllm_batch_context_with_kv_cache; the kernel refused 3 cases; the lab cannot judge 1 case here."
+    )
+    assert reach(found, reasons[:1]) == "compared: 3 results of 1 case; 7 cases left out"
     assert list(not_judged(verdicts("R"), (), "", "the smoke level")) == []
+
+
+def test_the_first_line_says_how_narrow_a_kernel_is_and_stays_short() -> None:
+    taken = [*verdicts("R" * 41 + "D" * 192, *BOTH), *verdicts("DD", "vllm"), *verdicts("R" * 12)]
+    refused = [replace(each, check=f"K{number}") for number in range(2, 18) for each in verdicts("D")]
+    found = [*taken, *refused, *(replace(each, check="M1") for each in verdicts("R"))]
+    reasons = list(not_judged(found, (), "249 cases left out, the time was over", "the quick level"))
+    said = answer(found, BOTH, reasons, is_whole=True)
+    assert "; 16 of 18 checks compared nothing. Not judged: 249 cases left out" in said
+    assert said.startswith(
+        "Right in 41 of 233 cases that SGLang 0.5.23 sends, 41 of 235 cases that vLLM 0.33.0 sends and 13 "
+    )
+    assert len(said) < 250
