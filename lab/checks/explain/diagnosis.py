@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lab.checks.explain.call_features import features_of_case
-from lab.checks.explain.failure_rules import Rule, find_rules
+from lab.checks.explain.failure_rules import FEW, Rule, find_rules, supported
 from lab.checks.explain.feature import Bits, Features, Value, of_any_request
 from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, RETURNED, CaseVerdict, CheckedResult, Outcome
@@ -97,6 +97,8 @@ class Region:
             part = "in most cases" if share > 0.5 else "in some cases"
             return "everywhere" if share == 1 else "nearly everywhere" if share >= NEARLY else part
         extent = "wherever" if share == 1 else "in most cases where" if share > 0.5 else "in some cases where"
+        if self.wrong < FEW:
+            extent = f"in {self.wrong} of {counted(self.results, 'result')} where"
         return f"{extent} {self.words}{', which no engine sends' if self.is_corner else ''}"
 
     @property
@@ -294,7 +296,8 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
     has_senders = any(verdict.sent_by for verdict, _ in units.results)
     found: list[Region] = []
     explained = np.zeros_like(wrong)
-    for rule in find_rules(units.features, units.wrong, units.case_of):
+    for whole_rule in find_rules(units.features, units.wrong, units.case_of):
+        rule = supported(whole_rule, units.features, units.wrong, units.result_of)
         holds = units.with_rule(rule)
         inside, wrong_inside = units.results_with(holds), units.results_with(holds & units.wrong)
         if found and not (wrong_inside & ~explained).any():

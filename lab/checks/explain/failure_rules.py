@@ -18,6 +18,7 @@ from lab.checks.explain.feature import OPERATORS, Bits, Cost, Features, Value
 from lab.checks.explain.features import FEATURES, feature_named
 
 MOST_RULES = 4
+FEW = 4  # wrong results: a rule for fewer has only conditions that they support
 MOST_PAIRS = 150  # pairs of literals, the best ones, to which a third literal is added
 # Factors for the weight of a unit, tried in turn until a rule is found. The first is below 1, because units of one case
 # depend on each other. The last is above 1, so that a rule is found for few wrong units.
@@ -80,6 +81,27 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
     search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
     rules = [sorted(rule, key=search.alone.__getitem__) for rule in search.rules()]
     return [tuple(search.literals[number] for number in rule) for rule in rules] or [()]
+
+
+def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
+    """Return a rule without the conditions that few wrong results cannot support: a condition that excludes as few results, and
+    all conditions but one for each wrong result.
+
+    Args:
+        rule: a rule of `find_rules` for these units. If it has `FEW` wrong results or more, it is returned as it is.
+        units, wrong: as in `find_rules`.
+        result_of: int [len(units)], the number of the result to which each unit belongs.
+    """
+
+    def results(literals: Rule, among: Bits) -> int:
+        return len(np.unique(result_of[np.all([among, *(each.holds(units) for each in literals)], axis=0)]))
+
+    every, num_wrong = np.ones_like(wrong), results(rule, wrong)
+    for literal in reversed(rule) if num_wrong < FEW else ():
+        rest = tuple(each for each in rule if each != literal)
+        if rest and results(rest, every) - results(rule, every) < FEW:
+            rule = rest
+    return rule[:num_wrong] if num_wrong < FEW else rule
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:

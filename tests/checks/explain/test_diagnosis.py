@@ -221,7 +221,7 @@ def test_a_corner_follows_all_that_engines_send_and_is_told_apart() -> None:
 
     def region(name: str, held: str, is_corner: bool) -> Region:
         smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
-        return Region((Literal(name, "is"),), held, 3, 3, 5, 6, smallest, is_corner=is_corner)
+        return Region((Literal(name, "is"),), held, 4, 4, 5, 6, smallest, is_corner=is_corner)
 
     later = [region("mask", "output", False), region("sinks", "output", True), region("no_keys", "output", False)]
     for chosen, says in (
@@ -232,7 +232,7 @@ def test_a_corner_follows_all_that_engines_send_and_is_told_apart() -> None:
         (later[1:2], "the output is wrong wherever sinks are given, which no engine sends."),
         (later[::2], "the output is wrong wherever a draft mask is given or wherever a request has no keys."),
     ):
-        assert _broken([region("has_window", "return", False), *chosen], 0, True).endswith(f"(3 of 3 results); {says}")
+        assert _broken([region("has_window", "return", False), *chosen], 0, True).endswith(f"(4 of 4 results); {says}")
 
 
 def test_the_smallest_case_is_one_that_an_engine_sends() -> None:
@@ -280,17 +280,17 @@ def test_of_several_wrong_cases_the_smallest_with_a_vector_is_shown() -> None:
 def test_a_sentence_names_the_first_region_and_two_more_of_each_kind() -> None:
     def region(name: str, held: str) -> Region:
         smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
-        return Region((Literal(name, "is"),), held, 3, 3, 5, 6, smallest)
+        return Region((Literal(name, "is"),), held, 4, 4, 5, 6, smallest)
 
     assert _broken([region("mask", "bits"), region("sinks", "output")], 0, True) == (
-        "An equal call returns different bits wherever a draft mask is given (3 of 3 results); the output is wrong wherever "
+        "An equal call returns different bits wherever a draft mask is given (4 of 4 results); the output is wrong wherever "
         "sinks are given."
     )
     names = ("mask", "sinks", "has_window", "no_keys")
     regions = [region(name, held) for held in ("output", "bits") for name in names]
     assert _broken(regions, 2, True) == (
-        "The output is wrong wherever a draft mask is given (3 of 3 results); and wherever sinks are given (3 of 3); and "
-        "wherever a window is set (3 of 3); an equal call returns different bits wherever a draft mask is given or wherever "
+        "The output is wrong wherever a draft mask is given (4 of 4 results); and wherever sinks are given (4 of 4); and "
+        "wherever a window is set (4 of 4); an equal call returns different bits wherever a draft mask is given or wherever "
         "sinks are given; 2 other results are wrong too."
     )
 
@@ -312,12 +312,12 @@ def test_where_every_recorded_call_is_wrong_the_plainest_conditions_that_all_sha
             verdict(n, result(4, wrong=True, **shared, bmm1_scale_tensor=n > 1, some_no_keys=True, group=3)),
             case=RecordedCase(AttentionCall.DECODE, "calls", n, "noon"),
         )
-        for n in (1, 2, 3)
+        for n in (1, 2, 3, 4)
     ]
     assert diagnose(verdicts).broken == (
         "No judged call is right, so that a rule cannot be told from the recording. All share: a draft mask is given; "
         "sinks are given; a window is set; no request of the batch has keys; a request has no keys. Among their requests, the "
-        "output is wrong wherever a request has 4 query rows or more (3 of 3 results)."
+        "output is wrong wherever a request has 4 query rows or more (4 of 4 results)."
     )
 
 
@@ -387,3 +387,29 @@ def test_one_condition_that_explains_all_takes_the_place_of_several_rules() -> N
         only=["K1", "K2", "K3", "K4", "K7", "K8", "K9", "K13"],
     )
     assert [region.rule for region in report.diagnosis.regions] == ["partial_page"]
+
+
+def with_mask_and_sinks(*counts: int) -> list[CaseVerdict]:
+    """As many results with a mask and sinks, which are wrong, with sinks alone, with a mask alone, and with neither."""
+    kinds = [(mask, sinks) for mask, sinks in ((True, True), (False, True), (True, False), (False, False))]
+    several = [each for kind, count in zip(kinds, counts, strict=True) for each in [kind] * count]
+    return [
+        verdict(n, replace(result(1, wrong=mask and sinks, mask=mask, sinks=sinks), requests=()))
+        for n, (mask, sinks) in enumerate(several)
+    ]
+
+
+def test_a_region_of_few_results_names_their_number_and_has_only_conditions_that_they_support() -> None:
+    found = diagnose(with_mask_and_sinks(2, 2, 2, 60))
+    assert [len(region.literals) for region in found.regions] == [1]
+    assert found.broken.startswith("The output is wrong in 2 of 4 results where ")
+    (region,) = diagnose(with_mask_and_sinks(2, 30, 30, 60)).regions
+    assert region.sentence.startswith("The output is wrong in 2 of 2 results where ")
+    assert len(region.literals) == 2
+    (region,) = diagnose(with_mask_and_sinks(1, 30, 30, 60)).regions
+    assert len(region.literals) < 2
+
+
+def test_a_region_of_several_results_keeps_its_conditions() -> None:
+    (region,) = diagnose(with_mask_and_sinks(12, 3, 3, 60)).regions
+    assert (len(region.literals), region.where[:9]) == (2, "wherever ")
