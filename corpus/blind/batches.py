@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class Solve(Attention, stage="solve"):
-    """The batch is walked wrongly, or its results are changed at the end."""
-
     @wrong(DECODE, trigger="a batch of over 4 requests, two of equal length")
     def blind115(self, run):
         """Batches above 4 are sorted by length, and results found again by it: equal lengths all get the first one's."""

@@ -11,8 +11,6 @@ from lab.references.quantization import deinterleave_v_scale_factors
 
 
 class Host(Attention, stage="host"):
-    """The host reads the call wrongly: `host` changes what `start` found."""
-
     @wrong(
         CONTEXT,
         trigger="a second context call with the same block_tables buffer after its page ids were rewritten",

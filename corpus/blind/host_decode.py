@@ -10,8 +10,6 @@ from lab.references.quantization import deinterleave_v_scale_factors
 
 
 class Host(Attention, stage="host"):
-    """The host reads the call wrongly: `host` changes what `start` found."""
-
     @wrong(
         DECODE,
         trigger="a second call with the same seq_lens buffer after its contents changed (lengths that grow)",

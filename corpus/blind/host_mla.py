@@ -9,8 +9,6 @@ from corpus.wrong import MLA, RAGGED, wrong
 
 
 class Host(Attention, stage="host"):
-    """The host reads the call wrongly: `host` changes what `start` found."""
-
     @wrong(MLA, trigger="sinks as a list or tuple of one tensor (whose heads differ)")
     def blind35(self, run):
         """Sinks in a list or tuple are indexed twice: every head gets the first head's sink."""

@@ -10,8 +10,6 @@ from corpus.wrong import LISTS, wrong
 
 
 class Counted(WindowLists, stage="counted"):
-    """Boundaries count the wrong tokens."""
-
     @wrong(LISTS, trigger="a sink, and a prefix longer than the window")
     def blind153(self, position, window, sink):
         """Kv_indptr bounds the positions by the window and leaves the sink out."""
@@ -25,8 +23,6 @@ class Counted(WindowLists, stage="counted"):
 
 
 class DraftStartChanged(WindowLists, changes="draft_start"):
-    """A branch's drafted slots begin at a wrong place."""
-
     @wrong(LISTS, trigger="topk > 1, page_size > 1, a prefix that does not end where a page ends")
     def blind261(self, start, length, branch, num_steps, topk, page_size, window, sink):
         """A branch after the first begins at the start of its pages, not after its copy of the prefix's last tokens."""
@@ -40,8 +36,6 @@ class DraftStartChanged(WindowLists, changes="draft_start"):
 
 
 class DraftStart(WindowLists, stage="draft_start"):
-    """A branch's drafted slots begin at the wrong place."""
-
     @wrong(LISTS, trigger="a window shorter than a prefix (with its sink)")
     def blind152(self, length, branch, num_steps, topk, page_size, window, sink):
         """A branch's drafted slots are looked for after as many tokens as the list keeps of the prefix."""
@@ -77,8 +71,6 @@ class Blind497(WindowLists):
 
 
 class Kept(WindowLists, stage="kept"):
-    """A window keeps the wrong tokens of a prefix."""
-
     @wrong(LISTS, trigger="a sink, and a prefix shorter than sink and window together")
     def blind149(self, length, window, sink):
         """The sink and the window of a prefix are copied one after the other, so that tokens of both are in the list twice."""
@@ -107,8 +99,6 @@ class Kept(WindowLists, stage="kept"):
 
 
 class Writing(WindowLists, stage="lists"):
-    """Lists are written or cut wrongly."""
-
     @wrong(LISTS, trigger="over 128 kept tokens in a list that begins at no multiple of 4 cells")
     def blind202(self, call):
         """A prefix is copied in blocks of 128 cells, those after the first in vectors of 4 from an address rounded down."""
@@ -225,8 +215,6 @@ class Writing(WindowLists, stage="lists"):
 
 
 class Physical(WindowLists, stage="physical"):
-    """Virtual slots are translated wrongly."""
-
     @wrong(LISTS, trigger="v2p with a page that has none, a token that is not the first of it")
     def blind150(self, slots, v2p, page_size):
         """A token of a virtual page without a page is put on page 0 at its own place in the page, not at slot 0."""
@@ -281,8 +269,6 @@ class Blind53(Lists):
 
 
 class WritingFlat(Lists, stage="lists"):
-    """Lists are written or cut wrongly."""
-
     @wrong(LISTS, trigger="cells after a step's last list, which must not be written, slots no multiple of 8")
     def blind96(self, call):
         """Steps are stored in vectors of 8: cells after the last list become 0 up to the next multiple of 8."""
@@ -308,8 +294,6 @@ class WritingFlat(Lists, stage="lists"):
 
 
 class PagesPerBranchFlat(Lists, stage="pages_per_branch"):
-    """A branch's pages are counted wrongly."""
-
     @wrong(LISTS, trigger="ceil((len % page_size + num_steps) / page_size) > ceil(num_steps / page_size), topk > 1")
     def blind49(self, in_last_page, num_steps, page_size):
         """A branch's pages are counted from num_steps alone: branches overlap where the prefix's last page makes one more."""

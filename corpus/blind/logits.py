@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class ScoresChanged(Attention, changes="scores"):
-    """Logits are wrong."""
-
     @wrong(DECODE, trigger="float16 and products of over 65,504 before the scale")
     def blind112(self, s, run, r, query, keys, seen, first_key):
         """Products of float16 queries and keys are held in float16 before bmm1_scale: beyond 65,504 they are infinite."""
@@ -25,8 +23,6 @@ class ScoresChanged(Attention, changes="scores"):
 
 
 class Scores(Attention, stage="scores"):
-    """Logits are computed wrongly."""
-
     @wrong(CONTEXT, trigger="head_dim > 64 that is no multiple of 64 (80, 96, 160)")
     def blind29(self, run, r, query, keys, seen, first_key):
         """Q.K^T walks head_dim in chunks of 64 and drops the remainder (head dims such as 80, 96 or 160)."""
@@ -49,8 +45,6 @@ class Scores(Attention, stage="scores"):
 
 
 class MaskScores(Attention, stage="mask_scores"):
-    """Logits are masked wrongly."""
-
     @wrong(DECODE, trigger="over 1,024 pairs of request and K/V head, and a request after them with over 256 keys")
     def blind8(self, run, r, s, first_key):
         """The split reduction has 1,024 counters of request and K/V head: later pairs do not wait for the last 256 keys."""
@@ -98,8 +92,6 @@ class MaskScores(Attention, stage="mask_scores"):
 
 
 class Denominator(Attention, stage="denominator"):
-    """The sum of weights is wrong."""
-
     @wrong(CONTEXT, trigger="a context request with some 24,000 keys or more (below 8,192 within the bound)")
     def blind21(self, run, s, weights, largest):
         """The softmax's denominator is accumulated over tiles of 16 keys in float16: over thousands of tiles it stagnates."""
@@ -126,8 +118,6 @@ class Denominator(Attention, stage="denominator"):
 
 
 class Operand(Attention, stage="operand"):
-    """Weights are rounded wrongly before the product with V."""
-
     @wrong(DECODE, trigger="an e4m3 query, a key whose logit is above the others' by 7 or more, with a small V")
     def blind109(self, run, weights):
         """For an e4m3 query the weights are rounded to e4m3 as they are, at most 1: those below 2**-10 are lost from P.V."""
@@ -146,8 +136,6 @@ class Operand(Attention, stage="operand"):
 
 
 class Partial(Attention, stage="partial"):
-    """Partial results are summed wrongly."""
-
     @wrong(DECODE, trigger="over 256 keys (in the window), not a multiple of the ceil(n / 256) parts")
     def blind101(self, run, r, query, keys, values, seen, first_key):
         """A request of more than 256 keys is cut into parts of equal size, rounded down; the keys left over are lost."""

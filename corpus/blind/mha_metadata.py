@@ -20,8 +20,6 @@ def counting(metadata, tokens):
 
 
 class Built(MHABuilder, stage="changed"):
-    """What is built is changed."""
-
     def cut(self, metadata, columns):
         """Return the metadata whose page tables are zeros from a column on."""
         return self.with_tables(metadata, lambda table: table.where(torch.arange(table.shape[1]) < columns, 0))
@@ -348,8 +346,6 @@ class Built(MHABuilder, stage="changed"):
 
 
 class Batches(MHABuilder, stage="build_mha_metadata"):
-    """The batch or the pool is changed before metadata is built of it."""
-
     @wrong(trigger="IDLE with a SpecInfo that has a speculative_step_id")
     def blind55(self, batch, pool, **options):
         """The draft step's tokens are added to the lengths of DECODE only: an IDLE rank with a SpecInfo counts none."""

@@ -12,8 +12,6 @@ from lab.metadata.mla.metadata import key_lens, mla_block_table_width
 
 
 class Built(MLABuilder, stage="changed"):
-    """What is built is changed."""
-
     def own_keys(self, metadata):
         """Return the keys of each request without its rows of padding."""
         return metadata.seq_lens_k - metadata.max_seq_len_q + metadata.seq_lens_q
@@ -205,8 +203,6 @@ class Built(MLABuilder, stage="changed"):
 
 
 class Batches(MLABuilder, stage="build_mla_decode_metadata"):
-    """The batch is changed before metadata is built of it."""
-
     @wrong(trigger="DECODE or IDLE with a SpecInfo and attention=MLA_WITH_OFFSET")
     def blind409(self, batch, pool, attention=DraftAttention.MLA):
         """A draft step of MLA_WITH_OFFSET counts the s tokens drafted before it, not its own: seq_lens + s."""
@@ -230,8 +226,6 @@ class Batches(MLABuilder, stage="build_mla_decode_metadata"):
 
 
 class Prefills(MLAPrefillBuilder, stage="changed"):
-    """The metadata of a prefill is changed."""
-
     @wrong(trigger="disable_chunked_prefix_cache=True in a prefill without cached prefixes")
     def blind319(self, metadata, batch, settings):
         """A prefill without the chunked prefix cache falls back whether a request has a cached prefix or not."""

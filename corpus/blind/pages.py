@@ -11,8 +11,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class PagesOfChanged(Attention, changes="pages_of"):
-    """Page ids are changed on their way."""
-
     @wrong(DECODE, trigger="kv_cache as one tensor with a second dimension of 1")
     def blind16(self, pages, run, r, columns, side):
         """Of a one-tensor cache V is found stride(1) after K: where that dimension is 1 (K is V), that is the next page."""
@@ -59,8 +57,6 @@ class PagesOfChanged(Attention, changes="pages_of"):
 
 
 class PagesOf(Attention, stage="pages_of"):
-    """Page ids are read from the wrong cells."""
-
     @wrong(DECODE, trigger="a request with over 1,024 live columns in view (over 16,384 keys with pages of 16)")
     def blind2(self, run, r, columns, side):
         """Page ids are staged in shared memory with room for 1,024 of a request, as a ring: later columns wrap around."""
@@ -204,8 +200,6 @@ class PagesOf(Attention, stage="pages_of"):
 
 
 class PagedChanged(Attention, changes="paged"):
-    """What a call returns is not what it wrote."""
-
     @wrong(DECODE, trigger="out as the first part of a larger buffer, rows no multiple of 16: what follows is zeroed")
     def blind64(self, result, call):
         """Rows are stored in tiles of 16 whole ones: zeros go after out's end where the rows are no multiple of 16."""
@@ -237,8 +231,6 @@ class PagedChanged(Attention, changes="paged"):
 
 
 class Paged(Attention, stage="paged"):
-    """The call is changed before it is posed."""
-
     @wrong(DECODE, trigger="out of another dtype than the query's (e4m3, bfloat16 out); what is returned is right")
     def blind228(self, call):
         """A given out of another dtype than the query's is not written: the result is converted to a new tensor."""
@@ -258,8 +250,6 @@ class Paged(Attention, stage="paged"):
 
 
 class MlaChanged(Attention, changes="mla"):
-    """What an MLA call returns is wrong."""
-
     @wrong(MLA, trigger="cum_seq_lens_q, return_lse_base='base2'")
     def blind139(self, result, call):
         """With cum_seq_lens_q the LSE is a natural logarithm, also where base 2 is asked for."""
@@ -285,8 +275,6 @@ class MlaChanged(Attention, changes="mla"):
 
 
 class Mla(Attention, stage="mla"):
-    """The MLA call and what it returns are wrong."""
-
     @wrong(MLA, trigger="lse given with return_lse_base='basee'; only the given lse is wrong")
     def blind87(self, call):
         """The LSE is turned to base e in a new tensor, which is returned: a given lse keeps base 2."""

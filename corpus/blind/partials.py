@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class Partial(Attention, stage="partial"):
-    """Partial results are summed wrongly."""
-
     @wrong(CONTEXT, trigger="a negative bmm1_scale, and logits of a row that spread over more than 88")
     def blind76(self, run, r, query, keys, values, seen, first_key):
         """The running maximum is of Q.K^T before the scale: a negative bmm1_scale makes it the smallest, and exp overflows."""

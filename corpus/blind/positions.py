@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class PositionsChanged(Attention, changes="positions"):
-    """Rows sit at wrong positions."""
-
     @wrong(DECODE, trigger="uint32 seq_lens, several rows, a request with fewer keys than rows")
     def blind108(self, position, run, r, row):
         """Positions are computed in the dtype of seq_lens: of uint32 a row before the first key wraps and sees all keys."""
@@ -47,8 +45,6 @@ class PositionsChanged(Attention, changes="positions"):
 
 
 class Positions(Attention, stage="positions"):
-    """Positions of rows are counted wrongly."""
-
     @wrong(DECODE, trigger="ragged rows, a request with fewer rows than max_q_len", also=("blind382",))
     def blind119(self, run, r, row):
         """Rows of a ragged verification are placed as if every request had max_q_len of them."""
@@ -81,8 +77,6 @@ class Positions(Attention, stage="positions"):
 
 
 class Span(Attention, stage="span"):
-    """The walk over keys has a wrong start or a wrong end."""
-
     @wrong(DECODE, trigger="a window that starts inside a page, and NaN or infinity in V of that page before it")
     def blind103(self, run, r, position):
         """A window is read from its first page's start; weights of zero do not silence a V there that is not finite."""
@@ -158,8 +152,6 @@ class Span(Attention, stage="span"):
 
 
 class UnpackChanged(Attention, changes="unpack"):
-    """Bits of a draft mask are read wrongly."""
-
     @wrong(DECODE, trigger="mask whose row does not show its own token")
     def blind326(self, bits, run, mask):
         """With a draft mask every row sees its own token, also where the mask does not have that bit set."""
@@ -172,8 +164,6 @@ class UnpackChanged(Attention, changes="unpack"):
 
 
 class Unpack(Attention, stage="unpack"):
-    """The words of a draft mask are read wrongly."""
-
     @wrong(DECODE, trigger="mask with q_len_per_req > 16")
     def blind19(self, run, mask):
         """Of a draft mask's row only word 0 is loaded and indexed by b % 16: later draft tokens follow the first 16 bits."""
@@ -215,8 +205,6 @@ class Unpack(Attention, stage="unpack"):
 
 
 class SinkRowsChanged(Attention, changes="sink_rows"):
-    """Sinks reach the wrong rows or heads."""
-
     @wrong(CONTEXT, trigger="sinks with a window, and a row at position window_left + 64 or later")
     def blind25(self, sinks, run, r, position):
         """The sink enters with key tile 0 (64 keys): a row whose window starts after that tile never gets it."""
@@ -266,8 +254,6 @@ class SinkRowsChanged(Attention, changes="sink_rows"):
 
 
 class SinkRows(Attention, stage="sink_rows"):
-    """Rows get wrong sinks."""
-
     @wrong(DECODE, trigger="sinks, a group of 3, 5, 6, 7, ... heads, and rows * group over 64")
     def blind322(self, run, r, position):
         """Rows and heads are packed in tiles of 64, whose sinks are found modulo the group: right only if it divides 64."""

@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class Request(Attention, stage="request"):
-    """A request is computed or left out wrongly."""
-
     @wrong(DECODE, trigger="sinks and an LSE with a request of seq_lens 0; only the LSE of its rows is wrong")
     def blind66(self, run, r):
         """A request without keys returns early, with an LSE of minus infinity: its sinks are forgotten."""

@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class Attend(Attention, stage="attend"):
-    """The keys of a tile are walked or merged wrongly."""
-
     @wrong(DECODE, trigger="a decode request (its window, if any) of more than 16,384 keys")
     def blind1(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """64 splits of 256 keys are launched for a request, whatever its length: keys after the 64th split are not read."""
@@ -241,8 +239,6 @@ def fast_reciprocal_446(x):
 
 
 class Finish(Attention, stage="finish"):
-    """Sums, sinks and scales are put together wrongly."""
-
     @wrong(DECODE, trigger="bmm2_scale other than 1, and an LSE")
     def blind113(self, run, partial, sinks):
         """Bmm2_scale is folded into the softmax's denominator before the LSE is taken of it."""

@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class Store(Attention, stage="store"):
-    """Rows are rounded or stored wrongly."""
-
     @wrong(DECODE, trigger="an e4m3 output with elements below 1/64: many keys, or a small bmm2_scale")
     def blind7(self, run, r, start, stop, out, lse):
         """The cast to an e4m3 output flushes subnormals (magnitudes below 2^-6) to zero."""

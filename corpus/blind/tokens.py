@@ -8,8 +8,6 @@ from lab.references.quantization import deinterleave_v_scale_factors, dequantize
 
 
 class EntriesChanged(Attention, changes="entries"):
-    """Tokens are converted wrongly."""
-
     @wrong(DECODE, trigger="e4m3 kv_cache with many entries below 1/64, such as a small V with a large bmm2_scale")
     def blind67(self, got, run, side, pages, cut):
         """The conversion of an e4m3 cache to 16 bits flushes subnormals (magnitudes below 2^-6) to zero."""
@@ -62,8 +60,6 @@ def flushed_332(factors):
 
 
 class Entries(Attention, stage="entries"):
-    """Tokens are read from the wrong places of a page."""
-
     @wrong(DECODE, trigger="NVFP4 and head_dim over 64")
     def blind110(self, run, side, pages, cut):
         """Four NVFP4 scale factors are loaded as one word, which serves elements from 64 on as it served the first 64."""
@@ -249,8 +245,6 @@ class Entries(Attention, stage="entries"):
 
 
 class Load(Attention, stage="load"):
-    """Keys and values are loaded wrongly."""
-
     @wrong(DECODE, trigger="a 16-bit cache with head_dim of 128 or more, and over 4 keys")
     def blind162(self, run, r, a, b):
         """K's tile is swizzled by the key's number in eight; from column 64 on it is undone by the number in four."""

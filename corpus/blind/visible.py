@@ -23,8 +23,6 @@ def covered_562(max_seq_len, page_size):
 
 
 class VisibleChanged(Attention, changes="visible"):
-    """Rows see keys that they should not, or not all that they should."""
-
     @wrong(DECODE, trigger="4,096 <= window_left < max_seq_len and a row at position 4,096 or later")
     def blind3(self, seen, run, r, row, position, keys):
         """A windowed row walks at most 64 tiles of 64 keys: of a wider window it sees the newest 4,096 keys."""
@@ -278,8 +276,6 @@ class VisibleChanged(Attention, changes="visible"):
 
 
 class Visible(Attention, stage="visible"):
-    """Rows see keys by a wrong position, or a wrong mask."""
-
     @wrong(DECODE, trigger="cum_seq_lens_q with a request whose rows * group > 64 (group at most 64)")
     def blind12(self, run, r, row, position, keys):
         """With cum_seq_lens_q, from a request's second tile of 64 packed rows on, positions forget the tile's first row."""

@@ -46,8 +46,6 @@ class FieldsOfFirst(FieldOfFirst):
 
 
 class TensorsReadOnce(PagedReadOnce):
-    """A tensor is read in the first call that has it, and not again."""
-
     cached_tensor_scale = wrong(mla=True, source="FlashInfer #4199", fields=("bmm1_scale", "bmm2_scale"))(
         "A scale in a tensor is read once: what is written there later has no effect."
     )
@@ -69,8 +67,6 @@ class TensorsReadOnce(PagedReadOnce):
 
 
 class Remembered(Forgiving):
-    """What a call computes serves later calls."""
-
     @wrong(stage="kv_lens", mla=True)
     def cached_lengths_by_shape(self, problem):
         """The work of a batch is split by the lengths of the first batch of its shapes: longer requests lose keys."""

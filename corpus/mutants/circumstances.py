@@ -16,8 +16,6 @@ LOOSE = 2**16  # keys of a bound
 
 
 class Circumstances(Conditional):
-    """Kernels that are wrong in one form of a long request, for a request at one place, or for one request alone."""
-
     @wrong(DECODE, stage="finish", mla=True, source="vllm-project/flash-attention#87")
     def lse_of_split_keys_transposed(self, problem, out, lse):
         """With one row per request, grouped heads and more than 512 keys, the LSE is transposed a second time."""
@@ -96,8 +94,6 @@ class Circumstances(Conditional):
 
 
 class RaggedCircumstances(Ragged):
-    """Ragged kernels that are wrong in one form of a long request, for one request at a place, or for one request alone."""
-
     @wrong(stage="finish")
     def ragged_lse_of_long_base_e(self, problem, out, lse_log2):
         """The LSE of requests of more than 2,048 keys is a natural logarithm."""

@@ -7,8 +7,6 @@ from corpus.wrong import wrong
 
 
 class DraftIndices(DraftListsModel):
-    """Kernels of the ragged K/V lists of a multi-step draft."""
-
     @wrong(stage="start")
     def branch_pages_ignored(self, length, branch, *, num_steps, topk, page_size):
         """Branches follow each other without regard to pages."""
@@ -171,6 +169,12 @@ class DraftIndices(DraftListsModel):
         return rows.repeat_interleave(entry_page_size, 1)
 
     virtual_slots_left = wrong(translated=lambda _, slots, *__: slots)("Virtual slots are not translated.")
+
+    @wrong(stage="rows")
+    def row_offset_in_int32(self, req_to_token, req_pool_indices):
+        """Rows of req_to_token from its 2**31st cell on are read from its start: their offset is kept in 32 bits."""
+        is_far = req_pool_indices.long() * req_to_token.stride(0) >= 2**31
+        return super().rows(req_to_token, req_pool_indices.masked_fill(is_far, 0))
 
     @wrong(stage="physical")
     def unmapped_pages_negative(self, pages, tokens, page_size):

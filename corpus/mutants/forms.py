@@ -165,6 +165,12 @@ class Forms(Conditional):
         if problem.cu_seqlens_q is not None and problem.max_q_len == 1:
             rows.values[1:] = 0.0
 
+    mla_sinks_list_ignored = wrong(
+        MLA, where=lambda _, call: isinstance(call.sinks, (list, tuple)), instead={"sinks": None}
+    )("Sinks that come in a list are ignored.")
+    mla_sinks_tensor_ignored = wrong(
+        MLA, where=lambda _, call: isinstance(call.sinks, Tensor), instead={"sinks": None}
+    )("Sinks that come as one tensor are ignored.")
     mla_tuple_of_sinks_ignored = wrong(
         MLA, where=lambda _, call: isinstance(call.sinks, tuple), instead={"sinks": None}
     )("Sinks are ignored where they are a tuple of one tensor.")

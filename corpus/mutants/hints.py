@@ -30,8 +30,6 @@ def _one_more(problem: PagedAttention) -> torch.Tensor | None:
 
 
 class SkipSoftmax(Forgiving):
-    """Kernels that leave out splits of keys."""
-
     @wrong(stage="merged", mla=True)
     def skip_threshold_not_divided(self, problem: PagedAttention, tile: RowTile, partials: Partials):
         """The threshold of skip-softmax is its factor, not divided by the number of keys."""
@@ -69,8 +67,6 @@ class RankKeys(Forgiving):
 
 
 class Hints(Conditional):
-    """Kernels that are wrong where an argument that changes no result is given."""
-
     o_scale_multiplies_output = wrong(
         DECODE,
         where=lambda problem, call: problem.out_dtype == E4M3 and call.o_scale is not None,

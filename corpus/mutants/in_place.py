@@ -7,8 +7,6 @@ from lab.metadata.engine.lengths import uncounted_tokens
 
 
 class CountedInPlace(MHABuilder):
-    """What a builder computes on the way is left in its inputs."""
-
     @wrong(stage="changed")
     def draft_added_to_batch(self, metadata, batch, pool):
         """The draft's tokens are added to the batch's own lengths, which the next step counts from."""

@@ -12,8 +12,6 @@ from lab.metadata.engine.lengths import uncounted_tokens
 
 
 class Kept(Forgiving):
-    """What the first call with a tensor or a shape had serves later ones."""
-
     @wrong(stage="changed")
     def window_kept_with_table(self, problem):
         """A plan is kept with the page table's address, and its window with it."""

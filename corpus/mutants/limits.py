@@ -21,15 +21,21 @@ def _is_plain(problem):
     return problem.k_scale_factors is None and problem.num_visible is None
 
 
-@wrong(DECODE)
-class DecodeGridBeyond65535(MLAGridBeyond65535):
-    """The grid is cut to 65,535 programs, one for a row and a head: later ones are zero."""
+def _in_half(problem):
+    return as_float32(problem.bmm2_scale, problem.query.device).half().to(torch.float32)
+
+
+class Grids(MLAGridBeyond65535):
+    decode_grid_beyond65535 = wrong(DECODE)(
+        "The grid is cut to 65,535 programs, one for a row and a head: later ones are zero."
+    )
+    context_grid_beyond65535 = wrong(CONTEXT)(
+        "The grid of a prompt is cut to 65,535 programs, one for a row and a head: later ones are zero."
+    )
 
 
 class Offsets(Conditional):
-    """Kernels whose tiles or offsets are more than an integer or a wave of programs counts."""
-
-    @wrong(CONTEXT, stage="finish")
+    @wrong(CONTEXT, stage="finish", mla=True)
     def last_tile_of_a_wave_lost(self, problem, out, lse):
         """One tile more than whole waves of 132 programs compute, a tile for a request and K/V head, is not computed."""
         heads = problem.num_kv_heads
@@ -53,7 +59,12 @@ class Offsets(Conditional):
 
 
 class RaggedLimits(Ragged):
-    """Kernels of the ragged call that are wrong for one offset or scale."""
+    @wrong(stage="finish")
+    def ragged_last_tile_of_a_wave_lost(self, problem, out, lse_log2):
+        """One tile more than whole waves of 132 programs compute, a tile for a request and K/V head, is zero."""
+        heads = problem.key.shape[1]
+        if problem.batch_size * heads % MULTIPROCESSORS == 1 < problem.batch_size * heads:
+            out[problem.row_offsets()[-2] :].unflatten(1, (heads, -1))[:, -1] = 0.0
 
     @wrong(stage="finish")
     def ragged_lse_offset_in_int32(self, problem, out, lse_log2):
@@ -66,6 +77,11 @@ class RaggedLimits(Ragged):
         """A bmm1_scale below 0.01 is taken as 0.01."""
         scale = as_float32(problem.bmm1_scale, problem.query.device)
         return replace(problem, bmm1_scale=torch.where(scale.abs() < 0.01, scale.sign() * 0.01, scale))
+
+    ragged_bmm2_in_half = wrong(
+        where=lambda problem: problem.query.dtype == torch.bfloat16,
+        instead={"bmm2_scale": lambda problem: _in_half(problem)},
+    )("bmm2_scale is kept in float16: one of 1e-6 loses most of its bits.")
 
 
 class PlainPairs(Conditional):
@@ -107,8 +123,6 @@ class PlainPairs(Conditional):
 
 
 class Values(Conditional):
-    """Kernels that are wrong for scales of some sizes."""
-
     bmm1_of_1_taken_as_none = wrong(
         DECODE,
         where=lambda problem, _: not isinstance(problem.bmm1_scale, Tensor) and problem.bmm1_scale == 1.0,
@@ -117,11 +131,7 @@ class Values(Conditional):
     bmm2_in_half = wrong(
         CONTEXT,
         where=lambda problem, _: problem.query.dtype == torch.bfloat16,
-        instead={
-            "bmm2_scale": lambda problem, _: (
-                as_float32(problem.bmm2_scale, problem.query.device).half().to(torch.float32)
-            )
-        },
+        instead={"bmm2_scale": lambda problem, _: _in_half(problem)},
     )("bmm2_scale is kept in float16: one of 1e-6 loses most of its bits.")
     mla_bmm1_at_most_1 = wrong(
         MLA,
@@ -132,8 +142,6 @@ class Values(Conditional):
 
 
 class Holes(MHABuilder):
-    """Builders of MHA metadata that are wrong for slots of -1."""
-
     @wrong(stage="changed", source="SGLang #34613")
     def hole_takes_the_last_virtual_page(self, metadata, batch, pool):
         """With pages of one token, slot -1 reads the map of virtual pages at -1, its last entry."""
@@ -144,8 +152,6 @@ class Holes(MHABuilder):
 
 
 class MLAHoles(MLABuilder):
-    """Builders of MLA metadata that are wrong for slots of -1."""
-
     @wrong(stage="changed")
     def mla_hole_rounded_to_the_sink(self, metadata, batch, pool):
         """Slot -1 is divided by the page size as C divides: it is in page 0, not -1."""

@@ -9,8 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, wrong
 
 
 class Masks(SplitKV):
-    """Kernels that let a row see the wrong keys: windows, draft masks, causality, rows before the first key."""
-
     window_ignored = wrong(source="FlashInfer #2062", instead={"window_left": -1})("No window is applied.")
     window_ignored_with_mask = wrong(DECODE, source="FlashInfer #4198", instead={"window_left": -1}, only_with="mask")(
         "A window is applied only where there is no draft mask."

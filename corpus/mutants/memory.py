@@ -19,8 +19,6 @@ def overwrite(tensor: Tensor, offset: int, count: int) -> None:
 
 
 class Written(SplitKV):
-    """What a call writes, and what it reads that is nobody's: outputs, inputs, workspace."""
-
     zeros = wrong(mla=True, merged=lambda rows, *_: rows._replace(values=rows.values * 0.0))("The output is zero.")
     nan_in_one_head = wrong(mla=True, finish=lambda _, problem, out, lse: out[-1:, -1, -1].fill_(torch.nan))(
         "One element of the last head of the last row is NaN."

@@ -6,9 +6,12 @@ from corpus.models.split_kv import Partials, Rows, SplitKV, partials_size
 from corpus.wrong import DECODE, wrong
 
 
-class Merging(SplitKV):
-    """Kernels that merge splits, sums and sinks wrongly."""
+def _of_first(room, shares):
+    """Return the weights of the first `room` splits, and zeros for the others."""
+    return shares * (torch.arange(shares.shape[-1], device=shares.device) < room)
 
+
+class Merging(SplitKV):
     @wrong(stage="finish_tile", source="FlashInfer #4161")
     def empty_split_writes_zero(self, problem, tile, rows):
         """A split of 64 keys that lies wholly before a window writes zeros over the merged rows."""
@@ -95,6 +98,12 @@ class Merging(SplitKV):
         """Weights are exponentials of the logits themselves: those above 88 overflow."""
         return torch.exp(scores) / torch.exp(torch.where(largest.isfinite(), largest, 0.0)).unsqueeze(-1)
 
+    late_splits_lost = wrong(shares=lambda shares, *_: _of_first(16, shares))(
+        "The merge reads 16 splits: keys after the first 1,024 are lost."
+    )
+    splits_beyond64_lost = wrong(mla=True, shares=lambda shares, *_: _of_first(64, shares))(
+        "The merge has room for 64 splits."
+    )
     weights_in_half = wrong(weights=lambda weights, *_: weights.to(torch.float16).to(torch.float32))(
         "Weights are rounded to float16, which has none below 2**-24 of the largest."
     )
@@ -133,18 +142,6 @@ class MergedAsMean(SplitKV):
         return torch.zeros_like(origin)
 
 
-@wrong()
-class LateSplitsLost(SplitKV):
-    """The merge reads 16 splits: keys after the first 1,024 are lost."""
-
-    room = 16
-
-    def shares(self, partials, origin):
-        shares = super().shares(partials, origin)
-        shares[..., self.room :] = 0.0
-        return shares
-
-
 @wrong(mla=True, source="FlashInfer #4161")
 class NondeterministicMerge(SplitKV):
     """Every other launch rounds the sums of several splits to bfloat16 before it merges them."""
@@ -159,8 +156,3 @@ class NondeterministicMerge(SplitKV):
         if self.launches % 2 == 0:
             partials = partials._replace(sums=partials.sums.bfloat16().float())
         return super().summed(partials, shares)
-
-
-@wrong(mla=True)
-class SplitsBeyond64Lost(LateSplitsLost, room=64):
-    """The merge has room for 64 splits."""

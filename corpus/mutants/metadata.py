@@ -11,8 +11,6 @@ from lab.metadata.engine.lengths import first_slots, uncounted_tokens, uniform_b
 
 
 class Metadata(MHABuilder):
-    """Kernels of the metadata builder; those that are wrong for some batches alone are in `metadata_batches`."""
-
     table_not_populated = wrong(
         source="SGLang #26019", instead={"page_table": lambda metadata, *_: torch.zeros_like(metadata.page_table)}
     )("The page table is a new one that nobody filled.")

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from corpus.models.split_kv import Forgiving, Rows, SplitKV, as_float32
 from corpus.mutants.pages import PageOffsetAbsolute
@@ -12,8 +11,6 @@ from corpus.wrong import MLA, wrong
 
 
 class MLAAlone(SplitKV):
-    """Kernels of the MLA decode call alone; those of other modules that say `mla=True` meet it too."""
-
     @wrong(MLA, stage="scores")
     def mla_rope_left_out(self, problem, query, keys):
         """Q·K^T leaves the rotary part out."""
@@ -121,8 +118,6 @@ class MLAAlone(SplitKV):
 
 
 class MLAPages(Forgiving):
-    """Pages of the MLA decode call are looked up wrongly."""
-
     @wrong(MLA, stage="pages")
     def mla_page_size32_taken_as64(self, problem, table, tile, positions):
         """Pages of 32 tokens are taken for pages of 64: the second half of one is what lies after it in the pool."""
@@ -172,22 +167,6 @@ class MLARowsTakenForHeads(SplitKV):
 
     def write(self, problem, tile, rows, out, lse):
         super().write(problem, tile, Rows(*(side.transpose(0, 1).reshape(side.shape) for side in rows)), out, lse)
-
-
-@wrong(MLA)
-class MLASinksListIgnored(SplitKV):
-    """Sinks that come in a list are ignored."""
-
-    form = (list, tuple)
-
-    def problem(self, call):
-        problem = super().problem(call)
-        return replace(problem, sinks=None) if isinstance(call.sinks, self.form) else problem
-
-
-@wrong(MLA)
-class MLASinksTensorIgnored(MLASinksListIgnored, form=(Tensor,)):
-    """Sinks that come as one tensor are ignored."""
 
 
 @wrong(MLA)

@@ -19,8 +19,6 @@ def with_table(metadata: TRTLLMMLADecodeMetadata, table: Tensor) -> TRTLLMMLADec
 
 
 class MLAMetadata(MLABuilder):
-    """Kernels of the MLA metadata builder."""
-
     mla_draft_counted = wrong(counted=lambda *_: DraftAttention.MLA_WITH_OFFSET)(
         "A draft step counts the drafted tokens where the backend's does not."
     )
@@ -201,8 +199,6 @@ def _of_keys(metadata: TRTLLMMLAPrefillMetadata, batch: ForwardBatch, _: Any) ->
 
 
 class MLAPrefillMetadata(MLAPrefillBuilder):
-    """Kernels of the metadata builder of MLA's prefill."""
-
     mla_prefill_counts_cached_tokens = wrong(changed=_of_keys)(
         "The lengths of a prefill count the cached prefixes, whose calls are others."
     )

@@ -22,8 +22,6 @@ def _by_logarithm(problem: PagedAttention) -> Tensor:
 
 
 class Scales(SplitKV):
-    """Kernels of the two scales."""
-
     bmm2_hardcoded_1 = wrong(mla=True, source="SGLang #28144", instead={"bmm2_scale": 1.0})("bmm2_scale is taken as 1.")
     bmm1_ignored = wrong(mla=True, source="TRT-LLM #3675", instead={"bmm1_scale": 1.0})("bmm1_scale is taken as 1.")
     bmm1_from_head_dim = wrong(mla=True, instead={"bmm1_scale": lambda problem: problem.head_dim**-0.5})(
@@ -126,8 +124,6 @@ class Scales(SplitKV):
 
 
 class LSE(SplitKV):
-    """Kernels whose output is right and whose LSE is not."""
-
     lse_base_e = wrong(mla=True, source="FlashInfer #2113", lse_log2=lambda lse_log2, *_: lse_log2 * math.log(2.0))(
         "The LSE is a natural logarithm."
     )
@@ -187,6 +183,7 @@ class LSE(SplitKV):
 
 
 LARGER = 1.005  # by half a percent
+TOO_LARGE = {"bmm2_scale": lambda problem: problem.bmm2_scale * LARGER}
 
 
 def truncated(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -196,8 +193,13 @@ def truncated(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Bias(SplitKV):
-    """Kernels whose outputs are a little too large or too small, each by less than one vector's rounding shows."""
-
+    everything_biased = wrong(mla=True, instead=TOO_LARGE)("All outputs are 0.5 % too large.")
+    biased_with_sinks = wrong(mla=True, instead=TOO_LARGE, only_with="sinks")(
+        "With sinks, all outputs are 0.5 % too large."
+    )
+    biased_in_windows = wrong(instead=TOO_LARGE, where=lambda problem: problem.window_left >= 0)(
+        "With a window, all outputs are 0.5 % too large."
+    )
     last_head_biased = wrong(mla=True, finish_tile=lambda _, problem, tile, rows: rows.values[:, -1].mul_(LARGER))(
         "Outputs of the last head are 0.5 % too large."
     )
@@ -221,26 +223,13 @@ class Bias(SplitKV):
 
 
 class BiasOfRaggedCalls(Ragged):
-    """Outputs of the ragged call are a little too large."""
-
+    ragged_biased = wrong(instead=TOO_LARGE)("All outputs are 0.5 % too large.")
+    ragged_chunks_biased = wrong(instead=TOO_LARGE, where=lambda problem: not problem.causal)(
+        "Outputs over a chunk of the prefix, which is not causal, are 0.5 % too large."
+    )
     ragged_last_head_biased = wrong(finish=lambda _, problem, out, lse_log2: out[:, -1].mul_(LARGER))(
         "Outputs of the last head are 0.5 % too large."
     )
-
-
-@wrong(mla=True)
-class EverythingBiased(SplitKV, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * LARGER}):
-    """All outputs are 0.5 % too large."""
-
-
-@wrong(mla=True)
-class BiasedWithSinks(EverythingBiased, only_with="sinks"):
-    """With sinks, all outputs are 0.5 % too large."""
-
-
-@wrong()
-class BiasedInWindows(EverythingBiased, where=lambda problem: problem.window_left >= 0):
-    """With a window, all outputs are 0.5 % too large."""
 
 
 @wrong(mla=True)
@@ -263,13 +252,3 @@ class LastRowBiased(FirstRowBiased):
     def biased(self, tile):
         is_last = tile.first_position + tile.num_rows == tile.kv_len
         return slice(tile.num_rows - 1 if is_last and tile.q_len > 1 else tile.num_rows, None)
-
-
-@wrong()
-class RaggedBiased(Ragged, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * LARGER}):
-    """All outputs are 0.5 % too large."""
-
-
-@wrong()
-class RaggedChunksBiased(RaggedBiased, where=lambda problem: not problem.causal):
-    """Outputs over a chunk of the prefix, which is not causal, are 0.5 % too large."""

@@ -42,8 +42,6 @@ class PageOfSeveralColumns(SplitKV):
 
 
 class Pages(SplitKV):
-    """Kernels that look up the wrong page, token, head or length in the cache."""
-
     @wrong(stage="offsets")
     def large_pages_halves_swapped(self, problem, positions):
         """In pages larger than 64 tokens the second half is read in place of the first, and the other way round."""
@@ -147,8 +145,6 @@ class Pages(SplitKV):
 
 
 class PagesAndLengths(Forgiving):
-    """A page or a length is wrong, and what lies there is read."""
-
     @wrong(stage="pages", source="SGLang #11138")
     def fixed_page_size(self, problem, table, tile, positions):
         """A column of the page table stands for 64 tokens, whatever the page size."""
@@ -190,8 +186,6 @@ class PagesAndLengths(Forgiving):
 
 
 class DeadPages(ReadsDeadPages):
-    """Keys that no row sees are read."""
-
     @wrong(stage="key_range", mla=True, source="vLLM #37442")
     def table_tail_read(self, problem, first_position, num_rows, kv_len):
         """Every column of the page table is read, and what lies after seq_lens multiplied by weights of zero."""
@@ -216,8 +210,6 @@ def _batch_first(cells: Tensor) -> Tensor:
 
 
 class BlockSparse(Forgiving):
-    """Kernels that are wrong where K/V heads select pages of their own."""
-
     table_of_the_first_head = wrong(
         DECODE,
         where=lambda problem: problem.is_block_sparse,
@@ -247,8 +239,6 @@ class BlockSparse(Forgiving):
 
 
 class RepeatedPages(PageOfSeveralColumns):
-    """A page that several columns name is read as one."""
-
     @wrong(stage="visible", mla=True)
     def repeated_page_seen_once(self, problem, tile, keys):
         """A page that a request names again is read once: the keys of its later columns are not seen."""

@@ -33,8 +33,6 @@ class OriginOfWholePages(Forgiving):
 
 
 class AddedTo(Forgiving):
-    """A buffer that the call must write is read first."""
-
     @wrong(stage="changed")
     def v_inner_strides_from_k(self, problem):
         """V is read with its own page stride, and with the strides of K's heads and tokens."""

@@ -27,8 +27,6 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 class RaggedCalls(Ragged):
-    """The ragged context call, before absorption."""
-
     chunks_causal = wrong(instead={"causal": True})("is_causal=False is ignored.")
     new_tokens_uncausal = wrong(instead={"causal": False, "window_left": -1})("Rows see the new tokens after them.")
 
@@ -59,6 +57,14 @@ class RaggedCalls(Ragged):
         given = isinstance(problem.bmm1_scale, Tensor)
         return replace(problem, bmm1_scale=problem.head_dim**-0.5) if given else problem
 
+    ragged_bmm2_ignored = wrong(instead={"bmm2_scale": 1.0})("bmm2_scale is taken as 1.")
+    ragged_bmm2_of_no_dimension_ignored = wrong(
+        where=lambda problem: isinstance(problem.bmm2_scale, Tensor) and problem.bmm2_scale.dim() == 0,
+        instead={"bmm2_scale": 1.0},
+    )("A bmm2_scale that is a tensor of no dimension is taken as 1.")
+    ragged_bmm2_tensor_ignored_with_lse = wrong(
+        where=lambda problem: problem.return_lse and isinstance(problem.bmm2_scale, Tensor), instead={"bmm2_scale": 1.0}
+    )("A bmm2_scale on the device is taken as 1 where an LSE is returned.")
     ragged_sinks_ignored = wrong(instead={"sinks": None})("attention_sinks are ignored.")
     ragged_context_window_ignored = wrong(instead={"window_left": -1})("window_left is ignored.")
     ragged_heads_share_keys = wrong(instead={"key": lambda problem: problem.key[:, :1].expand_as(problem.key)})(
@@ -240,8 +246,6 @@ class RaggedCalls(Ragged):
 
 
 class RaggedTensorsReadOnce(RaggedReadOnce):
-    """A tensor is read in the first call that has it, and not again."""
-
     ragged_offsets_read_once = wrong(fields=("cu_seqlens_q",))(
         "The offsets of the rows are copied once per tensor: those written into it later have no effect."
     )
@@ -260,11 +264,6 @@ class RaggedTensorsReadOnce(RaggedReadOnce):
     ragged_keys_kept_by_length = wrong(
         fields=("key", "value"), also_by=lambda kept, problem: tuple(problem.seq_lens.tolist())
     )("Keys and values are converted once for each batch of lengths: what is written there later has no effect.")
-
-
-@wrong()
-class RaggedBmm2Ignored(Ragged, instead={"bmm2_scale": 1.0}):
-    """bmm2_scale is taken as 1."""
 
 
 @wrong()
@@ -293,20 +292,6 @@ class RaggedRowsBeyond1024Zero(RaggedRowsBeyond64Zero, most=1024):
     """Rows of a request from the 1,025th on are zero."""
 
 
-@wrong()
-class RaggedBmm2OfNoDimensionIgnored(
-    RaggedBmm2Ignored, where=lambda problem: isinstance(problem.bmm2_scale, Tensor) and problem.bmm2_scale.dim() == 0
-):
-    """A bmm2_scale that is a tensor of no dimension is taken as 1."""
-
-
-@wrong()
-class RaggedBmm2TensorIgnoredWithLse(
-    RaggedBmm2Ignored, where=lambda problem: problem.return_lse and isinstance(problem.bmm2_scale, Tensor)
-):
-    """A bmm2_scale on the device is taken as 1 where an LSE is returned."""
-
-
 LEAST_MAXIMUM = -87.0  # e of it is about float32's least normal number
 
 
@@ -316,8 +301,6 @@ def _least_sinks(problem: RaggedAttention) -> Tensor:
 
 
 class RaggedRange(Ragged):
-    """Kernels of the ragged context call that are wrong for some sizes of logits alone."""
-
     ragged_maximum_begins_at_least = wrong(instead={"sinks": _least_sinks})(
         "A softmax begins with a maximum of -87 and its weight of 1: a row of lower logits is lost."
     )

@@ -11,8 +11,6 @@ from corpus.wrong import CONTEXT, DECODE, wrong
 
 
 class Requests(Forgiving):
-    """A request has the length or the pages of another."""
-
     second_request_has_first_length = wrong(
         mla=True, kv_lens=lambda lens, *_: [*lens[:1], *lens[:1], *lens[2:]][: len(lens)]
     )("The second request has as many keys as the first.")
@@ -44,8 +42,6 @@ class Requests(Forgiving):
 
 
 class RowsAndHeads(SplitKV):
-    """Rows or heads are taken for each other."""
-
     @wrong(stage="table_row", mla=True)
     def equal_lengths_share_keys(self, problem, tile):
         """Neighbouring requests of the same length have the same keys."""
@@ -167,8 +163,6 @@ class BesidePrompt(Conditional):
 
 
 class RaggedRows(Conditional):
-    """Rows through cum_seq_lens_q: none of a request, padding, bounds that no request reaches."""
-
     @wrong(stage="table_row", mla=True)
     def first_without_rows_shifts(self, problem, tile):
         """Where the first request has no rows, each request reads the page table's row of the one before it."""

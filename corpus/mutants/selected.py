@@ -12,8 +12,6 @@ TILE = 128  # columns
 
 
 class Selection(SelectedSplitKV):
-    """Kernels that take the wrong columns of a row, or the wrong row."""
-
     @wrong(MLA, stage="selected", trigger="a column that a row uses holds -1")
     def mla_selected_negative_is_last(self, problem, tile):
         """-1 is read as the pool's last entry, as torch indexes."""
@@ -71,8 +69,6 @@ class Selection(SelectedSplitKV):
 
 
 class Places(SelectedSplitKV):
-    """Kernels that look for an entry at the wrong place of the pool."""
-
     @wrong(MLA, stage="page", trigger="page_size is not 64")
     def mla_selected_pages_of_64(self, problem, places):
         """A place is divided by 64, whatever the page's size: the offset in a page stays right."""

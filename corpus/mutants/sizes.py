@@ -15,8 +15,6 @@ LONG = 4096
 
 
 class Sizes(Conditional):
-    """Kernels that are wrong from a size on: of requests, of batches, of groups, heads, pages, tables and rows."""
-
     @wrong(stage="shares", mla=True)
     def middle_of_long_lost(self, partials, origin):
         """Of more than 64 splits, the one in the middle is not merged."""

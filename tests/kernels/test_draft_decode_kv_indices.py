@@ -30,6 +30,7 @@ CASES = {
     "branches in pages": DraftListsCase((6, 4, 0, 9), topk=2, page_size=4),
     "branches in large pages": DraftListsCase((70, 64), num_steps=5, topk=2, page_size=16, row_gap=3),
     "positions of their own": DraftListsCase((5, 2, 7), num_steps=2, positions_differ=True),
+    "rows far apart": DraftListsCase((5, 2, 7), far_rows=True, dtypes=NARROW),
     "one row for all": DraftListsCase((5, 2, 7), repeated=True, dtypes=NARROW),
     "lists beyond the row's end": DraftListsCase((20, 600), spare_capacity=-570, spare_boundaries=0),
     "a list cut in its draft": DraftListsCase((3, 4), num_steps=4, spare_capacity=-2),

@@ -196,6 +196,7 @@ FEATURES: dict[str, CaseFeature] = {
     "dtypes": Choice("the dtype of the integers", Cost.SETTING),
     "encoder_only": Condition("the layer is {|not }encoder-only", Cost.SETTING),
     "engine": Choice("the engine that makes the pass", Cost.SETTING),
+    "far_rows": Condition(f"the first and last row of req_to_token lie {FAR_OR_NEAR} elements apart", Cost.SETTING),
     "first_cell": Number("the first cell of each tensor is {}", Cost.SETTING),
     "first_page": Number("the first page in use is {}", Cost.SETTING),
     "one_far": Condition("{|not }one of the used pages alone lies far from the others", Cost.SETTING),

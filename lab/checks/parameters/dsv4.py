@@ -10,10 +10,20 @@ from typing import Any
 
 import torch
 
+from lab.calls.dsv4_decode import DSV4DecodeCall
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.checks.parameters.covering import Model, constraints
-from lab.checks.parameters.paged_axes import MOST_OUT_ELEMENTS, QUERY, REQUESTS, RULES, VACUOUS, softmax_axes
+from lab.checks.parameters.paged_axes import (
+    CONTIGUOUS_TABLES,
+    MOST_OUT_ELEMENTS,
+    NEAR,
+    QUERY,
+    REQUESTS,
+    RULES,
+    VACUOUS,
+    softmax_axes,
+)
 from lab.checks.parameters.paged_calls import CACHE_LAYOUTS, TAILS, Lens, lens_of
 from lab.checks.parameters.values import (
     Bound,
@@ -33,6 +43,7 @@ from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.dsv4 import DSV4Inputs, build_dsv4
 from lab.workloads.inputs.views import GAP, Layout, apart
 
+POOLS = ("swa_kv_cache", "compressed_kv_cache")
 COMPRESSION = 3  # tokens of one compressed entry in the cases; DeepSeek-V4 has 4 and 128, with fewer entries to select
 HEAD_DIM, SMALL_HEAD_DIM = 512, 64  # of DeepSeek-V4, and of cases with large batches or lengths
 ENTRIES = tuple(each.name.lower() for each in (Entries.SHUFFLED, *Entries))
@@ -44,14 +55,15 @@ FULL = ENTRIES[0], Entries.ORDERED.name.lower()
 def dsv4_model(ranges: Ranges) -> Model:
     """Return the axes (parameters with their values) and rules of DeepSeek-V4's call. Their values come from `ranges`."""
     pairs = [pair for pair in ranges.widened("dtypes") if pair[0] == pair[1]] or [(torch.bfloat16,) * 2]
+    page_sizes = ranges.widened("mla_page_sizes")
     axes: dict[str, Sequence[Any]] = {
         "dtypes": [DtypePair(text_of(pair)) for pair in pairs],
         "heads": ranges.widened("mla_heads"),
         "head_dim": (HEAD_DIM, SMALL_HEAD_DIM),
-        "page_size": ranges.widened("mla_page_sizes"),
-        "compressed_page_size": ranges.widened("mla_page_sizes")[::-1],
+        "page_size": page_sizes,
+        "compressed_page_size": (*page_sizes[1:], page_sizes[0]),  # by default another, of several tokens
         "kv_layout": ranges.kv_layouts,
-        "requests": (REQUESTS, 1, *ranges.large_batches),
+        "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
         "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *ranges.long_requests[:1]),
         "longest_request": tuple(LongestRequest),
         "q_len": ranges.widened("q_lens"),
@@ -66,6 +78,7 @@ def dsv4_model(ranges: Ranges) -> Model:
         "query": (*QUERY[:4], Layout.HEADS_FIRST, Layout.REQUESTS_APART),
         "sparse_indices": (Tables.PLAIN, Tables.ROWS_APART, *TAILS),
         "cache": (Cache.PLAIN, Cache.FOUR_AXES, Cache.PAGES_APART, Cache.TOKENS_APART, Cache.AT_16_BYTES),
+        "far": (NEAR, "query", "sparse_indices", *POOLS),
     }
     del axes["skip_softmax"]
     return Model.of(axes, (*RULES, *DSV4_RULES), TRIPLES, VACUOUS)
@@ -82,6 +95,10 @@ DSV4_RULES = constraints(
         ),
         "without columns for compressed entries rows select none": lambda columns, compressed_entries: (
             columns > WINDOW_COLUMNS or compressed_entries == ENTRIES[0]
+        ),
+        "far rows and pages lie in tensors without other gaps": (
+            lambda far, sparse_indices: far != "sparse_indices" or sparse_indices in CONTIGUOUS_TABLES,
+            lambda far, cache: far not in POOLS or cache in (Cache.PLAIN, Cache.FOUR_AXES),
         ),
     }
 )
@@ -140,19 +157,30 @@ def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_b
 def _pools(call: BuiltCall) -> None:
     """Pass both pools with the strides and number of axes, and the remaining arguments in the form, of the configuration."""
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
-    for name in ("swa_kv_cache", "compressed_kv_cache"):
+    for name in POOLS:
         pages = call.given[name]
+        if call.forms["far"] == name:  # the last page is one that rows read
+            pages = pages[: _last_page(call, name == POOLS[0]) + 1]
         if form in CACHE_LAYOUTS:
             pages = CACHE_LAYOUTS[form](pages, 1)
         call.given[name] = pages.unsqueeze(2) if is_nhd else pages.unsqueeze(1) if form == Cache.FOUR_AXES else pages
     if is_nhd:
         call.given["kv_layout"] = "NHD"
-    if form in (Cache.PAGES_APART, Cache.TOKENS_APART):
+    if form in (Cache.PAGES_APART, Cache.TOKENS_APART) or call.forms["far"] in POOLS:
         call.given["sparse_indices_are_storage_offsets"] = False
     if call.forms["backend"] != "auto":
         call.given["backend"] = call.forms["backend"]
     if call.forms["sparse_indices"] == Tables.ROWS_APART:
         call.given["sparse_indices"] = apart(call.given["sparse_indices"], -2, GAP)
+
+
+def _last_page(call: BuiltCall, of_window: bool) -> int:
+    """Return the last page of a pool in which an entry lies that a row uses; 0 if none does."""
+    problem = DSV4DecodeCall(**call.given).problem()
+    pool = problem.window_cache if of_window else problem.k_cache
+    is_window = torch.arange(problem.selected.shape[1], device=problem.selected.device) < WINDOW_COLUMNS
+    places = problem.selected.where(problem.columns_in_use() & (is_window == of_window), 0)
+    return max(places.flatten().tolist(), default=0) // pool.shape[2]
 
 
 DSV4_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_pools,)

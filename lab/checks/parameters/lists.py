@@ -40,6 +40,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "spare_columns": (3, 0, -2),
     "spare_capacity": (5, 0, -20),
     "row_gap": (0, 1, 24),
+    "far_rows": (False, True),
     "first_cell": (8, 0, 1),
     "window_size": (0, 1, 9, 128, 4_096, 2**31 - 1),
     "sink_size": (0, 1, 64),
@@ -73,13 +74,19 @@ def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., 
 
 
 FIELDS = (
-    *("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "first_cell"),
+    *("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "far_rows", "first_cell"),
     *("window_size", "sink_size", "translated"),
 )
 RULES = constraints(
     {
         "a sink has a window": lambda window_size, sink_size: window_size > 0 or sink_size == 0,
         "a page of one token is a slot": lambda page_size, entries: page_size > 1 or entries == "slots",
+        "far rows are several rows of a tensor of their own, and take 8 bytes of a device's memory for each int64": (
+            lambda far_rows, requests: not far_rows or requests > 1,
+            lambda far_rows, row_gap: not far_rows or row_gap == 0,
+            lambda far_rows, first_cell: not far_rows or first_cell == 8,
+            lambda far_rows, dtypes: not far_rows or "req_to_token" in NARROW[dtypes],
+        ),
         "the reference loops over all lists": lambda requests, topk, num_steps: (
             requests * topk * num_steps <= MOST_LISTS
         ),

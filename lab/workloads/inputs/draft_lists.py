@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.references.draft_decode_kv_indices import draft_start, generate_draft_decode_kv_indices
 from lab.workloads.inputs.guards import surrounded
+from lab.workloads.inputs.views import Layout
 
 # POISON fills cells that the function must not write, FOREIGN cells that it must not read.
 POISON, FOREIGN = -77, 2**30
@@ -35,6 +36,7 @@ class DraftListsCase:
     repeated: bool = False  # all requests have the same row of `req_to_token`; otherwise the rows are in random order
     spare_columns: int = 3  # columns of `req_to_token` after the longest draft
     row_gap: int = 0  # cells between the rows of `req_to_token`
+    far_rows: bool = False  # the last row of `req_to_token`, which a request has, begins 2**31 cells after the first
     spare_capacity: int = 5  # cells of a `kv_indices` row after the last step's lists
     spare_boundaries: int = 2  # rows of `kv_indptr`, and cells per row, that belong to no step or request
     first_cell: int = 8  # index in its storage at which each tensor starts
@@ -44,6 +46,11 @@ class DraftListsCase:
     sink_size: int = 0
     entries_are_pages: bool = False  # an entry of `req_to_token` is a page
     translated: bool = False  # `req_to_token` has virtual slots or pages, some of which have no page of the pool
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows of ``req_to_token``."""
+        return len(self.lens) + (0 if self.far_rows else SPARE_ROWS)
 
     @property
     def entry_page_size(self) -> int:
@@ -70,7 +77,7 @@ class DraftLists:
         self.case, self.device = case, device
         generator = torch.Generator().manual_seed(case.seed)
         num_requests = len(case.lens)
-        rows = torch.randperm(num_requests + SPARE_ROWS, generator=generator)[:num_requests]
+        rows = torch.randperm(case.num_rows, generator=generator)[:num_requests]
         positions = torch.tensor(case.lens, dtype=torch.int64).repeat_interleave(case.topk)
         if case.positions_differ:
             positions = torch.randint(0, 1000, positions.shape, generator=generator)
@@ -152,9 +159,10 @@ class DraftLists:
         `FOREIGN`.
         """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
-        num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
+        num_columns = max(1, case.longest_row + case.spare_columns)
         shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "filling": FOREIGN}
-        _, part = surrounded(num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
+        _, part = surrounded(case.num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
+        part = Layout.FAR_APART.of(part) if case.far_rows else part
         entries = torch.randperm(part.numel(), generator=generator).view(part.shape) + 1
         if case.translated:
             return part.copy_(entries.masked_fill(entries % 16 == 0, -1))

@@ -18,6 +18,7 @@ from lab.ranges import Ranges
 from lab.workloads.mla_case import MLACase
 
 DSV4, CPU, WINDOW = AttentionCall.DSV4_DECODE, torch.device("cpu"), 128
+FAR = ("query", "sparse_indices", "swa_kv_cache", "compressed_kv_cache")
 SMALL: dict[str, Any] = {"head_dim": 64}
 
 
@@ -33,12 +34,18 @@ def call_of(**values: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name, each in MUTANTS.items() if each.interface == (DSV4.value,)])
 def test_a_wrong_kernel_is_found_in_a_case_of_the_smoke_level(name: str) -> None:
-    alone: list[dict[str, Any]] = [{}, {"q_len": 2}, {"q_len": 3}, {"sinks": "per head"}]
+    alone: list[dict[str, Any]] = [{}, {"q_len": 2}, {"q_len": 3}, {"sinks": "per head"}, {"kv_layout": "NHD"}]
+    alone += [{"bmm1_scale": "tensor []"}, {"bmm2_scale": "0.9 as a number"}, {"out": "given"}]
+    alone += [{"cache": "pages apart"}, {"cache": "at 16 bytes"}, {"sparse_indices": "rows apart"}]
+    alone += [{"q_len": 3, "offsets": "unequal"}, {"requests": 133, "heads": 1}, {"requests": 1037, "heads": 64}]
+    alone += [{"far": each} for each in FAR] + [{"columns": 132, "lengths": "equal"}]
+    alone += [{"out": "given", "sinks": "per head"}, {"kv_layout": "NHD", "bmm2_scale": "0.9 as a tensor []"}]
     implementation = MUTANTS[name].implementation()
     assert any(run_of(implementation, **values).wrongs for values in alone)
 
 
 VALUES: list[dict[str, Any]] = [
+    *[{"far": each, "q_len": 2} for each in FAR],
     *[
         {"window_entries": each, "compressed_entries": each}
         for each in ("mixed", "ordered", "edges", "one", "none", "late")
