@@ -87,6 +87,16 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 2)))",
     ): "it changes how many rows are computed together, and so the memory that is used, and no result",
     (
+        "lab/references/softmax_attention.py",
+        "LARGEST_SHARE = 1 - 2.0**-40",
+        "LARGEST_SHARE = 1 - 2.0**~40",
+    ): "an error of such a share exceeds all others by far",
+    (
+        "lab/references/paged_attention.py",
+        "max_q_len=1,",
+        "max_q_len= 0,",
+    ): "only a mask needs it, and a call that selects entries has none",
+    (
         "lab/references/paged_attention.py",
         "rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 1)))",
         "rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 2)))",

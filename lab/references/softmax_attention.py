@@ -272,11 +272,9 @@ def _weights(
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
     """Return rows [batch, num_qo_heads, q_len, n] times each head's K/V matrix, `side` [batch, num_kv_heads, n, m]."""
-    q_len = rows.shape[2]
-    by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
-    return (
-        by_head.unflatten(2, (-1, q_len)).flatten(1, 2) if q_len else by_head.new_zeros(*rows.shape[:3], side.shape[3])
-    )
+    group = rows.shape[1] // side.shape[1]
+    by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
+    return by_head.unflatten(2, (group, rows.shape[2])).flatten(1, 2)
 
 
 def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
