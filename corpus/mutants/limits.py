@@ -60,6 +60,11 @@ class Offsets(Conditional):
 
 class RaggedLimits(Ragged):
     @wrong(stage="finish")
+    def ragged_grid_beyond65535(self, problem, out, lse_log2):
+        """The grid is cut to 65,535 programs, one for a row and a head: later ones are zero."""
+        out.flatten(0, 1)[65_535:] = 0.0
+
+    @wrong(stage="finish")
     def ragged_last_tile_of_a_wave_lost(self, problem, out, lse_log2):
         """One tile more than whole waves of 132 programs compute, a tile for a request and K/V head, is zero."""
         heads = problem.key.shape[1]

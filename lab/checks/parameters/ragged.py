@@ -63,6 +63,7 @@ LONGEST = 65_600  # most keys of a long request: K and V have up to 128 heads
 MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # most multiplications of Q·K^T in one of the attentions that a case computes
+MOST_PARTS = 34_000  # pairs of a request and a head: with two rows each more than 65,535 pairs of a row and a head
 DEEPSEEK_HEADS = 128
 HEAD_DIMS = ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128")
 KEYS_AND_VALUES = (
@@ -83,7 +84,7 @@ def ragged_model(ranges: Ranges) -> Model:
         "dtype": tuple(text_of(query) for query, _ in ranges.widened("dtypes")),
         "head_dims": tuple(map(HeadDims, HEAD_DIMS)),
         "num_kv_heads": (2, 1, 3, 16, DEEPSEEK_HEADS),
-        "group": (1, 2, 7, 8, 16),
+        "group": (1, 2, 7, 8, 16, 32),
         "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
         "rows": (*Rows, *PROMPTS),
         "lengths": (
@@ -145,7 +146,11 @@ RAGGED_RULES = constraints(
             lambda rows, lengths, head_dims, num_kv_heads, group: (
                 _pairs(rows, lengths) * num_kv_heads * group * head_dims.head_dim <= MOST_PRODUCTS
             ),
-            lambda requests, num_kv_heads, group: requests * num_kv_heads * group <= 2**13,
+            lambda requests, num_kv_heads, group: requests * num_kv_heads * group <= MOST_PARTS,
+        ),
+        "a grid of many rows and heads that is cut shows with several rows each, and not where needles leave them zero": (
+            lambda requests, group, contents: requests * group <= 2**13 or contents != "needles",
+            lambda requests, group, rows: requests * group <= 2**13 or rows != Rows.ONE_EACH,
         ),
         "tokens that each lie in memory of their own": lambda kv, requests, lengths, rows: (
             kv != Layout.FAR_APART or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))

@@ -14,7 +14,7 @@ from lab.checks.parameters.calls import built_call, judge_call
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
-from lab.checks.parameters.paged_calls import attention_case, fewer_than_rows
+from lab.checks.parameters.paged_calls import attention_case, fewer_than_rows, rows_of_prompts
 from lab.checks.parameters.ragged import ragged_case, ragged_model
 from lab.checks.parameters.values import DtypePair, HeadDims, LongestRequest, Output, Pages, ValueScale, Without
 from lab.checks.properties.k18_combinations import CHECK
@@ -264,6 +264,9 @@ def test_the_largest_batch_may_have_64_heads() -> None:
     assert paged_model(AttentionCall.DECODE, Ranges()).completed(most) is not None
     assert paged_model(AttentionCall.CONTEXT, Ranges()).completed(most) is not None
     assert paged_model(AttentionCall.MLA_DECODE, Ranges()).completed({"requests": 1037, "heads": 64}) is not None
+    point = MODELS[AttentionCall.RAGGED_CONTEXT](Ranges()).completed({"requests": 1037, "group": 32}) or {}
+    rows = sum(rows_of_prompts(Configuration(AttentionCall.RAGGED_CONTEXT, point, 1)))
+    assert rows * point["num_kv_heads"] * point["group"] > 65_535
 
 
 def number_of(scale: Any) -> float:
