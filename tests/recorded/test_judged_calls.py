@@ -72,8 +72,8 @@ def test_a_wrong_output_is_found_with_its_call_and_where_it_is_wrong(dumps: Path
     assert [verdict.case.number for verdict in report.wrong] == [2, 4, 5]
     assert report.exit_status is ExitStatus.WRONG
     lines = details(report)
-    assert lines[0].startswith("Wrong: 3 of 5 cases. ")
-    assert "he output is wrong " in lines[0]
+    assert lines[0] == "Wrong: 3 of 5 cases."
+    assert "he output is wrong " in lines[1]
     (first,) = (line for line in lines if line.startswith("first wrong call of trtllm_batch_decode_with_kv_cache: "))
     assert f": {dumps}#2, " in first
     assert first.endswith(f", in {Path(recorded_cases(dumps)[1].path).name}")
