@@ -97,7 +97,7 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (FA4, SM90, lambda: decode(kv_dtype=E4M3), "K/V in the query's dtype"),
     (FA4, SM90, lambda: into(FP32)(decode()), "writes the query's dtype"),
     (FA4, SM90, lambda: decode(head_dim=512), "64, 128 and 256, not 512"),
-    (FA4, SM90, lambda: decode(page_size=128), "reads a page of 128 tokens whole"),
+    (FA4, SM90, lambda: decode(head_dim=128, page_size=128), "reads a page of 128 tokens whole"),
     (FA4, SM90, lambda: decode(head_dim=256, page_size=64, window_left=4), "reads a page of 64 tokens whole"),
     (FA4, SM90, lambda: context(separate_tables=True), "must be True"),
     (FA4, SM90, lambda: decode(5, mask=TREE), "takes no packed mask"),
