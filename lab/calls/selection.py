@@ -24,12 +24,12 @@ WINDOW_COLUMNS = 128  # of DSV4's call: entries of its window pool (FlashInfer 0
 
 
 class Names(NamedTuple):
-    """The names of a call's arguments in messages, and the smallest length that the call allows."""
+    """How error messages name the arguments of a sparse call, and the smallest number of columns that a row may use."""
 
-    table: str = "block_tables"
-    lens: str = "sparse_mla_top_k_lens"
-    columns: str = "sparse_mla_top_k"
-    least: int = 0
+    table: str = "block_tables"  #: the tensor of selected entries
+    lens: str = "sparse_mla_top_k_lens"  #: the tensor of the number of columns that each row uses
+    columns: str = "sparse_mla_top_k"  #: the number of columns
+    least: int = 0  #: smallest allowed element of the tensor `lens`
 
 
 TOP_K_NAMES = Names()

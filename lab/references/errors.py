@@ -88,17 +88,17 @@ class Regression:
 
     @property
     def ratio(self) -> Tensor:
-        """Return each group's |slope - 1| divided by its bound, float64 [num_groups]."""
+        """Return the distance of each group's slope from 1, divided by its bound, float64 [num_groups]."""
         return (self.slope - 1).abs() / self.bound
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest |slope - 1| / bound of all groups; 0 if there is no group."""
+        """Return the largest `ratio` of all groups; 0 if there is no group."""
         return float(self.ratio.max()) if self.words else 0.0
 
     @property
     def worst_group(self) -> Tensor:
-        """Return which vectors are in the group with the largest |slope - 1| / bound, bool [num_rows, num_heads]."""
+        """Return which vectors are in the group with the largest `ratio`, bool [num_rows, num_heads]."""
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
@@ -206,19 +206,24 @@ def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dty
 def regress(
     out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
 ) -> Regression:
-    """Return the mean slope of each group of vectors (`Regression` names the groups) and its bound.
+    """Return the mean slope of the output vectors of each group, and the largest allowed distance of this mean from 1.
 
-    A bound is `DEVIATIONS` times the standard deviation of the group's mean, plus the control's bias and `COMMON`. The standard
-    deviation of one vector's slope is that of one rounding, in `arithmetic` or the control's dtype, plus that of the control's
-    slopes. The standard deviation of the mean is this divided by the square root of the number of vectors, where vectors with
-    equal LSEs count once, because their weights may be equal. Vectors of zeros are in no group. There are no groups if
-    `arithmetic` is e4m3, whose few bits cause a bias of some percent that differs from kernel to kernel.
+    A vector's slope is sum(vector * expected) / sum(expected ** 2). `Regression` names the groups. For a group of n vectors::
+
+        bound = COMMON + |mean control slope of the group - 1| + DEVIATIONS * deviation / sqrt(n)
+        deviation = ROUNDING_DEVIATION * eps / 2 + sqrt(mean of (control slope - 1) ** 2 over all vectors)
+
+    Here eps is the larger one of the eps of `arithmetic` and the eps of the control's dtype. In n, vectors with equal LSEs
+    count as one, because their weights, and so their rounding errors, may be equal. Vectors that are expected to be zero are in
+    no group. There are no groups if `arithmetic` is e4m3: its few bits cause a bias of some percent that differs from kernel to
+    kernel.
 
     Args:
-        out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
+        out, expected, control: [num_rows, num_heads, head_dim]: the judged output; the expected output in float64; the output
+            of plain low-precision torch operations (`Truth`).
         lse_log2: float64 [num_rows, num_heads].
         request_of_row: int64 [num_rows], the request of each row. Rows of a request are consecutive.
-        arithmetic: dtype of the control's operands.
+        arithmetic: dtype of the operands with which the control was computed.
     """
     size = expected.square().sum(dim=-1)
     counted = size > 0

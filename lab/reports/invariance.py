@@ -76,8 +76,9 @@ def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _summary(found: Invariance) -> Iterator[str]:
-    """Yield lines: what was left out, which required factors change bits or have no case, and the factors of each answer. The
-    answer of a factor is its worst one over all functions and dtypes.
+    """Yield lines about a run: the cases that were left out; the factors that must not change bits but do, or that have no
+    case; and, for each answer such as "same bits", the factors with this answer. A factor is what the variants of a call
+    change, such as the batch size. Its answer is the worst one of all functions and dtypes.
     """
     if found.report.left_out or not found.dependences:
         yield str(found.report)

@@ -74,7 +74,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with two notes: `common` and `left_out`."""
+    """A table as data. Columns that are not shown in it are named in `common` or `left_out`."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]

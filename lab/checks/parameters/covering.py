@@ -84,7 +84,7 @@ class Model:
             the pairs and triples that contain this value.
         apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as an NVFP4 cache. A point
             with a value of a group covers only combinations that contain a value of the group. So every other combination
-            must also occur in a point without the group. A group is ignored if an axis has no value outside it.
+            must also occur in a point without the group. A group is ignored if it has all values of an axis.
         shard: the part of the run whose values, pairs and triples are goals.
         default: the first allowed point, with the default value of each axis where the rules permit it.
 
@@ -277,8 +277,8 @@ class Model:
         return (each for each in found if not any(group.isdisjoint(each) for group in present))
 
     def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
-        """Return the groups in `apart` that are not to be ignored: for each axis of the group, `values` has an (axis, value)
-        pair outside the group.
+        """Return the groups of `apart` that a point can avoid. A group is a set of (axis, value) pairs. A point can avoid the
+        group if, for each axis of the group, `values` has an (axis, value) pair that is not in the group.
         """
         return tuple(
             group for group in self.apart if {name for name, _ in group} <= {name for name, _ in set(values) - group}

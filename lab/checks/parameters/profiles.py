@@ -1,8 +1,10 @@
 """Profiles of serving engines: which values an engine passes for each parameter of the judged functions.
 
-`profiles.json` has the values, and the lines of the engine's code from which they were read. Its table `shown_by` maps a
-feature (a named property of a call) to the parameter that it shows, and to the value of the parameter, or "" if the value is
-that of the feature. A case that no engine sends is a documented corner: only the documentation of the function allows it.
+`profiles.json` has the values, and the lines of the engine's code from which they were read. Features (named properties of a
+call) are translated to parameters by its table `shown_by`, which maps the name of a feature to (parameter, value): a call with
+the feature passes this value for the parameter. The value "" stands for the value of the feature. A feature that is not in the
+table is the parameter of the same name. Reports call a case that no engine sends a documented corner
+(`lab.checks.explain.answer`).
 """
 
 import functools

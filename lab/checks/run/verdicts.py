@@ -46,9 +46,9 @@ class WrongVector:
 
 @dataclass(frozen=True)
 class BitDifference:
-    """A call whose output has other bits than the output of the case's base call."""
+    """The difference of two outputs that should have the same bits: of a case's first call, the base call, and of a variant."""
 
-    what: str  # how the call differs from the base call
+    what: str  # how the variant differs from the base call, such as "request 0 alone"
     ulps: float  # largest difference, in units in the last place of the vector's largest element; inf if not finite
 
 

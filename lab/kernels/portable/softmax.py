@@ -60,7 +60,10 @@ def logit_scale(scales):
 
 @triton.jit
 def row_scale(scale, power):
-    """Return the result of `logit_scale`, `scale`, for each row of a query that `fitted` has divided by 2 ** `power`."""
+    """Return `scale` * 2 ** `power`, by which the products of each row are multiplied to get its logits.
+
+    `scale` was returned by `logit_scale`. `fitted` has divided each row by 2 ** `power`.
+    """
     return scale * tl.exp2(power)
 
 

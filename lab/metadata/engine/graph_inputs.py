@@ -58,13 +58,13 @@ class GraphMode:
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Return the mode of the second draft extend, whose number of rows per request is fixed at capture.
+        """Return the mode of graphs for ``DRAFT_EXTEND_V2``, in which all requests have the same number of query rows.
 
-        The number is ``num_tokens_per_req`` or, if that is 0 or below, the largest of ``num_accept_tokens``, which the host
-        reads. SGLang 0.5.13 leaves ``num_tokens_per_req`` unset at capture and fills ``num_accept_tokens`` with the number.
+        The number of rows is ``spec_info.num_tokens_per_req``. If this field is 0 or below, as in SGLang 0.5.13 at capture, it
+        is the largest element of ``spec_info.num_accept_tokens``, which is read on the host.
 
         Raises:
-            ValueError: neither field has the number.
+            ValueError: neither field has a number of rows above 0.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():

@@ -89,8 +89,8 @@ class VLLMBackend:
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:
         """Return the calls of one layer: decode call, then context call (``split_decodes_and_prefills`` of ``utils.py``).
 
-        A decode call over all requests gets the padding rows too. The requests of trtllm-gen's decode call have the same number
-        of rows, or 0 in padding requests. Those of XQA's may differ.
+        If no request needs a context call, the decode call includes the padding rows. For trtllm-gen, all requests of a decode
+        call have the same number of query rows, except padding requests, which may have 0. For XQA, these numbers may differ.
         """
         lens = query_lens(batch)
         permitted: Sequence[int] = range(self.decode_threshold + 1)
