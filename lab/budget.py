@@ -49,8 +49,8 @@ class Setting:
         kv, scale: dtype of the cache, and its scale, of `SCALES`.
         keys, values, v_std: number of keys of a request, the distribution of K and V (of `VALUES`), and the factor of V. Not
             used for recorded requests.
-        query: dtype of the query; "": the cache's, or bf16 if the cache is quantised.
-        out, arithmetic: dtypes of the output and of the operands of both products; "": the query's.
+        query: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised.
+        out, arithmetic: dtypes of the output and of the operands of both products; "" for the dtype of the query.
 
     Raises:
         ValueError: a name is unknown, or a number is out of range.

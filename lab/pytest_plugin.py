@@ -132,7 +132,7 @@ class JudgedKernel(pytest.Collector):
 
     Attributes:
         ranges: the values of sizes, dtypes and features that the options request.
-        offered: those of the judged functions that the kernel has.
+        offered: the judged functions that the kernel has.
         refusals: names of exceptions by which the kernel refuses a call; None for the default list.
     """
 

@@ -257,7 +257,7 @@ def _judge_case(
     path: Path, number: int, name: str | None, refusals: str | None, settings: Mapping[str, Any], console: Console
 ) -> ExitStatus:
     """Judge one case of a report again, print the verdict, and return the exit status. `name` is the implementation; None
-    stands for that of the report.
+    stands for the implementation of the report.
     """
     from lab.checks.record import read_case
     from lab.checks.run.judge import judge_recorded

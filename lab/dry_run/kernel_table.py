@@ -45,7 +45,7 @@ class KernelTable:
         return {name: values[index] for name, values in self.columns.items()}
 
     def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
-        """Return, sorted, those of the `members` of a row that this table does not have. `header` writes them as false."""
+        """Return, sorted, which of the `members` of a row this table does not have. `header` writes them as false."""
         return tuple(sorted(members - set(self.columns)))
 
 

@@ -55,7 +55,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 class LaunchError(RuntimeError):
-    """FlashInfer's launcher or the fake driver refused a call. The message is that of the launcher or the driver."""
+    """FlashInfer's launcher or the fake driver refused a call. The message comes from the launcher or the driver."""
 
 
 class Launcher:

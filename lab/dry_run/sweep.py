@@ -79,7 +79,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdicts of `why_not` and of the launcher on one call."""
+    """Whether one call is supported, according to the lab (`lab.kernels.support.why_not`) and to FlashInfer's launcher."""
 
     call: str  #: name of the function
     non_default: dict[str, Any]  #: the values, by axis, in which the call differs from the default call

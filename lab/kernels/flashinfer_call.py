@@ -69,7 +69,7 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a prepared call of a function of the installed FlashInfer. Errors are those of `installed_taking`."""
+    """Return a prepared call of a function of the installed FlashInfer. Raises the errors of `installed_taking`."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
@@ -112,7 +112,7 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments with `changes`, without those that equal their default, which an older FlashInfer may lack."""
+    """Return a call's arguments with `changes`, without arguments at their default, which an older FlashInfer may lack."""
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}

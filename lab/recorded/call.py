@@ -72,8 +72,8 @@ def recorded_function(path: Path, name: str) -> AttentionCall:
 
 
 class ListedCall(NamedTuple):
-    """What the lab knows about a recorded call before it reads the call's tensors. The fields are those of
-    `lab.recorded.case.RecordedCase`; `function` is the function's name, or "" if the record is damaged.
+    """What the lab knows about a recorded call before it reads the call's tensors. `lab.recorded.case.RecordedCase` documents
+    the fields; `function` is the name of the called function, or "" if the record is damaged.
     """
 
     path: Path

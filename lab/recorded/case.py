@@ -22,8 +22,8 @@ class RecordedCase:
         interface: the function that was called.
         path: the file of the call. If FlashInfer recorded the call, the folder of the call or of one replay of it.
         number: the number of the call in its recording, counted from 1 in the order of time.
-        time: the time of the call. For a replay of a CUDA graph, the lab records the time of the replay, and FlashInfer that of
-            the capture.
+        time: the time of the call. For a replay of a CUDA graph, it is the time of the replay if the lab recorded the call, and
+            the time of the capture if FlashInfer did.
         replay: the number of the replay of a CUDA graph; 0 for an eager call.
         layer: the number of the model's layer; None if it is not known.
     """

@@ -31,8 +31,8 @@ _ARGUMENT = re.compile(r"(arg_(?P<index>\d{1,9})|kwarg_(?P<name>\w+?))(__\d+)*",
 
 
 def read(path: Path) -> RecordedCall:
-    """Read the call in a folder; the folder may also be that of one replay. Raises RecordingError if a file is missing, damaged
-    or in another format, or if the function is not in `RECORDED_CALLS`.
+    """Read the call in a folder, which may also be the folder of one replay. Raises RecordingError if a file is missing,
+    damaged or in another format, or if the function is not in `RECORDED_CALLS`.
     """
     record = _last_record(path)
     function = recorded_function(path, record["function_name"])
@@ -141,7 +141,7 @@ def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, tor
 
 def _parameters(record: Mapping[str, Any]) -> list[str]:
     """Return the names of the function's parameters, in order. They are read from the recorded signature; if it cannot be
-    parsed, they are those of the lab's class for this call.
+    parsed, from the lab's class for this call.
     """
     try:
         definition = ast.parse(f"def call{record.get('function_signature')}: ...")

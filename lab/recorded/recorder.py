@@ -65,7 +65,7 @@ class Triggers:
         non_finite: record calls with NaN or infinity in the output. Checking the output waits for the GPU.
         shadow: if not 0, it replaces `every`. One call at random among each `shadow` calls is judged at once on its device, and
             recorded if it is wrong or its arguments are invalid. Requests that see a non-finite key are not judged.
-        e4m3_arithmetic: the bound of `shadow` is that of kernels that round their operands to e4m3.
+        e4m3_arithmetic: `shadow` judges with the error bound for kernels that round their operands to e4m3.
     """
 
     every: int = 1

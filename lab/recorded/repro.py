@@ -36,7 +36,7 @@ def write_repro(
         call: a call with valid arguments.
         fault: why the result is wrong; None if it is right, or if this is not known.
         versions: the name of the GPU ("GPU") and the versions of the packages with which the result is wrong.
-        called: the module or file whose function was called; "" if no call was made and `fault` is that of the recorded result.
+        called: the module or file whose function was called; "" if no call was made and `fault` is about the recorded result.
 
     Raises:
         RecordingError: the program cannot express an argument.
@@ -113,7 +113,7 @@ def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
 
 
 def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
-    """Yield the lines of the issue's text, in Markdown. The arguments are those of `write_repro`."""
+    """Yield the lines of the issue's text, in Markdown. `write_repro` documents the arguments."""
     yield f"# {in_markdown(_title(call, fault, called))}\n"
     yield from (
         f"* {name}: {in_markdown(version.split()[0] if name != 'GPU' else version)}"

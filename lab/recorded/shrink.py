@@ -82,7 +82,7 @@ def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
     """Compare an output and LSE with float64 arithmetic on the call's inputs, by the judge's bound for each output vector.
-    Return the fault; None if they are right. Requests that see a non-finite key are not compared. `arithmetic` is that of
+    Return the fault; None if they are right. Requests that see a non-finite key are not compared. `arithmetic` is as in
     `truth_of_problem`.
     """
     truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)

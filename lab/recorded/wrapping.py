@@ -9,7 +9,7 @@ Function = Callable[..., Any]
 
 
 def functions_of(names: Sequence[str], packages: Sequence[str]) -> dict[int, tuple[str, Function]]:
-    """Import packages, and find the functions with these names in the packages and in those of their submodules that are
+    """Import packages, and find the functions with these names in the packages and in their submodules that are already
     imported. Return (name, function) of each, by id(function).
     """
     for package in packages:

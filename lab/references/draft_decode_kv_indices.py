@@ -25,7 +25,7 @@ def generate_draft_decode_kv_indices(
     With pages and several branches, each branch has its own pages, and its first page repeats the prefix's last page if that is
     partly filled.
 
-    The arguments from ``window_size`` on are those of ``sglang/kernels/ops/speculative/cache_locs.py`` in 0.5.23.
+    The arguments from ``window_size`` on are from ``sglang/kernels/ops/speculative/cache_locs.py`` in 0.5.23.
 
     Args:
         req_pool_indices: ``[num_requests]`` int, each request's row of ``req_to_token``.

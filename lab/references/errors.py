@@ -75,8 +75,9 @@ def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of vectors in one output. There are five kinds of groups: all vectors; the vectors of one
-    head; of one request; of the i-th row of every request; and of the i-th row from the end of every request.
+    """The mean slope of each group of vectors in one output. A vector's slope, sum(out * expected) / sum(expected ** 2), is the
+    factor by which it is too large. There are five kinds of groups: all vectors; the vectors of one head; of one request; of
+    the i-th row of every request; and of the i-th row from the end of every request.
     """
 
     #: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name

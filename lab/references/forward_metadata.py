@@ -89,7 +89,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
     """Return the number of keys and the pages of each query row of a target verify on an encoder-only layer, in which each row
-    is a request that sees all keys, also those of later rows (SGLang 0.5.23).
+    is a request that sees all keys, also the keys of later rows (SGLang 0.5.23).
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):

@@ -73,7 +73,7 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
-    """Return the request of each row, int64 [sum(q_lens)]. Request i has `q_lens[i]` rows, after those of request i - 1."""
+    """Return the request of each row, int64 [sum(q_lens)]. Request i has `q_lens[i]` rows, after the rows of request i - 1."""
     return torch.arange(len(q_lens), device=device).repeat_interleave(torch.tensor(q_lens, device=device))
 
 

@@ -31,7 +31,7 @@ from lab.timing.statistics import INTERLEAVED, Rule, Speed, compare_samples
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two sides of the comparison."""
+    """One of the two timed forward passes or recorded calls that `lab ab` compares."""
 
     scenario: str  #: name of the scenario, or address of the recorded call
     module: str  #: name of the kernel's module
@@ -51,7 +51,7 @@ def measure_sides(
     reference before and after the samples.
 
     Args:
-        names: a pair for each side: the name of the scenario (or the address of the recorded call), and that of the module.
+        names: (name of the scenario or address of the recorded call, name of the kernel's module) for each side.
         cases: the forward pass or the recorded call of each side.
         modules: the kernel's module of each side.
         seed: seed of the tensors' contents; None draws a new seed.

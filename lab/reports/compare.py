@@ -8,8 +8,8 @@ A folder holds repeated runs of one side. A row of BEFORE is compared with the r
 implementation, page size, dtypes, clock and state of L2. Driver, versions and commit may differ. Runs with different GPUs,
 power limits or maximum clocks are not compared. Two rows are refused if they were measured by different methods, did different
 work or ran at different GPU clocks. A limit of the GPU, such as its power limit, can cause a verdict, and then the verdict
-becomes UNSURE: SLOWER if the clocks of AFTER were limited, FASTER if those of BEFORE were limited, and SAME if the clocks of
-one side were limited and the SM clocks differ.
+becomes UNSURE: SLOWER if the clocks of AFTER were limited, FASTER if the clocks of BEFORE were limited, and SAME if the clocks
+of one side were limited and the SM clocks differ.
 
 Exit status, the first that holds:
     2    a file cannot be read as a run
@@ -270,8 +270,8 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
 def _compare_sides(
     before: RowsOfSide, after: RowsOfSide, rule: Rule
 ) -> tuple[list[RowComparison], list[Identity], list[Identity]]:
-    """Return the compared rows, changed ones first; the identities of rows that only `before` has; and of those that only
-    `after` has.
+    """Return the compared rows, changed ones first; the identities of rows that only `before` has; and the identities of rows
+    that only `after` has.
     """
     # A row that AFTER measured only by another method is compared and refused, which says more than "missing".
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}

@@ -3,8 +3,8 @@
     lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
 
 Each file is a report of the judge. The release is the version of the package in the report's environment. A release may have
-several reports with different ranges of parameters. All releases must be judged with the same settings, those of
-`lab.reports.changed_verdicts`.
+several reports with different ranges of parameters. All releases must be judged with equal settings, such as level and seed
+(`lab.reports.changed_verdicts.different_settings`).
 
 A row of the table is a finding, or a region: a group of cases that are wrong in the same releases and have no finding. Findings
 are assigned to cases by the current list of known failures (`lab.checks.run.known_failures`), not by the list at the time of

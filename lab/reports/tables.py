@@ -191,7 +191,7 @@ def _is_long(value: Any) -> bool:
 
 
 def shown(cell: Cell) -> str:
-    """Return the text that a reader sees in a cell: that of its links, or `text` if it has no links."""
+    """Return the text that a reader sees in a cell: the texts of its links, or `text` if it has no links."""
     return " ".join(link.text for link in cell.links) or cell.text
 
 

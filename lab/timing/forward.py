@@ -102,8 +102,9 @@ def time_interleaved(
     time.
 
     Returns:
-        For each implementation (GPU time, fields of a recorded row without those of `time_facts`), or the error that prevented
-        the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
+        For each implementation (GPU time, fields of a recorded row without the fields of `time_facts`), or the error that
+        prevented the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the
+        implementation's code.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))

@@ -1,7 +1,7 @@
 """Measure the rates that this GPU's memory and matrix units reach, and compute the least time of work at those rates.
 
-The memory rate is that of a large negation, which reads and writes; a kernel that only reads can be a little faster. The matrix
-rate is that of a large bf16 product; e4m3 products are faster.
+The memory rate is measured with a large negation, which reads and writes; a kernel that only reads can be a little faster. The
+matrix rate is measured with a large bf16 product; e4m3 products are faster.
 """
 
 from dataclasses import asdict, dataclass
@@ -97,7 +97,7 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
     """Return a sentence that says why this GPU cannot reach a time; "" if it can.
 
-    The percentages are those of `Roofline`. `is_cold` means that the work's inputs were not in L2. Products of a narrow
+    `Roofline` documents the percentages. `is_cold` means that the work's inputs were not in L2. Products of a narrow
     `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.
     """
     reads = "where a kernel that only reads reaches" if is_cold else "where a warm L2 reaches"

@@ -79,7 +79,7 @@ class GraphCase(GroupedLayer, ReplayCase):
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
     """A replay sequence of the MLA backend or, if rows select entries, of the DSA or DSV4 backend. Pages have 32 or 64 tokens,
-    or with DSV4 128. The sizes are those of `LatentLayer`.
+    or with DSV4 128. `LatentLayer` documents the other sizes.
     """
 
     page_size: int = 32

@@ -1,7 +1,7 @@
 """Write the answer of a report: whether the implementation is right, for which engines, and what was not judged.
 
-A profile (`lab.checks.parameters.profiles`) describes the calls that an engine sends, such as those of SGLang 0.5.23. A
-documented corner is a case that a function's documentation allows and that no engine sends.
+A profile (`lab.checks.parameters.profiles`) describes the calls that an engine, such as SGLang 0.5.23, sends. A documented
+corner is a case that a function's documentation allows and that no engine sends.
 """
 
 from collections import Counter
@@ -18,9 +18,9 @@ SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a cas
 
 
 class NotJudged(NamedTuple):
-    """A clause that says what was not judged and because of whom."""
+    """What a run did not judge, in words for its report."""
 
-    full: str
+    full: str  # a clause that says what was not judged and because of whom
     brief: str | None = None  # in the first line of a report; None: as `full`, "": not there
 
 

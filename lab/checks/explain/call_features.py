@@ -335,7 +335,7 @@ class CallLog:
         self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call. Return which arguments differ from those of the first call with the same shapes of `query` and
+        """Record a call. Return which arguments have changed since the first call with the same shapes of `query` and
         `seq_lens`, and which tensors were written since an earlier call had them.
         """
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}

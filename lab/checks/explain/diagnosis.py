@@ -369,7 +369,7 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     """Return for each function a sentence that lists the checks in which the first call of each wrong case is wrong already.
-    These checks show no error besides that of a plain call.
+    These checks show no other error than the wrong plain call.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

@@ -95,7 +95,7 @@ class Number:
 class Choice:
     """A feature whose value is a name, such as a dtype. Its text is the subject of "wherever <text> is <name>".
 
-    If `kinds` is given, the names are those of its members, and the text shows a member's value up to a colon instead.
+    If `kinds` is given, the names are names of its members, and the text shows a member's value up to a colon instead.
     """
 
     text: str

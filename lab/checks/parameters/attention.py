@@ -152,7 +152,7 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the parameters of random cases with their values: those of `fields_of`, the number of requests, and lengths."""
+    """Return the parameters of random cases with their values: the result of `fields_of`, numbers of requests, and lengths."""
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),

@@ -22,7 +22,7 @@ Group = frozenset[tuple[str, Any]]  # (axis, value) pairs
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of a run that several machines divide among them, such as part 3 of 8. Each case and goal is in one part."""
+    """One part of a run that several machines divide among them, such as part 3 of 8. Each case is in exactly one part."""
 
     number: int = 1  # from 1
     count: int = 1
@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A rule: a condition on the values of some axes that each point must meet."""
+    """A rule of a model: a condition on the values of some axes (parameters) that each call must meet."""
 
     fits: Callable[..., bool]  # the condition; the names of its parameters are the names of the axes
     why: str  # the reason, a sentence
@@ -74,7 +74,7 @@ def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..
 
 @dataclass(frozen=True)
 class Model:
-    """The axes (parameters) of a call with their values, and the rules between them.
+    """The axes (parameters) of a call with their values, and the rules between them. A point is a value for each axis.
 
     Attributes:
         axes: the values of each axis, by the axis' name. The first value is the default.
@@ -85,7 +85,7 @@ class Model:
         apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as an NVFP4 cache. A point
             with a value of a group covers only combinations that contain a value of the group. So every other combination
             must also occur in a point without the group. A group is ignored if it has all values of an axis.
-        shard: the part of the run whose values, pairs and triples are goals.
+        shard: the part of a run to which the points belong: its values, pairs and triples must be covered.
         default: the first allowed point, with the default value of each axis where the rules permit it.
 
     Raises:
@@ -226,7 +226,7 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield the pairs of values and the declared triples that break no rule by themselves; only those of the shard."""
+        """Yield the pairs of values and the declared triples that are goals of the shard and break no rule by themselves."""
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     @property
@@ -296,8 +296,8 @@ class Model:
 
         Args:
             seed: seed of the order of goals and axes.
-            goals: the values, pairs or triples to cover, by default those of `tuples`. Goals that no allowed point contains are
-                left out.
+            goals: the values, pairs or triples to cover, by default the result of `tuples`. Goals that no allowed point
+                contains are left out.
             chosen: number of axes of a point that may have other values than the default; None for all axes.
         """
         rng = random.Random(seed)

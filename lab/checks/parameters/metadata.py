@@ -304,7 +304,7 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo whose numbers of rows and draft tokens differ from those of the pass, as in a larger CUDA graph."""
+    """Return a SpecInfo with other numbers of rows and draft tokens than the pass has, as in a larger CUDA graph."""
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()

@@ -2,7 +2,7 @@
 rules, and how its tensors and arguments are built from a configuration (a value for each axis).
 
 The first value of each axis is its default. Query dtypes, windows, sinks, large batches and long requests come from `Ranges`.
-Numbers of heads and head_dims are listed here; they include those of DeepSeek and related models.
+Numbers of heads and head_dims are listed here; they include the sizes of DeepSeek and related models.
 """
 
 import math

@@ -66,8 +66,8 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with a common prefix: the first pages of all requests are those of the longest request, at most
-    `SHARED_PAGES` full pages.
+    """Return the inputs with a common prefix: the requests share the first full pages of the longest request, at most
+    `SHARED_PAGES` pages.
     """
     page_size = inputs.case.page_size
     lengths = inputs.case.kv_lens

@@ -64,8 +64,8 @@ def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
 
 
 def _result(run: CaseRun, call: RecordedCall) -> Result:
-    """Return the output and LSE to judge, on the CPU: the recorded ones if `run.implementation` is OUTPUTS, else those that the
-    implementation computes from the recorded inputs. Raise KernelError if the recorded call raised or did not return.
+    """Return the output and LSE to judge, on the CPU: the recorded ones if `run.implementation` is OUTPUTS, else the ones that
+    the implementation computes from the recorded inputs. Raise KernelError if the recorded call raised or did not return.
     """
     interface: AttentionCall = run.case.interface
     if run.implementation is not OUTPUTS:

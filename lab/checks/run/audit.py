@@ -27,7 +27,7 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Return up to `AUDITED` random verdicts of each function among those that are right. Their cases have new secret seeds."""
+    """Choose up to `AUDITED` RIGHT verdicts of each function at random, and give their cases new secret seeds."""
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:

@@ -96,7 +96,7 @@ class KernelCalls:
 
     Args:
         note: called with a sentence for each refused call that was accepted in an equivalent form.
-        refusals: the exceptions that count as refusals; None for those of `support_protocol.invoke`.
+        refusals: the exceptions that count as refusals; None for the default of `support_protocol.invoke`.
     """
 
     def __init__(self, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
@@ -133,8 +133,8 @@ class KernelCalls:
                 into `out`.
 
         Raises:
-            Unsupported: the call and all equivalent forms were refused. The message is that of the first refusal. A refusal
-                after a write, or during the capture of a CUDA graph, is raised at once.
+            Unsupported: the call and all equivalent forms were refused. The message is the first refusal's. A refusal after a
+                write, or during the capture of a CUDA graph, is raised at once.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():

@@ -39,7 +39,9 @@ class Answer(NamedEnum):
 
 @dataclass(frozen=True)
 class Dependence(CheckSummary):
-    """The verdicts on one factor (its key is `check`) for one function and one pair of dtypes."""
+    """The verdicts on one factor, such as the batch size, for one function and one pair of dtypes. `check` is the key of the
+    factor.
+    """
 
     dtypes: str  # dtypes of query and keys, such as "bf16/e4m3"
 

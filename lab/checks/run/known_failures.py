@@ -125,7 +125,7 @@ def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
     """Return the `Condition` that `is_so(case, request)` is true for each request that the sentence lists as wrong.
 
-    If the sentence lists no request, the condition is false; with `some_if_unnamed`, it is then that of `some_request`.
+    If the sentence lists no request, the condition is false, or with `some_if_unnamed` the condition of `some_request`.
     """
 
     def holds(case: Any, sentence: str) -> bool:

@@ -1,7 +1,7 @@
 """SGLang's Triton attention as FlashInfer's decode and context calls.
 
-The kernels are those of the installed SGLang, which is imported at the first call; the lab is written for 0.5.23. A call with
-one row per request runs `decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
+The installed SGLang has the kernels and is imported at the first call; the lab is written for 0.5.23. A call with one row per
+request runs `decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
 `extend_attention_fwd_unified`, which reads all keys from the pool. `extend_attention_fwd` and `verify_splitkv_fwd` are not
 used, because they take the new tokens' keys as separate tensors.
 

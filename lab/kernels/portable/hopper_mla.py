@@ -73,7 +73,7 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A circular buffer of K/V tiles in shared memory, and the barriers of its slots. Rope columns use those of the left."""
+    """A circular buffer of K/V tiles in shared memory, and the barriers of its slots. Rope and left columns share barriers."""
 
     tiles: Any
     left_full: Any

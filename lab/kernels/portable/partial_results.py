@@ -26,13 +26,14 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 class PartialResults(NamedTuple):
     """The scratch memory for the partial results of all programs.
 
-    A program has two slots, because it can have only a part of the keys of two units: the unit in which its share of the work
-    begins, and the unit in which it ends. A partial result is a normalised output with its LSE.
+    A unit is one request and one K/V head. A program has two slots, because it can have only a part of the keys of two units:
+    the unit in which its share of the work begins, and the unit in which it ends. A partial result is a normalised output with
+    its LSE.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * shares * 2, rows], base 2; -inf if a row sees none of the keys.
-        of_units: int32, one row for each unit (request and K/V head). If a second launch merges: [batch_size * num_kv_heads,
+        of_units: int32, one row for each unit. If a second launch merges: [batch_size * num_kv_heads,
             2], the first and the last share that has keys of the unit. If the last program of a unit merges: [batch_size *
             num_kv_heads, 1 + groups], counters that are zero between launches: how many groups of GROUPED_PIECES partial
             results have been merged, then how many partial results of each group have been stored.

@@ -4,7 +4,7 @@ A block has packed rows of one request: row r is query token r // GROUP, and hea
 head. Rows are causal: token i of a request with q tokens and L keys has position L - q + i, and sees the keys up to that
 position.
 
-A launch may serve only one *kind* of requests: those of `least_q_len` to `max_q_len` query tokens. It skips all other requests,
+A launch may serve only one *kind* of requests, with `least_q_len` to `max_q_len` query tokens. It skips all other requests,
 which another launch serves. In the code `kind` is (cu_seqlens_q, least_q_len, max_q_len); `least_q_len` is None if the launch
 serves all requests.
 """

@@ -34,7 +34,7 @@ class ProgramTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """The work and resources of one program of a Gluon kernel. Fields of the same name are those of `ProgramTile`.
+    """The work and resources of one program of a Gluon kernel. `ProgramTile` documents the fields that are not listed here.
 
     Attributes:
         rows: query rows of all consumers, the warp groups that multiply. Each consumer has 64.

@@ -10,7 +10,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The compile-time parameters of both kernels. The first six are those of `generate_draft_decode_kv_indices`.
+    """The compile-time parameters of both kernels. The first six are parameters of `generate_draft_decode_kv_indices`.
 
     Attributes:
         block_steps: a power of two, at least `num_steps`.

@@ -88,8 +88,8 @@ def copy_selected_pages(
     """Copy the selected pages of all rows into the compact cache, with zeros in place of tokens that a row does not see.
 
     Args:
-        topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, those of
-            earlier pages in any order, then that of the row's own page, then -1.
+        topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, first for
+            earlier pages in any order, then for the page of the row's token, then -1.
         compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
     """
     selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table

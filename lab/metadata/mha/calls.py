@@ -1,6 +1,6 @@
 """The attention calls of a forward pass on TRT-LLM MHA: their arguments, dtypes and settings.
 
-The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
+The rules are from SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
 """
 
 from dataclasses import dataclass

@@ -24,14 +24,14 @@ DECODE = AttentionCall.DECODE.value
 class DecodeSplit:
     """An implementation of FlashInfer's functions whose decode call makes several decode calls of another implementation.
 
-    The first call has the shortest requests. All other functions are those of the other implementation. A divided call must
+    The first call has the shortest requests. All other functions are taken from the other implementation. A divided call must
     have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A prepared call sorts
     the lengths on the device each time, so that a CUDA graph may capture it.
 
     Args:
         implementation: any object with FlashInfer's decode function, such as `lab.kernels.portable`.
         num_splits: number of calls; a batch with fewer requests has one call per request. If the requests cannot be divided
-            equally, the first groups have one more.
+            equally, the first calls have one more request.
 
     Raises:
         TypeError, ValueError: `num_splits` is not an int, or below 1.

@@ -1,6 +1,6 @@
 """The attention calls of a forward pass on TRT-LLM MLA, and their arguments.
 
-The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mla_backend.py`.
+The rules are from SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mla_backend.py`.
 """
 
 from collections.abc import Callable

@@ -48,8 +48,8 @@ TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of
 
 @dataclass(frozen=True)
 class DSV4Layer(MLALayer):
-    """The arguments of a layer's calls. Of `MLALayer`'s, only `softmax_scale` is used: a whole entry is both key and value, and
-    SGLang divides no entry by a scale.
+    """The arguments of DeepSeek-V4's calls that differ from layer to layer. Of the fields of `MLALayer` only `softmax_scale` is
+    used: a whole entry is both key and value, and SGLang divides no entry by a scale.
     """
 
     compress_ratio: int = TOKENS_ALONE  #: one of `RATIOS`
@@ -167,8 +167,8 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     sees at least one token, also in a padding request (line 2424). Padding rows of a ragged verification see the first token of
     the last request. Padding rows of other modes have no metadata.
 
-    The page table has one column in a draft extend, because a draft model has no compressed entries. In a prefill it has the
-    pages of `longest_request`, and in other modes those of ``max_context_len`` tokens.
+    The page table has one column in a draft extend, because a draft model has no compressed entries. In a prefill it has
+    columns for the pages of `longest_request`, and in other modes for the pages of ``max_context_len`` tokens.
 
     Raises:
         ValueError: the mode is DRAFT_EXTEND or PREBUILT, batch and pool are on different devices, the pool has no

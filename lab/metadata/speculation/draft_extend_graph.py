@@ -147,14 +147,14 @@ def model_body(
 
 
 class DraftExtendGraph:
-    """CUDA graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, like those of SGLang's draft-extend runner.
+    """CUDA graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, as SGLang's draft-extend runner has them.
 
     Args:
         spec_info: the number of rows per request, in the fields that `GraphMode.draft_extend_v2` reads.
         disable_padding: run only batches of exactly a captured size.
 
     Raises:
-        ValueError: the backend does not declare `supports_draft_extend_graph`, or `spec_info` has no width.
+        ValueError: the backend does not declare `supports_draft_extend_graph`, or `spec_info` has no number of rows.
     """
 
     def __init__(

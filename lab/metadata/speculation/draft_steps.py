@@ -178,7 +178,7 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """Build every step's metadata in new tensors, as an eager pass of the engine does. Errors are those of `prepare_draft`."""
+    """Build every step's metadata in new tensors, as an eager pass of the engine does. Raises the errors of `prepare_draft`."""
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
     return tuple(DraftStep(step.metadata, _clone(step.kv_indptr), _clone(step.kv_indices)) for step in prepared.steps)
@@ -301,7 +301,7 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 class PreparedIteration:
     """The metadata of every pass of one speculative iteration, and the launch `write` that fills it from the batch's tensors.
 
-    The lengths are those of the TARGET_VERIFY batch, with d draft tokens per request.
+    In the lengths below, ``seq_lens`` and d, the number of draft tokens per request, are from the TARGET_VERIFY batch.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]  #: metadata of each decode pass, with lengths ``seq_lens + step + 1``

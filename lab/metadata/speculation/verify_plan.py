@@ -108,8 +108,8 @@ class ChainVerify(CapturedVerify):
 
 
 class TreeMaskVerify(CapturedVerify):
-    """Plan the verification of trees. The metadata is that of a chain, and a mask lets each draft token see only itself and its
-    ancestors.
+    """Plan the verification of trees. The metadata is the same as for chains, and a mask lets each draft token see only itself
+    and its ancestors.
 
     Attributes:
         parents: ``[max_batch_size, d]`` int64 as in `pack_tree_mask`: chains, until the draft writes its trees.

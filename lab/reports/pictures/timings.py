@@ -20,7 +20,7 @@ NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
     """Draw a roofline plot (Williams, Waterman and Patterson 2009): one mark per row, at its arithmetic intensity and its rate
-    in TFLOP/s. The colour is that of the implementation and the marker that of the forward mode. Marks of throttled rows are
+    in TFLOP/s. The colour shows the implementation and the marker the forward mode. Marks of throttled rows are
     hollow.
 
     A roof is drawn for the measured rates in `ceilings` (`lab.timing.Ceilings.facts`), and one for the datasheet's rates, if

@@ -47,7 +47,7 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return expected results as a `Truth`: those of a `LateTruth`, or a `Truth` unchanged."""
+    """Return expected results as a `Truth`: the `Truth` that a `LateTruth` makes, or a `Truth` unchanged."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 

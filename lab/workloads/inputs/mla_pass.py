@@ -173,7 +173,7 @@ def mla_truth(
 def _selected_entries(
     histories: Sequence[History], q_lens: Sequence[int], selected: Tensor, layer: MLALayer
 ) -> Iterator[Tensor]:
-    """Yield the entries that each row sees. The arguments are those of `mla_truth`."""
+    """Yield the entries that each row sees. `mla_truth` documents the arguments."""
     rows = iter(selected)
     for (entries, *compressed), q_len in zip(histories, q_lens, strict=True):
         for end in range(len(entries) - q_len + 1, len(entries) + 1):
