@@ -33,7 +33,9 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
         "from a profile, second ones by the host's clock without it. A time is recorded only if verify was handed right "
         "metadata before and after."
     )
-    return Answer(aspects(claimed, aside), setting, _tree_masks(variants), ("a plan of MLA's metadata.",))
+    return Answer(
+        aspects(claimed, aside), setting, _tree_masks(variants), ("a plan stream that builds MLA's metadata.",)
+    )
 
 
 def _named(row: RecordedRow) -> tuple[str, str]:
