@@ -311,7 +311,7 @@ def _kernels_of(name: str) -> str:
 
 @functools.cache
 def _overloads(name: str) -> list[str]:
-    """Return the names of an operator's overloads that have kernels. Those of TorchScript, such as of two ints, have none."""
+    """Return the names of an operator's overloads that have kernels. TorchScript's overloads, as for two ints, have none."""
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return [each for each in names if torch._C._dispatch_has_kernel(each)]

@@ -64,7 +64,7 @@ class DSV4DecodeCall:
     cells of `sparse_indices` name (`lab.calls.selection` defines which cells are entries). SGLang 0.5.23 decodes and prefills
     with this call (`deepseek_v4_trtllm_backend.py` 357 and 501). The last dimension of tensors is contiguous, and `sinks`,
     lengths, offsets and `out` are contiguous. `DecodeCall` documents the attributes that are not listed here. Line numbers
-    below are those of FlashInfer 0.7.2.post1's mla/_core.py.
+    below refer to mla/_core.py of FlashInfer 0.7.2.post1.
 
     Attributes:
         query: [batch_size, q_len_per_request, num_qo_heads, head_dim]; with `cum_seq_lens_q` [num_rows, num_qo_heads,

@@ -207,7 +207,7 @@ def judge(
 def _judge_of_calls(
     calls: str, implementation: str | None, refusals: str | None, settings: dict[str, Any]
 ) -> "Callable[..., Report]":
-    """Return a function that judges the recorded calls of a folder: the recorded outputs, or those of `implementation`."""
+    """Return a function that judges the recorded calls of a folder: the recorded outputs, or outputs of `implementation`."""
     from lab.checks.run.judge import judge_calls
 
     if implementation is not None:
@@ -311,7 +311,7 @@ def merge(
     reports: Annotated[list[Path], typer.Argument(help="the reports of all shards of one run")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="the file of the united report")],
 ) -> None:
-    """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is that of one run."""
+    """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is as for one whole run."""
     from lab.checks.record import replaceable
     from lab.checks.run.merging import merged
     from lab.reports.judgement import show as show_report

@@ -271,8 +271,8 @@ def _section(
     item: Callable[[Shape], str],
 ) -> list[str]:
     """Return the lines of a heading and of a Markdown table with one row per value of `key`. `columns` are the headings of this
-    value. The other cells list the texts `item` of shapes: those that compile, those that do not, and those that only the lab
-    refuses.
+    value. The other cells list, by their texts `item`, the shapes that compile, the shapes that do not, and the shapes that
+    only the lab refuses.
     """
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]

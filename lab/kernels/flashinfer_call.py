@@ -150,9 +150,9 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 
 
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
-    """Return a call's workspace after checking it; for None the lab's own for this device and the current stream.
+    """Return a call's workspace after checking it. For None return the lab's workspace of the device and the current stream.
 
-    Each stream has a workspace of its own, because streams must not share semaphores.
+    The lab has one workspace per stream, because streams must not share semaphores.
 
     Raises:
         TypeError, ValueError: the workspace is no contiguous tensor on the device, or is too small for the semaphores, the

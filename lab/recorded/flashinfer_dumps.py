@@ -55,8 +55,8 @@ def listed(folder: Path) -> list[ListedCall]:
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
-    """Return, sorted by name, the folders of calls: those that have a record or the inputs. If a call has no record, `read`
-    raises an error about it.
+    """Return, sorted by name, the folders of calls, which have a record or the inputs of a call. If a call has no record,
+    `read` raises an error about it.
     """
     return sorted({path.parent for name in (METADATA, "inputs.*") for path in folder.glob(f"*/{name}")})
 

@@ -67,7 +67,7 @@ def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
 
 
 def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
-    """Return `relative_l2` of `out` and `expected`, float64, whose norms are `size`."""
+    """Return `relative_l2` of `out` and `expected`, which is float64. `size` has the norms of the expected vectors."""
     difference = (out.to(torch.float64) - expected).norm(dim=-1)
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
     return torch.where(difference.isfinite(), ratio, math.inf)

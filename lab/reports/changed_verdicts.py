@@ -223,7 +223,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
     """Return a sentence that says which parameters the cases with this change have, and the right cases do not have. Newly
-    wrong cases are described by their verdicts after the change, repaired cases by those before it.
+    wrong cases are described by their verdicts after the change, repaired cases by their verdicts before it.
     """
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]

@@ -117,9 +117,9 @@ def make_table(
 
     Args:
         columns: by heading, a function that returns a record's cell.
-        name, caption, left_out: the table's fields of these names.
-        say_once: headings of columns that become the note `common` if every row has the same text. None means all columns, if
-            there are at least two records.
+        name, caption, left_out: as in `Table`.
+        say_once: headings of columns that are moved to `Table.common` if every row has the same text. None means all columns,
+            if there are at least two records.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     filled = {name: cells for name, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
@@ -205,7 +205,7 @@ def _significant(value: float) -> str:
 
 
 def markdown_of(table: Table) -> str:
-    """Return a table in Markdown, without its notes."""
+    """Return a table in Markdown, without `common` and `left_out`."""
     lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
     lines += [[cell.text for cell in row] for row in table.rows]
     return "\n".join(

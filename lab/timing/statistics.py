@@ -125,10 +125,10 @@ def compare_samples(
     """Compare two sets of samples by their medians.
 
     FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect is beyond
-    the minimum effect. SAME: the whole interval lies within the minimum effect, even if p is small. UNSURE: everything else,
-    such as an interval that contains the minimum effect, or fewer than 5 samples on a side. The whole interval counts and not
-    the estimate, because an estimate near the minimum effect changes its verdict from run to run. The rank test is needed
-    because the interval of few samples is too narrow.
+    the minimum effect. SAME: the whole interval lies within the minimum effect, also if the test is significant. UNSURE:
+    everything else, such as an interval that contains the minimum effect, or fewer than 5 samples on a side. The whole interval
+    counts and not the estimate, because an estimate near the minimum effect changes its verdict from run to run. The rank test
+    is needed because the interval of few samples is too narrow.
 
     The interval is the percentile bootstrap of the ratio of medians (Efron and Tibshirani 1993, chapter 13). Each side is
     resampled independently, from a fixed seed, so that the same samples always give the same answer. Medians ignore outliers

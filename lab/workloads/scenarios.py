@@ -24,8 +24,8 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     tp<N>          tensor_parallel: one rank's slice of N
 
 The geometries deepseek-v3 and kimi-k2 are of latent attention (MLA) and run on FlashInfer's MLA decode call:
-decode/deepseek-v3/64q1s4k is a `lab.workloads.mla_case.MLACase`. The modes are those of that call, the options are e4m3,
-page<N>, padding<N>, tp<N> and
+decode/deepseek-v3/64q1s4k is a `lab.workloads.mla_case.MLACase`. The modes are those that run on this call, the options are
+e4m3, page<N>, padding<N>, tp<N> and
 
     e4m3_query     query_dtype: an engine casts the query to e4m3 too
     topk<N>        index_topk: each row sees at most N of its keys, as in DeepSeek-V3.2 (2048); extends run on this call too
@@ -127,7 +127,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the forward pass that a name describes, also of latent attention. Arguments and errors are those of `scenario`."""
+    """Return the forward pass that a name describes, also of latent attention. `scenario` documents arguments and errors."""
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):

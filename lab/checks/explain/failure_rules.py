@@ -84,8 +84,8 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return a rule without the conditions that few wrong results cannot support: a condition that excludes as few results, and
-    all conditions but one for each wrong result.
+    """Return a rule without the literals that few wrong results cannot support. A rule for fewer than `FEW` wrong results loses
+    each literal that excludes fewer than `FEW` results, and keeps at most one literal per wrong result.
 
     Args:
         rule: a rule of `find_rules` for these units. If it has `FEW` wrong results or more, it is returned as it is.

@@ -43,7 +43,7 @@ def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
     """Yield `count` random cases in which the values of each parameter occur equally often. Many lengths are at ends of pages
-    and tiles. The cases need at most `num_builds` compiled kernels: they share that many results of `builds`.
+    and tiles. The cases use at most `num_builds` results of `builds`, and so need few compiled kernels.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")

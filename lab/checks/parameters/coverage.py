@@ -40,7 +40,7 @@ class Coverage:
     impossible: Mapping[str, int]  # numbers of pairs and triples that a rule forbids, by the reason of the rule
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data, with at most `MOST_BLIND_SPOTS` blind spots."""
+        """Return the coverage as JSON data, with at most `MOST_BLIND_SPOTS` pairs of `blind`."""
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
             "values": {axis: _by_reach(values) for axis, values in self.values.items()},

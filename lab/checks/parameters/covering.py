@@ -39,7 +39,7 @@ class Shard:
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:
-        """Return True if a combination of values is a goal of this shard. Each combination is a goal of exactly one shard."""
+        """Return True if this shard must judge a combination of values. Exactly one shard must judge it."""
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
@@ -226,7 +226,7 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield the pairs of values and the declared triples that are goals of the shard and break no rule by themselves."""
+        """Yield the pairs of values and the declared triples that the shard must cover and that break no rule by themselves."""
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     @property

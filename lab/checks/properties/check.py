@@ -32,7 +32,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """The function, values and level for which a check makes its fixed cases."""
+    """The function, values and level for which a check makes its cases that are not random."""
 
     interface: Interface  # the function to judge
     ranges: Ranges  # the values that each parameter may have

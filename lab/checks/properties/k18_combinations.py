@@ -164,7 +164,8 @@ def _left_values(
     chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
     """Yield cases that together contain each value that no judged case contains so far, and each usual size with e4m3
-    queries if the kernel takes these. At most `chosen` values of a case are not the defaults, or the first that it takes.
+    queries if the kernel takes these. At most `chosen` values of a case are not defaults. The first value that the kernel
+    takes replaces a default that it declines.
     """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)

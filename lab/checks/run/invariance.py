@@ -55,7 +55,7 @@ class Dependence(CheckSummary):
 
     @property
     def required_answer(self) -> Answer:
-        """Return the answer for a factor that must not change bits: `answer`, or NOT_TRIED if it is SAME without all cases."""
+        """Return the answer for a factor that must not change bits: NOT_TRIED instead of SAME if some cases were not tried."""
         not_tried = self.answer is Answer.SAME and self.answers[Answer.NOT_TRIED]
         return Answer.NOT_TRIED if not_tried else self.answer
 
@@ -100,7 +100,7 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the dependences on required factors that are not SAME, for functions and dtypes that the kernel accepts."""
+        """Return each required factor whose answer is not SAME, for functions and dtypes that the kernel accepts."""
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)

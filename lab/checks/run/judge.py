@@ -89,7 +89,7 @@ def judge(
         most_seconds: no case is begun after this time. Cases that still run in workers 2 seconds later are left out. None: 17
             at the quick level, or `for_seconds` if that is more; no limit at other levels.
         drawn: number of random cases for each check and function; None for the number of the level.
-        refusals: the exceptions that count as refusals, or their names, instead of those of `support_protocol.invoke`.
+        refusals: the exceptions that count as refusals, or their names, instead of the default of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out: file of the report, which is written during the run.

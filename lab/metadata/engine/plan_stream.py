@@ -30,7 +30,9 @@ class FixUp(NamedEnum):
 
 
 class PlanStart(NamedEnum):
-    """When a plan starts. In SGLang 0.5.13 it waits for nothing and may read unfinished inputs; this is not modelled."""
+    """When the planning of a verify pass starts. In SGLang 0.5.13 it waits for nothing, so that it may read unfinished inputs;
+    this is not modelled.
+    """
 
     IN_LINE = "in line"  # on the forward stream, after the draft: SGLang's default
     AFTER_DRAFT = "after the draft"  # on a second stream, after the draft: SGLang 0.5.11, 0.5.12 and 0.5.23

@@ -1,6 +1,6 @@
 """The passes of vLLM 0.33.0's FlashInfer backend: a decode call and a context call for each layer.
 
-Line numbers are those of ``vllm/v1/attention/backends/flashinfer.py`` unless another file is named. A batch begins with the
+Line numbers refer to ``vllm/v1/attention/backends/flashinfer.py`` unless another file is named. A batch begins with the
 requests that the decode call computes. The metadata is SGLang's (`build_mha_metadata`). vLLM's calls differ in their requests,
 their bounds of lengths, and padding: padding requests of a CUDA graph have no keys (``seq_lens`` 0) and page 0, the null block
 (``v1/worker/gpu_model_runner.py`` 2146, 2309).

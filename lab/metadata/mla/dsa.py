@@ -141,7 +141,7 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
 
         Args:
             topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it again. In a decode it may have as
-                many rows as the query; rows after the metadata's are not read (`_trim_trtllm_decode_dp_padding`).
+                many rows as the query; rows after the metadata's rows are not read (`_trim_trtllm_decode_dp_padding`).
 
         Raises:
             ValueError: `topk_indices` is None or has too many rows, or the query has fewer rows than the metadata.

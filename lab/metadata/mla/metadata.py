@@ -152,8 +152,8 @@ def build_mla_decode_metadata(
     Maxima are computed from ``seq_lens_cpu`` (`longest_request`). Without it, the pool's ``max_context_len`` replaces
     ``max(seq_lens)``. In a ragged verification the maximum counts the requests' rows twice, as SGLang's does.
 
-    The query rows of a ragged verification are padded to d rows per request, as in SGLang (`forward_extend`). Those of a draft
-    extend are padded to the largest number of rows if the requests differ in it. SGLang pads them only if the number of
+    The query rows of a ragged verification are padded to d rows per request, as in SGLang (`forward_extend`). The rows of a
+    draft extend are padded to the largest number of rows if the requests differ in it. SGLang pads them only if the number of
     requests does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. ``seq_lens_k`` counts padding
     rows, because the kernel assumes that a request's last row is at its last key.
 

@@ -89,7 +89,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 class Form(NamedEnum):
-    """An optional argument or result of a call. Its contents change between graph replays, or each replay writes it."""
+    """An optional argument or result of a call. Graph replays read changed contents of an argument, and write a result anew."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"

@@ -47,7 +47,7 @@ class DSV4Inputs(AttentionInputs):
 
 
 def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: torch.device) -> DSV4Inputs:
-    """Return the tensors of a call. Queries, sinks and scales are those of `of_window`.
+    """Return the tensors of a call. Queries, sinks and scales are taken from `of_window`.
 
     Args:
         of_window: the tokens of each request, and the `WINDOW_COLUMNS` columns in which rows select them.

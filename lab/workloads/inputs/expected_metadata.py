@@ -213,8 +213,8 @@ def wrong_eager_mla_metadata(
 def wrong_block_sparse_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: BlockSparseMetadata, topk_pages: torch.Tensor
 ) -> str:
-    """Return a sentence about the first error in the lengths of a block-sparse pass; "" if there is none. The arguments are
-    those of `wrong_metadata` and `block_sparse_forward_metadata`.
+    """Return a sentence about the first error in the lengths of a block-sparse pass; "" if there is none. `wrong_metadata`
+    and `block_sparse_forward_metadata` document the arguments.
     """
     lens = block_sparse_forward_metadata(batch, pool, topk_pages).seq_lens
     of_rows = metadata.seq_lens[:, : len(lens)].tolist()

@@ -157,7 +157,7 @@ class ForwardPass(EnginePass):
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
-        """Return each rank's rows and metadata under context parallelism; () without it. The ranks' calls replace those of
+        """Return each rank's rows and metadata under context parallelism; () without it. The ranks' calls replace the calls of
         `plan`.
         """
         ranks = self.case.context_parallel

@@ -172,7 +172,7 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _moves(self) -> bool:
-        """Return True if page ids and lengths are drawn again: if the metadata is that of a dense pass on one rank."""
+        """Return True for a dense pass on one rank, whose page ids and lengths are drawn again."""
         return not self.keeps_metadata and isinstance(
             self.forward.metadata, TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
         )
@@ -200,7 +200,7 @@ class PassRedraw(SeededRedraw):
 
     @property
     def _window_left(self) -> int:
-        """Return the window outside of which tokens are not cached: the case's; -1 for DSV4, which caches compressed entries of
+        """Return the case's window, outside of which tokens are not cached; -1 for DSV4, which caches compressed entries of
         all tokens.
         """
         return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
