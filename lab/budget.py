@@ -247,7 +247,7 @@ def explain(
 
     Args:
         setting: the cache and the dtypes.
-        batches: requests with values like the test's, because a difference is proportional to V.
+        batches: requests with values as in the test, because a difference is proportional to V.
         mismatched: number of elements that exceeded the tolerance.
         elements: number of elements in the test.
         atol, rtol: the test's tolerance.

@@ -104,7 +104,7 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """Operations of the interpreter on bf16 that differ from a GPU's.
+    """Operations on bf16 in which the interpreter differed from a GPU.
 
     Attributes:
         computes: it computed on the bit patterns of bf16 values, which causes errors of any size.

@@ -73,7 +73,7 @@ class DSV4DecodeCall:
         swa_kv_cache: the pool of recent tokens, [num_pages, 1, page_size, head_dim] or the same without the dimension of the
             only head; with kv_layout "NHD" [num_pages, page_size, 1, head_dim]. The query's dtype (1153).
         sparse_indices: int32 [num_rows, num_columns]: the places of each row's entries. The first 128 columns are places
-            page * page_size + offset in `swa_kv_cache`, and the others places in `compressed_kv_cache`; -1 is no entry (2020).
+            page * page_size + offset in `swa_kv_cache`, later columns places in `compressed_kv_cache`; -1 is no entry (2020).
             num_columns is at least 128 and a multiple of 4 (1122). Only other backends take None for this tensor and for the
             next three.
         compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, with pages of its own size. It may be

@@ -41,8 +41,8 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of keys in K's pool and in V's pool, int64 in the shape of `requests`. `requests`, int64, are the
-    requests of the keys; `keys`, of the same shape, are the indices of the keys in their requests.
+    """Return the places of keys (indices of their entries) in K's pool and in V's pool, int64 in the shape of `requests`.
+    `requests`, int64, are the requests of the keys; `keys`, of the same shape, are the indices of the keys in their requests.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None

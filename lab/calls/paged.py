@@ -32,8 +32,9 @@ class DecodeCall:
     request without keys. NaN that one row sees may affect other rows of its request, but no other request.
 
     The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides and those of
-    `lse` are free as long as no elements overlap; K's and V's may differ. Other tensors are contiguous. `query`, `kv_cache`,
-    `kv_cache_sf`, `out` and `lse` begin at a multiple of 16 bytes, as vector loads and TMA need, other tensors at any element.
+    `lse` are free as long as no elements overlap; K and V may differ in strides. Other tensors are contiguous. `query`,
+    `kv_cache`, `kv_cache_sf`, `out` and `lse` begin at a multiple of 16 bytes, as vector loads and TMA need, other tensors at
+    any element.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (references also take float32 and float64). The rows of a

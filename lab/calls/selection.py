@@ -41,7 +41,7 @@ def columns_in_use(
     """Return which columns each row uses, bool [num_rows, num_columns]. Padding rows use none.
 
     Args:
-        selected: int32 [num_rows, num_columns], places.
+        selected: int32 [num_rows, num_columns], indices of entries in the pool.
         lens: int32 [num_rows], number of columns that each row uses; None: its position + 1.
         seq_lens: [batch_size], number of keys of each request.
         row_offsets: first row of each request, followed by the end of the last one.

@@ -45,8 +45,8 @@ def record(
 ) -> None:
     """Run a command, and record FlashInfer's attention calls in all its Python processes for `lab judge --calls`.
 
-    The exit status is the command's. A file has only the pages of K and V that its call reads; it contains data of the users'
-    requests.
+    The command's exit status is returned. A file has only the pages of K and V that its call reads; it contains data of the
+    users' requests.
     """
     from lab.recorded import start
     from lab.recorded.recorder import ENVIRONMENT, Triggers

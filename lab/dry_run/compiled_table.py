@@ -201,7 +201,7 @@ def _words(shape: Shape) -> str:
 
 
 def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
-    """Return the text of compiled.md: which shapes compile, and which assertion fails for the others. `facts` is the
+    """Return the text of compiled.md: which shapes compile, and which assertion fails for other shapes. `facts` is the
     environment.
     """
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]

@@ -72,7 +72,7 @@ class DryCall:
 @dataclass(frozen=True)
 class DryPass:
     """A named forward pass and its attention calls. A mixed batch may have two: one for its decode requests, one for
-    the others.
+    its other requests.
     """
 
     name: str

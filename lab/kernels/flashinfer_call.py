@@ -78,7 +78,7 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
     """Return a function of the installed FlashInfer, after checking that it takes exactly these keywords.
 
     Raises:
-        NotImplementedError: the installed version lacks the function or one of these parameters, or requires another one.
+        NotImplementedError: the installed version lacks the function or one of these parameters, or requires another parameter.
     """
     function, signature = installed(module, name)
     try:

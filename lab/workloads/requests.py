@@ -178,7 +178,7 @@ def new_pool(
         lens: largest number of tokens of each request.
         page_size, max_context_len, seed, device: as in `KVPool`.
         spare_pages: number of pages in addition to the requests' pages and page 0, the sink.
-        swa_spare_pages: the same number for a sliding-window pool; None: there is no such pool.
+        swa_spare_pages: number of spare pages of the sliding-window pool; None: there is no sliding-window pool.
         virtual_slots: slots are virtual, and there are three times as many virtual pages as pages.
     """
     pages = num_pages(lens, page_size) + 1

@@ -27,7 +27,7 @@ slot of tile n is empty early, and two slots hide the time of a load:
 
 Consumer 0 sends a tile's weights after it has read all columns of the tile for Q.K^T. So the arrival of consumer 1 means that
 both have read the right columns. All warps go through the same pieces and tiles in the same order (`piece_at`, `nth_tile`).
-Parities are those of `lab.kernels.portable.hopper_attention`; the barriers of `message` complete once for each message.
+Parities are as in `lab.kernels.portable.hopper_attention`; the barriers of `message` complete once for each message.
 """
 
 from typing import Any, NamedTuple

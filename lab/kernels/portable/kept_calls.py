@@ -174,7 +174,7 @@ def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> in
     If several sources lie in the tensor's allocation, only a source at the same address counts.
 
     Args:
-        memory, address: the address of the tensor's allocation, and that of the tensor.
+        memory, address: the address of the tensor's allocation, and the address of the tensor.
         sources: the same two addresses of each source.
 
     Raises:

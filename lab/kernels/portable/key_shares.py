@@ -246,10 +246,10 @@ def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
 
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
-    """Return the K/V head to which a place of a request belongs, and the index of the place among those of that head.
+    """Return the K/V head to which a place of a request belongs, and the index of the place among the head's places.
 
-    A division of 32 bits takes fewer instructions than one of 64 bits. It is enough for 2**31 keys of 31 K/V heads in tiles of
-    16 keys.
+    A division of 32 bits, which takes fewer instructions than a division of 64 bits, is enough for 2**31 keys of 31 K/V heads
+    in tiles of 16 keys.
     """
     in_request = (place - request_begin).to(tl.uint32)
     places = unit_places.to(tl.uint32)

@@ -29,7 +29,7 @@ run at the same time:
     second launch                   other requests: blocks of rows or shares of keys, on the remaining capacity, later on all
 
 If the second launch is the Gluon kernel's, or its programs need a whole multiprocessor, the first launch has the whole
-capacity, and programs of the second launch begin as those of the first end.
+capacity, and programs of the second launch begin as programs of the first end.
 """
 
 from collections.abc import Callable
@@ -164,7 +164,7 @@ def few_tokens(problem: PagedAttention) -> int | None:
     """Return the largest number of query tokens of a request that the first of two launches serves; None for one launch.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses: as many requests as possible have `max_q_len` rows, and the others have equal numbers of the remaining rows. The
+    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. The
     first launch serves a request if its rows fit the tile for that equal number. A wrong guess costs only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)

@@ -80,8 +80,8 @@ def await_launch_before():
 def slot_of(share, q_block, q_blocks, begins_unit):
     """Return the index in `PartialResults.out` of the partial result of one share and block of rows.
 
-    A share has two slots: the second, if `begins_unit`, for a request and K/V head whose first key it has, the first for one
-    whose first key is in an earlier share.
+    A share has two slots: the second, if `begins_unit`, for a request and K/V head whose first key it has; the first for a
+    request and K/V head whose first key is in an earlier share.
     """
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 

@@ -178,7 +178,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
     """Return the index in `kv_indices[step]` at which the list of a request and branch begins.
 
-    `before` is the number of prefix tokens in all lists of the earlier requests, and `kept` that in this list.
+    `before` is the number of prefix tokens in all lists of the earlier requests, and `kept` the number in this list.
     """
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 

@@ -82,7 +82,7 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for pairs of dimensions, such as (576, 512). `what` names them in the sentence; `of` returns a call's."""
+    """Return `Sizes` for pairs of dimensions, such as (576, 512). `of` reads them from a call, and `what` is their name."""
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
 
 

@@ -59,7 +59,7 @@ class DSAMetadata:
     max_seq_len: int  #: an upper bound of the tokens of one request, computed on the host
 
     def places(self, topk_indices: Tensor) -> Tensor:
-        """Return the place of each selected entry, and -1 in other columns: int32 ``[num_rows, top_k rounded up to 4]``.
+        """Return the pool's index of each selected entry, -1 in other columns: int32 ``[num_rows, top_k rounded up to 4]``.
 
         Args:
             topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, or -1.
