@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import lab.metadata
+import lab.references
 from corpus.kernels import kernel
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.parameters.models import Configuration
-from lab.checks.properties import checks_by_key
+from lab.checks.properties import checks_by_key, draft_lists
 from lab.checks.properties.check import Level
 from lab.checks.run.judging import run_case
+from lab.checks.run.verdicts import Outcome
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_pool import KVPool
@@ -78,6 +80,22 @@ def test_lists_are_judged_by_the_lengths_that_were_given() -> None:
     changed, *cells = lists.wrongs(nothing)
     assert changed == "it changed positions"
     assert [each.split(" cells of ")[1].split()[0] for each in cells] == ["kv_indices", "kv_indptr"]
+
+
+def test_too_little_memory_for_the_lists_is_no_failure_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far rows take 8 GiB of each of the two drafts: the memory may be enough for the first draft alone."""
+    built = []
+
+    def build(case: DraftListsCase, device: str) -> DraftLists:
+        if built:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        built.append(case)
+        return DraftLists(case, device)
+
+    monkeypatch.setattr(draft_lists, "DraftLists", build)
+    case = Configuration(MetadataFunction.DRAFT_KV_INDICES)
+    judged = run_case(lab.references, checks_by_key()["K18"], case, torch.device("cpu"), Ranges())
+    assert (judged.outcome, judged.by_lab, judged.wrongs) == (Outcome.DECLINED, True, ())
 
 
 # Fields of each function's metadata, and the batch's tensors that they must not be.

@@ -155,9 +155,9 @@ def not_judged(
         brief = f"the kernel refused {counted(len(refused), 'case')}"
         yield NotJudged(brief + also, brief)
     by_lab = Counter(verdict.reason for verdict in declined if verdict.judged.by_lab)
-    for reason, count in by_lab.items():
-        brief = f"the lab cannot judge {counted(count, 'case')} here"
-        yield NotJudged(f"{brief} ({shortened(reason, SHOWN_CHARACTERS)})", brief)
+    for place, (reason, count) in enumerate(by_lab.items()):
+        full = f"the lab cannot judge {counted(count, 'case')} here ({shortened(reason, SHOWN_CHARACTERS)})"
+        yield NotJudged(full, "" if place else f"the lab cannot judge {counted(by_lab.total(), 'case')} here")
     if any(verdict.outcome is Outcome.FAILED for verdict in verdicts):
         chosen_by = f"a failed call or {chosen_by}"
     pairs = sum((Counter(each.pairs) for each in coverages), Counter[Reach]())

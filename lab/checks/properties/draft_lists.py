@@ -76,9 +76,11 @@ def judge_lists(run: CaseRun) -> None:
     case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})
-    lists = DraftLists(case, str(run.device))
+    # Both are built before the call: if a device lacks the memory for them, the case is not judged.
+    drafts = (case, replace(case, lens=case.lens[::-1], seed=case.seed + 1))
+    lists, others = (DraftLists(each, str(run.device)) for each in drafts)
     if _expect_right(run, "the lists", lists, features):
-        lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
+        lists.take(others)
         _expect_right(run, "the lists of others in the same tensors", lists, features)
 
 

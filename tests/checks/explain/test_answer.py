@@ -167,3 +167,14 @@ def test_the_first_line_says_how_narrow_a_kernel_is_and_stays_short() -> None:
         "Right in 41 of 233 cases that SGLang 0.5.23 sends, 41 of 235 cases that vLLM 0.33.0 sends and 13 "
     )
     assert len(said) < 250
+
+
+def test_the_first_line_counts_all_cases_that_the_lab_cannot_judge_once() -> None:
+    found = [
+        *verdicts("R"),
+        *verdicts("DD", declines=("no Triton",), by_lab=True),
+        *verdicts("D", declines=("b",), by_lab=True),
+    ]
+    reasons = list(not_judged(found, (), "", "the smoke level"))
+    assert answer(found, BOTH, reasons, is_whole=True).endswith(". Not judged: the lab cannot judge 3 cases here.")
+    assert reach(found, reasons).endswith("2 cases here (no Triton); the lab cannot judge 1 case here (b)")
