@@ -153,7 +153,7 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Return ([K or V as the cache stores them, and for NVFP4 their scale factors], scale of the cache)."""
+    """Return K or V as the cache stores it, in a list with the scale factors of NVFP4, and the scale of the cache."""
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
     scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0

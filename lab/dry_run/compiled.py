@@ -65,7 +65,7 @@ PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+
 
 @dataclass(frozen=True)
 class Shape:
-    """The parameters of a shape for which FlashInfer compiles a kernel module."""
+    """The parameters for which FlashInfer compiles one kernel module."""
 
     kernel: Kernel  #: `XQA`, `XQA_MLA` or `FMHA_V2`
     capability: Capability  #: (major, minor) of the target

@@ -52,7 +52,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """A shape with the verdicts of the compiler and of the lab."""
+    """Whether the compiler and the lab support one shape (the parameters with which FlashInfer compiles a kernel)."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]  #: the compiler's verdict on each source

@@ -58,8 +58,8 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
     """Yield distinct points of a call in `SWEPT`: first each value of each axis, with all other axes at their default; then all
-    combinations of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of the call's bases on
-    1 to 5 axes.
+    combinations of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of `SweptCall.bases`
+    on 1 to 5 axes.
     """
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (

@@ -288,8 +288,8 @@ def facts_of_sides(
 
 
 def in_words(identity: Identity) -> str:
-    """Return an identity as text, such as "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2
-    warm".
+    """Return the identity of a row as text, such as "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock
+    graph, l2 warm".
     """
     return ", ".join(value if name in ("scenario", "implementation") else f"{name} {value}" for name, value in identity)
 

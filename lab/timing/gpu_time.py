@@ -347,7 +347,7 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Run the steps under CUPTI, and return the activities of each. The device's state is read during some of them."""
+    """Run the steps under CUPTI, and return the activities of each step. During some steps the device's state is read."""
     read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:

@@ -271,12 +271,12 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of keys that must be read: rows and heads of one request may select the same pages."""
+        """Return the least number of keys that must be read, if all rows and heads of a request select the same pages."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property
     def operations(self) -> int:
-        """Return the number of floating-point operations of Q·K^T and P·V: 2 · 2 · head_dim per visible pair and query head."""
+        """Return the number of floating-point operations of Q·K^T and P·V: 4 · head_dim per query head, row and visible key."""
         return 4 * self.model.head_dim * self.model.num_qo_heads * self.visible_pairs
 
     @property

@@ -111,7 +111,7 @@ def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Return every mode that runs in graphs. `width` is the largest number of query rows of a request in modes with several."""
+    """Return every mode that runs in graphs. In modes with several rows, `width` is a request's largest number of rows."""
     return (
         GraphMode.decode(),
         GraphMode.draft_decode(1),

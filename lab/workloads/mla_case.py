@@ -199,8 +199,8 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def operations(self) -> int:
-        """Return the number of floating-point operations of Q·K^T and P·V: 2 · (head_dim + kv_lora_rank) per visible pair and
-        query head.
+        """Return the number of floating-point operations of Q·K^T and P·V: 2 · (head_dim + kv_lora_rank) per query head, row
+        and visible entry.
         """
         return 2 * self.num_qo_heads * self.visible_pairs * (self.head_dim + self.kv_lora_rank)
 

@@ -163,8 +163,8 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Pass the scales with the values and in the form (number, tensor, `bmm1_scale_log2`) of the configuration, and the
-    factor of skip-softmax.
+    """Pass the scales and the factor of skip-softmax as the configuration says: which values, and in which form (number,
+    tensor, `bmm1_scale_log2`).
     """
     for name in ("bmm1_scale", "bmm2_scale"):
         if (size := call.forms[name.replace("scale", "size")]) != USUAL:

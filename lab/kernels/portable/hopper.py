@@ -23,9 +23,9 @@ class HopperTiles(NamedTuple):
     """The tiles of the Gluon kernel for one head_dim.
 
     Attributes:
-        shares: for launches in which one block has all rows of a request and several programs divide its keys.
-        windows: for launches in which a program reads all keys of its rows, in a window of fewer than `few_keys` keys.
-        blocks: for all other launches.
+        shares: tile of launches in which one block has all rows of a request and several programs divide its keys.
+        windows: tile of launches in which a program reads all keys of its rows, in a window of fewer than `few_keys` keys.
+        blocks: tile of all other launches.
     """
 
     blocks: HopperTile

@@ -23,9 +23,9 @@ class Dtypes:
 
     Attributes:
         triples: the supported combinations.
-        queries, kv, out: the sentences for an unsupported query dtype, a K/V dtype that is unsupported with that query, and an
-            output dtype that is unsupported with both. They may contain `{q}`, `{kv}` and `{out}`. `kv` may map each K/V dtype
-            to its sentence, and `out` each query dtype.
+        queries, kv, out: the sentences for an unsupported query dtype, a K/V dtype that is unsupported with the query dtype,
+            and an output dtype that is unsupported with these two. They may contain `{q}`, `{kv}` and `{out}`. `kv` may map
+            each K/V dtype to its sentence, and `out` each query dtype.
     """
 
     triples: Triples

@@ -115,7 +115,7 @@ def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
-    """Build metadata and make block-sparse decode calls as SGLang's MSA-v1 does."""
+    """Build metadata and make block-sparse decode calls as SGLang's MiniMax-M3 backend (MSA-v1) does."""
 
     implementation: Any = None  #: any object with FlashInfer's decode function, such as `lab.references`
     num_kv_heads: int = 1

@@ -85,7 +85,7 @@ def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Te
 
 
 def _needles(drawn: _Drawn) -> _Drawn:
-    """Turn the first and last keys that rows see, and their neighbours, into needles."""
+    """Turn the first and last keys that rows see, and their neighbours, into needles, which outweigh all other keys."""
     case, request = drawn.case, drawn.request
     limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
     plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
@@ -174,8 +174,8 @@ _SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles of a request, whose rows belong to its newest tokens: the first and last keys that rows see,
-    edges of pages and tiles between them, and the neighbours of all these positions.
+    """Return positions for needles (keys that outweigh all others) in a request whose rows belong to its newest tokens: the
+    first and last keys that rows see, edges of pages and tiles between them, and the neighbours of all these positions.
     """
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:

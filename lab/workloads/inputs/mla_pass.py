@@ -91,7 +91,7 @@ class SparseMLAPass(SelectingPass, MLAPass):
     """A pass whose rows select entries.
 
     In DeepSeek sparse attention (DSA) a row sees the entries at its selected positions. In DeepSeek-V4 it sees the tokens of
-    its window and the compressed entries of its selected groups of tokens. A history of V4 is (entries, compressed entries),
+    its window and the compressed entries of its selected groups of tokens. A history is then (entries, compressed entries),
     both [kv_len, head_dim]; a group's compressed entry is at the position of the group's last token.
 
     Attributes:
