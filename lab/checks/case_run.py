@@ -108,7 +108,7 @@ class CaseRun:
         self.declines: list[str] = []
         self.remarks: list[str] = []  #: notes for the reader of the verdict; they do not make a result wrong
         self.suspicions: list[str] = []  #: notes that say why the inputs of the case may be wrong
-        #: the calls of `lab.checks.invariance` whose output differs from that of the case's first call
+        #: the calls of `lab.checks.invariance` whose output differs from the output of the case's first call
         self.differences: list[BitDifference] = []
         self.worst_ratio = 0.0  #: the largest ratio of an error to its bound
         self.is_misshapen = False  #: a result has another shape or dtype than expected
@@ -180,7 +180,7 @@ class CaseRun:
             inputs, expected: the call, and the required result; None if the result is not to be compared.
             needed: raise Unsupported if the call is refused. Otherwise a refusal is recorded. A call that FlashInfer itself
                 excludes is then not made for cases with selected pages, selected entries or one rank's keys.
-            changes: the arguments that replace those of `inputs`.
+            changes: the arguments that replace arguments of `inputs`.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)

@@ -24,7 +24,7 @@ class Variant:
 
     what: str  #: the difference in words, such as "request 0 alone"
     inputs: CallInputs  #: the tensors of the call
-    changes: dict[str, Any] = field(default_factory=dict)  #: arguments that replace those of `inputs`
+    changes: dict[str, Any] = field(default_factory=dict)  #: arguments that replace arguments of `inputs`
     #: int64 [num_rows]: for each row the index of the base call's row with the same expected result, or -1. None: equal rows
     rows: Tensor | None = None
     #: returns a function that makes the call, eagerly or by a replay of a CUDA graph

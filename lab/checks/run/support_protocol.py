@@ -95,7 +95,7 @@ def invoke(
 
     Args:
         function, args, arguments: the function, and its positional and keyword arguments.
-        refusals: the exceptions that count as refusals instead of these three kinds; None for these.
+        refusals: the exceptions that count as refusals instead of these three kinds; None for the three kinds.
 
     Raises:
         Unsupported: the function refused the call.

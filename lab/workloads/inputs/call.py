@@ -31,7 +31,7 @@ class BuiltCall:
     forms: Any  # the optional arguments of the call
     inputs: Any  # one of `CallInputs`
     given: dict[str, Any] = field(default_factory=dict)  # the arguments by name
-    # Fields of `Rules` in which the expected result differs from that of the inputs
+    # Fields of `Rules` by which the expected result differs from the expected result of the inputs
     rules: dict[str, Any] = field(default_factory=dict)
     guards: dict[str, Tensor] = field(default_factory=dict)  # name of a `guarded` buffer -> memory with both guards
     gaps: dict[str, Tensor] = field(default_factory=dict)  # name of a buffer with gaps -> the NaN elements in its gaps
