@@ -23,7 +23,7 @@ NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sp
 class TwoPools(PagedAttention):
     """The problem of a DSV4 call. Of its first `WINDOW_COLUMNS` columns a row at position p uses only the first p + 1."""
 
-    #: the first `WINDOW_COLUMNS` columns are places in `window_cache`, and the others places in `k_cache`
+    #: the first `WINDOW_COLUMNS` columns are places in `window_cache`, later columns places in `k_cache`
     selected: torch.Tensor = field(kw_only=True)
     #: view [num_pages, 1, page_size, head_dim] of keys that are values too
     window_cache: torch.Tensor = field(kw_only=True)

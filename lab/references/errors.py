@@ -85,7 +85,7 @@ class Regression:
     #: int64 [num_kinds, num_rows, num_heads], the index of each vector's group in `slope`, for each kind of groups
     labels: Tensor
     slope: Tensor  #: float64 [num_groups], the mean slope of each group
-    bound: Tensor  #: float64 [num_groups], largest allowed |slope - 1|
+    bound: Tensor  #: float64 [num_groups], largest allowed distance of the slope from 1
 
     @property
     def ratio(self) -> Tensor:

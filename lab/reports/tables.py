@@ -80,7 +80,7 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     name: str = ""  #: an id that is unique on a page
     caption: str = ""  #: words that say what one row is
-    #: columns that have the same text in every row are not shown; this has the heading and the text of each
+    #: heading and text of each column that is not shown, because it has the same text in every row
     common: tuple[tuple[str, str], ...] = ()
     #: headings of columns that are not shown, because their values are too long for cells
     left_out: tuple[str, ...] = ()

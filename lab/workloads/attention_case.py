@@ -115,9 +115,7 @@ class AttentionCase:
     """
 
     interface: AttentionCall  #: DECODE, CONTEXT or MLA_DECODE
-    kv_lens: tuple[
-        int, ...
-    ]  #: number of keys of each request, those of its query rows included; may be less than q_lens
+    kv_lens: tuple[int, ...]  #: number of keys of each request, its query tokens included; may be less than q_lens
     q_lens: tuple[int, ...]  #: number of query rows of each request; equal in DECODE and MLA_DECODE without `offsets`
     num_kv_heads: int = 2
     group: int = 4  #: query heads per K/V head

@@ -87,8 +87,8 @@ class ForwardCase(GroupedLayer, PassCase):
     query_dtype: torch.dtype | None = None
     engine: Engine = Engine.SGLANG  #: the engine that makes the calls. All passes of vLLM have the mode EXTEND
     decode_threshold: int = 1  #: in vLLM, the largest number of rows of a request that the decode call computes
-    #: in vLLM, number of requests without rows and keys after the others, as in a CUDA graph. Only in passes of the decode call
-    #: alone. `num_padding_rows` are their rows in the graph
+    #: in vLLM, number of padding requests, which have no rows and no keys and follow the requests, as in a CUDA graph. Only in
+    #: passes of the decode call alone. `num_padding_rows` are their rows in the graph
     num_padding_requests: int = 0
     #: the dtype to which the control, whose error bounds the kernel's error, rounds the operands of Q·K^T and P·V: the query's
     #: dtype after its cast, or a lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3

@@ -32,7 +32,7 @@ class PassCase(PassLens):
     seed: int  #: seed of all random numbers
     # A subclass that supports one of these declares the field.
     num_padding_rows: int = 0  #: number of query rows after the requests' rows, which belong to no request
-    num_padding_requests: int = 0  #: number of requests without rows and keys after the others
+    num_padding_requests: int = 0  #: number of padding requests, which have no rows and no keys and follow the requests
     encoder_only: bool = False  #: rows see all keys of their request
 
     def __repr__(self) -> str:

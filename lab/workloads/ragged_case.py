@@ -25,8 +25,8 @@ class RaggedCase(PassLens):
     chunk: int = 64  #: largest number of cached tokens of a request in one call
     num_heads: int = 2  #: number of K/V heads
     group: int = 1  #: query heads per K/V head
-    head_dim: int = 192  #: of queries and keys; 192 is DeepSeek-V3's
-    v_head_dim: int = 128  #: of values and outputs; 128 is DeepSeek-V3's
+    head_dim: int = 192  #: of queries and keys; 192 in DeepSeek-V3
+    v_head_dim: int = 128  #: of values and outputs; 128 in DeepSeek-V3
     dtype: torch.dtype = torch.bfloat16  #: of all tensors: float16, bfloat16 or float8_e4m3fn
     window_left: int = -1  #: number of keys before its own position that a row sees; -1 for all
     contents: Contents = Contents.RANDOM  #: one of `PASS_CONTENTS`

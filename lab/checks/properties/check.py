@@ -88,7 +88,7 @@ class Check:
     quick: int = 2  #: number of fixed cases at the quick level, for a check without `more`
     #: yields further random cases, which are judged after all other cases if the run has time left
     draw_on: DrawOn = lambda *_: ()
-    #: the special kinds of calls, such as those over an NVFP4 cache, that the check judges too: one case of each kind, at the
+    #: the special kinds of calls, such as calls over an NVFP4 cache, that the check judges too: one case of each kind, at the
     #: full level one case of each form of the kind
     kinds: tuple[CallKind, ...] = KINDS
 
