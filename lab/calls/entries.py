@@ -62,7 +62,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, the places of all its keys in K's pool and in V's pool, int64 [num_keys] each."""
+    """Return, for each of the requests, the places (`places_of`) of all its keys in K's pool and in V's, int64 [num_keys]."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))

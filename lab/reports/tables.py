@@ -241,7 +241,7 @@ def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table that fits a terminal of any width. In a narrow terminal each row is printed on two lines, names above numbers."""
+    """A table that fits a terminal of any width. In a narrow terminal a row takes two lines: its names, then its numbers."""
 
     table: Table
 

@@ -128,7 +128,7 @@ def within(sentence: str) -> str:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The conclusion from all verdicts of a run."""
+    """What is broken in a run and where, and what was not judged: the conclusion from all its verdicts."""
 
     answer: str  # whether the implementation is right, for which engines, and what was not judged
     reach: str = ""  # how much was compared, and in full what was not judged
