@@ -20,7 +20,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4
-from lab.references.softmax_attention import quantize_e4m3
+from lab.references.softmax_attention import quantize_e4m3, rounded
 from lab.workloads.attention_case import AttentionCase, Contents, Dead
 from lab.workloads.requests import History, PassLens
 
@@ -80,7 +80,7 @@ def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Te
         keys, values = (torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own) for _ in range(2))
         drawn.append(_SHAPE[case.contents](_Drawn(case, request, directions, query, keys, values)))
     query, keys, values = (torch.cat([getattr(each, side) for each in drawn]) for side in ("query", "keys", "values"))
-    on_device = query.to(device=device, dtype=case.dtype), keys.to(device), values.to(device)
+    on_device = rounded(query.to(device), case.dtype), keys.to(device), values.to(device)
     return *on_device, sinks.to(device) if case.sinks else None
 
 

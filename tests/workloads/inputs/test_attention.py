@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, Contents, Dead, HeadPages, Storage, TableTail
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.workloads.inputs.attention import AttentionInputs, build_attention
-from lab.workloads.inputs.contents import needle_positions, new_workspace
+from lab.workloads.inputs.contents import draw_contents, needle_positions, new_workspace
 
 CPU = torch.device("cpu")
 CASE = AttentionCase(AttentionCall.DECODE, (35, 0, 16, 100), (2, 2, 2, 2), group=2)
@@ -318,3 +319,21 @@ def test_an_output_has_the_shape_and_the_dtype_of_its_call(
     assert (tuple(out.shape), out.dtype) == (shape, dtype)
     assert out.isnan().any(dim=-1).all()
     assert inputs.new_out(torch.float32).dtype == torch.float32
+
+
+def test_a_drawn_e4m3_query_is_clamped_before_the_cast() -> None:
+    """Only newer versions of torch cast a value above 448 to 448. Older ones cast it to NaN."""
+
+    class Casts(TorchFunctionMode):
+        largest = 0.0
+
+        def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.to and result.dtype == E4M3:
+                self.largest = max(self.largest, float(args[0].abs().max()))
+            return result
+
+    case = AttentionCase(AttentionCall.DECODE, (200,), (1,), dtype=E4M3, kv_dtype=E4M3, contents=Contents.TALL)
+    with Casts() as casts:
+        draw_contents(case, CPU)
+    assert casts.largest == 448.0
