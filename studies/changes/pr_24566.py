@@ -48,8 +48,8 @@ def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
     single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
     return tuple(
         f"MLA, {row['requests']} × {row['kv_len']:,} keys, {row['heads']} heads, {row['kernel']}: the decode call of "
-        f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, that of one row "
-        f"{microseconds(single_us[_mla_point(row)])}."
+        f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, and that of one row "
+        f"{microseconds(single_us[_mla_point(row)])} µs."
         for row in _verifying_mla(recordings)
         if _mla_point(row) in single_us
     )

@@ -24,11 +24,13 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
         ),
     }
     aside = {
-        "With each request's one row chosen before the LM head, as in 0.5.23, it takes less again.": (
+        "With each request's one row chosen before the LM head, as in 0.5.23, the graph takes less GPU time than with all.": (
             _form_against_form(recording, "all rows", "selected row")
         ),
-        "The same replay in the other modes leaves the GPU idle sooner.": compared_pairs(others, _mode, _completion),
-        "The kernels of a replay take less GPU time than the eager pass's: the launches' cost is not in it.": (
+        "A replay in the other modes leaves the GPU idle sooner than the eager pass.": compared_pairs(
+            others, _mode, _completion
+        ),
+        "The kernels of a replay take less GPU time than the kernels of the eager pass, without the time of launches.": (
             compared_pairs(eager_graph, _mode)
         ),
     }
@@ -80,10 +82,10 @@ def _completion(row: RecordedRow) -> dict[str, Times]:
 CHANGE = Change(
     25002,
     "Draft extend V2 in a CUDA graph",
-    "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and the top-k over the logits of all rows in it is dead work. "
-    "The lab asks for the time of both.",
+    "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and the top-k over the logits of all rows in it is not needed. "
+    "The lab asks how much time the graph saves, and how much time the top-k takes.",
     "description of sgl-project/sglang#25002",
-    "How much sooner is a replay done than an eager pass, and what do the rows cost that nobody reads?",
+    "How much sooner does a replay end than an eager pass, and how much time do the rows take that nobody reads?",
     "draft_extend_graph",
     judge_draft_extend_graph,
 )

@@ -13,25 +13,27 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
     recording = recordings["plan_stream"]
     variants = recording["arms"]
     claimed = {
-        "A chain's verify is handed right metadata with nothing written again after the draft.": (
+        "A chain's verify gets right metadata although nothing is written again after the draft.": (
             [_fix_up(row) for row in variants if row["drafts"] == "chains"]
         ),
-        "Planning a chain's verify beside the draft makes the iteration shorter.": (
+        "Planning a chain's verify during the draft makes the iteration shorter.": (
             _planned(variants, "after the inputs", "chains")
         ),
     }
     aside = {
-        "So it does for trees, whose mask is written after the draft.": _planned(variants, "after the inputs", "trees"),
-        "A plan on a second stream that waits for the draft, as in 0.5.11, 0.5.12 and 0.5.23, makes it shorter.": (
+        "Planning a tree's verify during the draft, before its mask is written, makes the iteration shorter.": _planned(
+            variants, "after the inputs", "trees"
+        ),
+        "A plan on a second stream after the draft, as in 0.5.11, 0.5.12 and 0.5.23, makes the iteration shorter.": (
             _planned(variants, "after the draft", "chains") + _planned(variants, "after the draft", "trees")
         ),
     }
     first = variants[0]
     setting = (
         f"A loop of speculative iterations with stand-ins for draft and target, {counted(first['batch_size'], 'request')} of "
-        f"{first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens, pages of {first['page_size']}; first times "
-        "from a profile, second ones by the host's clock without it. A time is recorded only if verify was handed right "
-        "metadata before and after."
+        f"{first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens, pages of {first['page_size']}. "
+        "The first of two times is from a profile, the second is by the host's clock without a profile. A time is recorded "
+        "only if verify got right metadata before and after."
     )
     return Answer(
         aspects(claimed, aside), setting, _tree_masks(variants), ("a plan stream that builds MLA's metadata.",)
@@ -67,10 +69,10 @@ def _tree_masks(variants: Sequence[RecordedRow]) -> tuple[str, ...]:
 CHANGE = Change(
     25925,
     "Verify planned on a second stream",
-    "TRT-LLM MHA's verify metadata does not depend on the draft, so a plan on a second stream needs no mending after it. "
-    "The lab asks besides what the plan stream is for: a shorter iteration.",
+    "TRT-LLM MHA's verify metadata does not depend on the draft, so metadata planned on a second stream need not be "
+    "written again after it. The lab also asks whether the iteration becomes shorter, which is the plan stream's purpose.",
     "description of sgl-project/sglang#25925; off unless SGLANG_ENABLE_OVERLAP_PLAN_STREAM is set",
-    "Is there nothing to mend, and when does a plan beside the draft make an iteration shorter?",
+    "Is nothing written again after the draft, and when does a plan during the draft make an iteration shorter?",
     "plan_stream",
     judge_plan_stream,
 )

@@ -30,12 +30,13 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
         "claim's figures come to.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
     }
     aside = {
-        "From 3 steps on, where two or more attend, one launch for all of them takes less again.": (
+        "From 3 steps on, one launch for all steps takes less GPU time than one launch for each.": (
             _saved(many_steps, "mla", STEPS_TOGETHER) + _saved(many_steps, "mha", STEPS_TOGETHER)
         )
     }
     setting = (
-        "A draft's metadata by itself, into buffers that stay as in a graph unless it says eager; no attention, no model. "
+        "The time of a draft's metadata alone, without attention and without a model. The metadata is written into static "
+        "buffers, as in a graph, except at points named eager. "
         f"Snapshots of a trace are of {recording['trace']}. The GPU and the batch size of the claim's figures are not stated."
     )
     return Answer(aspects(claimed, aside), setting, _host_saving(recording))
@@ -72,7 +73,7 @@ CHANGE = Change(
     f"({100 * (CLAIM['tpot_after_ms'] / CLAIM['tpot_before_ms'] - 1):+.1f} %) with 80K tokens, 3 steps and "
     f"{CLAIM['accept_length']} accepted tokens (Kimi-K2.5-NVFP4, TP4).",
     "description of sgl-project/sglang#26241",
-    "What do the lists cost, and is that what the claim's figures come to?",
+    "How much time do the lists take, and is it the saving that follows from the claim's figures?",
     "draft_steps",
     judge_draft_steps,
 )

@@ -15,17 +15,19 @@ def judge_length_copy(recordings: Recordings) -> Answer:
     claimed = {
         "Without the copy no step waits for the GPU.": [_waits(*rows) for rows in both],
         "Without the copy a step is shorter.": compared_pairs(both, _named, two_clocks("step")),
-        "Filling the preallocated mask whole, as 0.5.13 does in each step, costs less than that saves.": (
+        "Filling the whole preallocated mask in each step, as 0.5.13 does, takes less time than is saved without the copy.": (
             compared_pairs(both, _named, two_clocks("step"), least_saved_us=full[0]) if full else []
         ),
     }
     first = variants[0]
     setting = (
         f"A decode loop of {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
-        f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass; first times from a profile, second "
-        "ones by the host's clock without it."
+        f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass. The first of two times is from a "
+        "profile, the second is by the host's clock without a profile."
     )
-    missing = ("the loop with MLA's metadata; the copy and the wait for it are the engine's, the same for both.",)
+    missing = (
+        "the loop with MLA's metadata. The copy and the wait for it are code of the engine, the same for MHA and MLA.",
+    )
     return Answer(aspects(claimed), setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
 
 
@@ -50,10 +52,10 @@ def _mask_facts(mask: RecordedRow) -> str:
 CHANGE = Change(
     26824,
     "No copy of the lengths to the host for MLA",
-    "The TRT-LLM MLA backend needs no lengths on the host, so the copy in each iteration and the wait for it can go; a mask "
-    "of the largest size, allocated before, stands in for one sized by the sum of the lengths. No figure is given.",
+    "The TRT-LLM MLA backend needs no lengths on the host, so the copy in each iteration and the wait for it can be left out. "
+    "A mask of the largest size, allocated before, replaces a mask sized by the sum of the lengths. No figure is given.",
     "sgl-project/sglang#26824, whose description is a picture; #28106 says the same of MHA in words",
-    "What does a decode loop gain without the copy, and what does the mask cost?",
+    "How much time does a decode loop save without the copy, and how much time and memory does the mask take?",
     "length_copy",
     judge_length_copy,
 )

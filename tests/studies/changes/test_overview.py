@@ -107,10 +107,7 @@ def test_what_is_not_recorded_says_so_and_what_cannot_be_read_says_why(folder: P
     assert (
         "draft_steps.json: not in the form that the study writes: KeyError: 'point'" in entries["draft_steps"].failure
     )
-    assert (
-        "draft_extend_graph.json: holds no study's recording but something else"
-        in entries["draft_extend_graph"].failure
-    )
+    assert "draft_extend_graph.json: holds no study's recording but other JSON" in entries["draft_extend_graph"].failure
     assert entries["draft_extend_kernels"].answer is not None
     text, table = page_of(folder), " ".join(printed(list(entries.values())).split())
     assert text.count("**Failed**: ") == table.count("failed: ") == 3
