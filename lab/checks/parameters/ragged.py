@@ -63,7 +63,10 @@ LONGEST = 65_600  # most keys of a long request: K and V have up to 128 heads
 MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # most multiplications of Q·K^T in one of the attentions that a case computes
-MOST_PARTS = 34_000  # pairs of a request and a head: with two rows each more than 65,535 pairs of a row and a head
+MOST_PARTS = (
+    34_000  # pairs of a request and a head, if two rows each make more than MOST_OF_GRID pairs of a row and a head
+)
+MOST_OF_GRID = 65_535  # most programs on the second and third axis of a CUDA grid
 DEEPSEEK_HEADS = 128
 HEAD_DIMS = ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128")
 KEYS_AND_VALUES = (
@@ -146,7 +149,10 @@ RAGGED_RULES = constraints(
             lambda rows, lengths, head_dims, num_kv_heads, group: (
                 _pairs(rows, lengths) * num_kv_heads * group * head_dims.head_dim <= MOST_PRODUCTS
             ),
-            lambda requests, num_kv_heads, group: requests * num_kv_heads * group <= MOST_PARTS,
+            lambda requests, num_kv_heads, group: (
+                requests * num_kv_heads * group <= 2**13
+                or (num_kv_heads == 1 and MOST_OF_GRID < 2 * requests * group <= 2 * MOST_PARTS)
+            ),
         ),
         "a grid of many rows and heads that is cut shows with several rows each, and not where needles leave them zero": (
             lambda requests, group, contents: requests * group <= 2**13 or contents != "needles",
