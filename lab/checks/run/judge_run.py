@@ -38,7 +38,7 @@ Waits = Generator[Pending, None, None]
 
 
 class Progress(NamedTuple):
-    """The counts of a run of the judge after each verdict."""
+    """How far a run of the judge is. The run reports a new `Progress` after each verdict."""
 
     verdict: CaseVerdict  # the newest verdict
     done: int  # number of judged cases, without those that only shrink a wrong random case

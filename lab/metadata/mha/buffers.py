@@ -98,7 +98,9 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata by `write`, then copy each request's length and pages to its query rows in the encoder's tensors."""
+    """Write the metadata by `write`. Then copy each request's length and page-table row to the `encoder_*` tensors, which have an
+    entry for each query row.
+    """
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
     assert lens is not None

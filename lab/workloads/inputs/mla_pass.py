@@ -123,8 +123,8 @@ def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Gen
 def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generator) -> Tensor:
     """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk].
 
-    A row selects `topk` positions, or all that it sees if these are fewer; every third row about half of them. -1, which is no
-    position, is in the other columns. `row_lens` are the numbers of tokens that each row sees.
+    A row selects `topk` positions, or all tokens that it sees if these are fewer. Every third row selects about half of this
+    number. The other columns hold -1. `row_lens` has the number of tokens that each row sees.
     """
     drawn = torch.full((len(row_lens), topk), -1, dtype=torch.int32, device=generator.device)
     for number, (row, seen) in enumerate(zip(drawn, row_lens, strict=True)):
