@@ -71,7 +71,8 @@ def test_a_broken_narrow_kernel_fails_with_its_worst_case(elsewhere: pytest.Pyte
     done.assert_outcomes(failed=1, deselected=len(checks_of_decode()) - 1)
     done.stdout.fnmatch_lines(
         [
-            "Wrong in *The output is wrong everywhere *",
+            "Wrong in *",
+            "The output is wrong everywhere *",
             "*row * (request *), head *, elements *: expected * got *",
             "*reproduce with: lab judge --case */cache/lab/kernels-wrong-K1-trtllm_batch_decode_with_kv_cache.json#*",
         ]
