@@ -50,8 +50,9 @@ class FindingRow:
     cited: str = ""  #: the finding as cases cite it; "" for a region
 
     def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return how many of the row's cases are "wrong", "right" and "declined" in a release. A case counts as wrong only if it
-        is wrong in the way that the row's finding describes.
+        """Return how many of the row's cases are "wrong", "right" and "declined" in a release.
+
+        A case counts as wrong only if it is wrong in the way that the row's finding describes.
         """
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)

@@ -98,8 +98,8 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata by `write`. Then copy each request's length and page-table row to the `encoder_*` tensors, which have an
-    entry for each query row.
+    """Write the metadata by `write`. Then copy each request's length and page-table row to its query rows' entries in the
+    `encoder_*` tensors.
     """
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
