@@ -381,10 +381,12 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     for (function, check), plain_calls in firsts.items():
         if all(plain_calls):
             found.setdefault(function, []).append(check)
-    # K4 before K10. The checks of `lab invariance` have names without numbers.
-    order = {key: (key.rstrip("0123456789"), len(key), key) for _, key in firsts}
     return tuple(
-        f"{joined(sorted(keys, key=order.__getitem__))} of {name}: no further error, because the first call of each wrong case "
-        "is wrong"
+        f"{joined(sorted(keys, key=_place))} of {name}: no further error, because the first call of each wrong case is wrong"
         for name, keys in found.items()
     )
+
+
+def _place(key: str) -> tuple[str, int, str]:
+    """Return a sort key of a check's key: K4 before K10. The checks of `lab invariance` have names without numbers."""
+    return key.rstrip("0123456789"), len(key), key

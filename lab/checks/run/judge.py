@@ -79,12 +79,10 @@ def judge(
         level: QUICK, SMOKE or FULL, or "quick", "smoke" or "full".
         ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.
         only: the checks to run, each by key ("K4"), by name ("poison") or as a `Check`; () for all checks.
-        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; () for all functions that the
-            implementation has.
+        functions: the functions to judge, by FlashInfer's names or short ones such as "decode"; () for all that there are.
         device: the device to run on; None for a GPU if there is one, else the CPU.
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
-        workers: number of worker processes if `isolated`; or a `Workers` of the implementation, with its device, time limit and
-            refusals.
+        workers: number of worker processes if `isolated`; or `Workers` with the implementation, device, limit and refusals.
         time_limit_s: time limit of one case if `isolated`.
         most_seconds: no case is begun after this time. Cases that still run in workers 2 seconds later are left out. None: 17
             at the quick level, or `for_seconds` if that is more; no limit at other levels.
