@@ -97,11 +97,13 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
         return len(np.unique(result_of[np.all([among, *(each.holds(units) for each in literals)], axis=0)]))
 
     every, num_wrong = np.ones_like(wrong), results(rule, wrong)
-    for literal in reversed(rule) if num_wrong < FEW else ():
+    if num_wrong >= FEW:
+        return rule
+    for literal in reversed(rule):
         rest = tuple(each for each in rule if each != literal)
         if rest and results(rest, every) - results(rule, every) < FEW:
             rule = rest
-    return rule[:num_wrong] if num_wrong < FEW else rule
+    return rule[:num_wrong]
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
