@@ -2,11 +2,13 @@
 
 import math
 import pickle
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCa
 RESULTS = ("out", "lse")  # arguments that a call writes
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this; no load of a kernel needs a larger alignment
 # The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
-DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError)
+DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError, BadZipFile, zlib.error)
 
 
 class RecordingError(ValueError):
@@ -69,6 +71,28 @@ def recorded_function(path: Path, name: str) -> AttentionCall:
         if function.value == name:
             return function
     raise RecordingError(f"{path} holds a call of {name}, and the lab does not read recordings of this function")
+
+
+def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Convert the recorded value of the argument `name` to a tensor, a dtype, a tuple, a list or a plain value. Raises
+    RecordingError if FlashInfer recorded only the type of the value.
+    """
+    match value:
+        case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
+            return tensors[key]
+        case {"type": "torch.dtype", "value": str(text)} if isinstance(
+            dtype := getattr(torch, text.removeprefix("torch."), None), torch.dtype
+        ):
+            return dtype
+        case {"type": "enum", "value": constant}:
+            return constant
+        case {"type": "tuple" | "list" as kind, "truncated": False, "items": list(items)}:
+            values = [decoded(path, name, each, tensors) for each in items]
+            return tuple(values) if kind == "tuple" else values
+        case {}:
+            what = value.get("type", "an object")
+            raise RecordingError(f"{path} does not hold the value of {name}, only that it is {what}")
+    return value
 
 
 class ListedCall(NamedTuple):

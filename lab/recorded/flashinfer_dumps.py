@@ -19,7 +19,7 @@ import torch
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
-from lab.recorded.call import ListedCall, RecordedCall, RecordingError, reading, recorded_function
+from lab.recorded.call import ListedCall, RecordedCall, RecordingError, decoded, reading, recorded_function
 
 METADATA = "metadata.jsonl"
 REPLAYS = "graph_flushes"
@@ -135,7 +135,7 @@ def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, tor
         if match["index"] and int(match["index"]) >= len(names):
             raise RecordingError(f"{folder} has {key}, but the recorded signature has {len(names)} parameters")
         name = names[int(match["index"])] if match["index"] else match["name"]
-        given[name] = _value(folder, name, value, inputs)
+        given[name] = decoded(folder, name, value, inputs)
     return given
 
 
@@ -148,25 +148,3 @@ def _parameters(record: Mapping[str, Any]) -> list[str]:
     except (SyntaxError, ValueError, RecursionError):
         return list(inspect.signature(CALL_TYPES[AttentionCall(record["function_name"])]).parameters)
     return [each.arg for each in ast.walk(definition) if isinstance(each, ast.arg)]
-
-
-def _value(folder: Path, name: str, value: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
-    """Convert the recorded value of the argument `name` to a tensor, a dtype, a tuple, a list or a plain value. Raises
-    RecordingError if FlashInfer recorded only the type of the value.
-    """
-    match value:
-        case {"type": "torch.Tensor", "tensor_key": str(key)} if key in inputs:
-            return inputs[key]
-        case {"type": "torch.dtype", "value": str(text)} if isinstance(
-            dtype := getattr(torch, text.removeprefix("torch."), None), torch.dtype
-        ):
-            return dtype
-        case {"type": "enum", "value": constant}:
-            return constant
-        case {"type": "tuple" | "list" as kind, "truncated": False, "items": list(items)}:
-            values = [_value(folder, name, each, inputs) for each in items]
-            return tuple(values) if kind == "tuple" else values
-        case {}:
-            what = value.get("type", "an object")
-            raise RecordingError(f"{folder} does not hold the value of {name}, only that it is {what}")
-    return value

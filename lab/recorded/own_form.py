@@ -1,13 +1,15 @@
 """Write and read recorded calls in the lab's own format: one file per call, with only those pages of K and V that the call
 reads.
 
-A file is a record in torch's format, and reading it executes no code of the file. Instead of a tensor, the record has the
-tensor's layout (as a tensor on the device `meta`), its address modulo 256, and its elements without gaps. A tensor that is read
-from a file has the recorded strides and alignment, except that pages that shared memory in the engine become separate. Pages
-get new ids in the order of the engine's ids, and the record has the engine's ids too. The contents of the workspace are not
-recorded.
+A file is a ZIP archive. Its member `call.json` has the arguments, in the notation of FlashInfer's recorder (`decoded` in
+`lab.recorded.call`), and the dtype, shape, strides and address modulo 256 of each tensor. The member `numbers`, compressed, has
+the elements of page tables, lengths and masks, and the member `contents` those of all other tensors: without gaps, one tensor
+after another. A tensor that is read from a file has the recorded strides and alignment, except that pages that shared memory in
+the engine become separate. Pages get new ids in the order of the engine's ids, and the file has the engine's ids too. The
+contents of the workspace are not recorded.
 """
 
+import json
 import math
 import os
 import re
@@ -16,6 +18,7 @@ from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from lab.recorded.call import (
     ListedCall,
     RecordedCall,
     RecordingError,
+    decoded,
     placed,
     reading,
     recorded_function,
@@ -35,10 +39,11 @@ from lab.recorded.call import (
 )
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
-FORM, VERSION = "a call recorded by trtllm-attention-lab", 3
-EARLIER = f"{FORM}\n".encode()  # the first bytes of a file before version 3
+VERSION = 4
+DESCRIPTION = "call.json"
+MEMBERS = {"numbers": ZIP_DEFLATED, "contents": ZIP_STORED}  # compressing contents costs time and saves little
 SUFFIX = ".call"
-POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
+POOL = "kv_cache"  # the names of arguments whose first dimension counts pages begin with it
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
 OVERLAPPING = (
     "elements of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
@@ -64,24 +69,19 @@ def read(path: Path) -> RecordedCall:
     """Read a call from its file. Raises RecordingError if the file is damaged, has another format or version, or lacks the
     value of an argument.
     """
-    with reading(path) as regular:
-        with regular.open("rb") as file:
-            if file.read(len(EARLIER)) == EARLIER:
-                raise RecordingError(f"{path} is of an earlier version; this release of the lab reads {VERSION}")
-        record = torch.load(regular, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(record, dict) or record.get("form") != FORM:
-            raise RecordingError(f"{path} is no call that the lab recorded")
+    with reading(path) as regular, ZipFile(regular) as archive:
+        if DESCRIPTION not in archive.namelist():
+            raise RecordingError(f"{path} is no call that the lab recorded, or was recorded by an earlier release")
+        record = json.loads(archive.read(DESCRIPTION))
         if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")
-        pages = record["pages"]
-        if pages is not None:
-            _check_is_whole("pages", pages)
-        out, lse = (_restored(path, name, value) for name, value in zip(RESULTS, record["results"], strict=True))
+        tensors = _restored(archive, record["tensors"])
+        pages = tensors.get("pages")
         return RecordedCall(
             recorded_function(path, record["function"]),
-            {name: _restored(path, name, value) for name, value in record["arguments"].items()},
-            out,
-            lse,
+            {name: decoded(path, name, value, tensors) for name, value in record["arguments"].items()},
+            tensors.get("result out"),
+            tensors.get("result lse"),
             {str(name): str(version) for name, version in record["versions"].items()},
             lost=tuple(map(str, record["lost"])),
             gpu=str(record["gpu"]),
@@ -109,81 +109,88 @@ def write(folder: Path, call: RecordedCall) -> Path:
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
     path = folder / f"{start}{layer}_call{call.number:06d}{replay}{SUFFIX}"
-    given, pages, lost = dict(call.given), None, []
+    given, pages, lost, tensors = dict(call.given), None, [], dict[str, Tensor]()
     if "block_tables" in given:
         pages, given["block_tables"] = _renumbered(given)
         lost = [OVERLAPPING] if _has_overlap(given["kv_cache"], len(pages)) else []
-    record: dict[str, Any] = {"form": FORM, "version": VERSION, "function": call.function.value, "gpu": gpu()}
-    record |= {"raised": call.raised, "module": call.module, "versions": dict(call.versions), "lost": lost}
-    record |= {"pages": None if pages is None else pages.int(), "results": [_kept("", call.out), _kept("", call.lse)]}
-    of_pages = dict.fromkeys(POOLS, pages)
-    record["arguments"] = {name: _kept(name, value, of_pages.get(name)) for name, value in given.items()}
+        tensors["pages"] = pages.int()
+    record: dict[str, Any] = {"version": VERSION, "function": call.function.value, "gpu": gpu(), "lost": lost}
+    record |= {"raised": call.raised, "module": call.module, "versions": dict(call.versions)}
+    record["arguments"] = {name: _described(name, value, tensors) for name, value in given.items()}
+    tensors |= {f"result {name}": result for name in RESULTS if (result := getattr(call, name)) is not None}
+    kept_pages = {key: pages for key in tensors if key.startswith(POOL)}
+    record["tensors"] = {key: _layout(tensor, kept_pages.get(key)) for key, tensor in tensors.items()}
     unfinished = path.with_suffix(".unfinished")
     try:
-        with unfinished.open("wb") as file:  # for a path, torch raises no OSError if the disk is full
-            torch.save(record, file)
+        with ZipFile(unfinished, "w") as archive:
+            archive.writestr(DESCRIPTION, json.dumps(record), ZIP_DEFLATED)
+            for member, compression in MEMBERS.items():
+                (about := ZipInfo(member)).compress_type = compression
+                with archive.open(about, "w", force_zip64=True) as file:
+                    for key, tensor in tensors.items():
+                        if key not in UNKEPT and _member(key, tensor.dtype) == member:
+                            file.write(_elements(tensor, kept_pages.get(key)).numpy().data)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return path
 
 
-def _kept(name: str, value: Any, pages: Tensor | None = None) -> Any:
-    """Convert the value of an argument (or of a result, with the name "") to the form in which a record stores it. If `pages`
-    is given, the value is a pool, of which only the pages with these ids are stored.
+def _described(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Convert the value of an argument to JSON that `decoded` reads. Tensors are added to `tensors`; `key` is the key of the
+    first one.
     """
-    if isinstance(value, Tensor):
-        is_apart = pages is not None and _has_overlap(value, len(pages))
-        shape = value.shape if pages is None else (len(pages), *value.shape[1:])
-        stride = torch.empty(shape, device="meta").stride() if is_apart else value.stride()
-        layout = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-        elements = None if name in UNKEPT else _elements(value, pages)
-        return {"layout": layout, "address": value.data_ptr() % ALIGNMENT_BYTES, "elements": elements}
-    if isinstance(value, tuple | list):
-        items = [_kept(name, each, pages) for each in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, Enum):
-        return _kept(name, value.value)
-    if isinstance(value, str):
-        return str.__str__(value)  # of a subclass, too, whose own class no reader knows
-    if isinstance(value, bool | torch.dtype | None):
-        return value
-    if isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else float(value)
-    return {"lost": str(value) if isinstance(value, RecordingError) else f"it is of type {type(value).__name__}"}
+    match value:
+        case Tensor():
+            tensors[key] = value
+            return {"type": "torch.Tensor", "tensor_key": key}
+        case tuple() | list():
+            items = [_described(f"{key} {place}", each, tensors) for place, each in enumerate(value)]
+            return {"type": "tuple" if isinstance(value, tuple) else "list", "truncated": False, "items": items}
+        case Enum():
+            return _described(key, value.value, tensors)
+        case str():
+            return str.__str__(value)  # of a subclass, too, whose own class may print something else
+        case bool() | None:
+            return value
+        case Real():
+            return int(value) if isinstance(value, Integral) else float(value)
+        case torch.dtype():
+            return {"type": "torch.dtype", "value": str(value)}
+    return {"type": str(value) if isinstance(value, RecordingError) else f"of type {type(value).__name__}"}
 
 
-def _restored(path: Path, name: str, value: Any) -> Any:
-    """Convert a stored value back to the value of the argument or result. Raises RecordingError if the value was not stored,
-    and TypeError or ValueError if the record is damaged. `path` is the file that the error names.
+def _layout(tensor: Tensor, pages: Tensor | None) -> dict[str, Any]:
+    """Describe a tensor in JSON: dtype, shape, strides, and address modulo ALIGNMENT_BYTES. If `pages` is given, the tensor is
+    a pool, of which only the pages with these ids are recorded.
     """
-    if isinstance(value, tuple | list):
-        return type(value)(_restored(path, name, each) for each in value)
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name} is a tensor without its layout")
-    if not isinstance(value, dict):
-        return value
-    if "lost" in value:
-        raise RecordingError(f"{path} does not hold {name}: {value['lost']}")
-    layout, elements = value["layout"], value["elements"]
-    if not layout.is_meta:
-        raise TypeError(f"the layout of {name} is on the device {layout.device}")
-    if elements is not None:
-        _check_is_whole(name, elements)
-    tensor = placed(layout, value["address"])
-    if elements is not None:
-        once = unrepeated(tensor)
-        once.copy_(elements.view(tensor.dtype).view(once.shape))
-    return tensor
+    shape, stride = list(tensor.shape), tensor.stride()
+    if pages is not None:
+        shape[0] = len(pages)
+        stride = torch.empty(shape, device="meta").stride() if _has_overlap(tensor, len(pages)) else stride
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": shape, "stride": stride, "address": tensor.data_ptr() % ALIGNMENT_BYTES}
 
 
-def _check_is_whole(name: str, elements: Tensor) -> None:
-    """Raise ValueError unless stored elements are a contiguous CPU tensor with its whole storage, as `write` stores them. In a
-    damaged file a view could have far more elements than the file.
-    """
-    is_whole = elements.is_contiguous() and elements.nbytes == elements.untyped_storage().nbytes()
-    if elements.device.type != "cpu" or not is_whole:
-        raise ValueError(f"the elements of {name} are no contiguous tensor with its whole storage on the CPU")
+def _member(key: str, dtype: torch.dtype) -> str:
+    """Return the member of the archive that has the elements of a tensor."""
+    return "contents" if dtype.is_floating_point or key.startswith(POOL) else "numbers"
+
+
+def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read the tensors with these layouts (`_layout`) from an archive. Raises ValueError if it has too few elements."""
+    members, tensors = {name: archive.open(name) for name in MEMBERS}, dict[str, Tensor]()
+    for key, layout in layouts.items():
+        dtype = getattr(torch, layout["dtype"])
+        meta = torch.empty_strided(layout["shape"], layout["stride"], dtype=dtype, device="meta")
+        tensors[key] = placed(meta, layout["address"])
+        if key not in UNKEPT:
+            once = unrepeated(tensors[key])
+            elements = bytearray(members[_member(key, dtype)].read(once.nbytes))
+            if len(elements) != once.nbytes:
+                raise ValueError(f"{key} has {len(elements)} bytes, and not {once.nbytes}")
+            once.copy_(torch.frombuffer(elements, dtype=dtype).view(once.shape) if elements else once)
+    return tensors
 
 
 def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
@@ -195,7 +202,7 @@ def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]
     written, apart = starts.keys() & {*RESULTS}, dict(given)
     for name in starts.keys() - written:
         if any(starts[name] < ends[each] and starts[each] < ends[name] for each in written):
-            lost = RecordingError("the call overwrote it, in a CUDA graph")
+            lost = RecordingError("a tensor that the call overwrote in a CUDA graph")
             apart[name] = torch.clone(given[name]) if copies else lost
     return apart
 
