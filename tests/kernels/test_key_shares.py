@@ -13,6 +13,7 @@ from lab.kernels.portable.key_shares import (
     CUT_KEYS_OF_ROW,
     WARP_REQUESTS,
     Shares,
+    begin_in_small_batch,
     begin_share,
     choose_shares,
     reach_of,
@@ -48,7 +49,12 @@ def _every_share(
     kind = (cu_seqlens_q, least_q_len, most_q_len)
     lanes = tl.arange(0, LANES if LANES > 0 else BLOCK_REQUESTS)
     batch = (seq_lens, batch_size, reach, num_kv_heads, kind, lanes)
-    _, end, share, unit, request, begin = begin_share(number, batch, num_shares, least_tiles, TILE, LANES > 0)
+    if LANES > 0:
+        begun = begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
+        _, end, share, request, begin, number, unit = begun
+    else:
+        _, end, share, request, begin = begin_share(number, batch, num_shares, least_tiles, TILE)
+        unit = tl.zeros([], tl.int64)
     tl.store(found + number * 5, end)
     tl.store(found + number * 5 + 1, share)
     tl.store(found + number * 5 + 2, unit)
@@ -218,13 +224,13 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
     ("lengths", "num_shares", "least_tiles", "share", "unit"),
     [
         ([512] * 16, 264, 1, 4, 16),  # four parts of 4 tiles, of which none is smaller
-        ([512], 264, 4, 4, 16),  # four parts, as small as are worth a program
-        ([1024], 264, 4, 8, 32),  # four parts, where more would have to be as large
-        ([4096], 264, 4, 8, 128),  # more than four parts are twice as large
-        ([4096, 2048], 264, 1, 4, 128),  # every unit has the places of the longest, an eighth of all programs each
+        ([512], 264, 4, 4, 264),  # four parts, as small as are worth a program
+        ([1024], 264, 4, 8, 528),  # four parts, where more would have to be as large
+        ([4096], 264, 4, 8, 528),  # more than four parts are twice as large
+        ([4096, 2048], 264, 1, 4, 132),  # every unit has the places of the longest, an eighth of all programs each
         ([512] * WARP_REQUESTS.value, 264, 1, 8, 16),  # two parts
         ([512] * 31 + [4096], 264, 1, 14, 0),  # too unequal
-        ([4096] * WARP_REQUESTS.value, 132, 1, 136, 0),  # a program for each unit
+        ([4096] * WARP_REQUESTS.value, 132, 1, 128, 128),  # a program for each unit
         ([512] * 33, 396, 1, 6, 18),  # three parts of the most lanes
         ([512] * 99 + [480], 800, 1, 8, 16),
         ([512] * BLOCK_REQUESTS.value, 1024, 1, 8, 16),

@@ -205,9 +205,9 @@ def test_a_defect_is_found(
     run_in: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a prepared call that is made twice while its first program comes last."""
+    """By a prepared call that is made twice while the program of the first keys, which has the last number, comes last."""
     allocated = cut(8)
-    run_in("the last program first")
+    run_in("in order")
     arguments = arguments_of([512], heads=(2, 1))
     right, _ = launch(arguments)
     defect(monkeypatch)

@@ -64,8 +64,8 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
     if SHARED:
         requests = (seq_lens, batch_size, reach_of(window_left, kind[2]), num_kv_heads, kind, lanes)
-        place, end, last, _, request, request_begin = begin_at_tile(
-            gl.program_id(1).to(gl.int64), requests, num_shares, least_tiles, TILE, False
+        place, end, last, request, request_begin = begin_at_tile(
+            gl.program_id(1).to(gl.int64), requests, num_shares, least_tiles, TILE
         )
     else:
         place = gl.program_id(0)

@@ -25,8 +25,8 @@ Lengths are known only on the device, so each program finds its share there. A l
 request is usually not cut, and no program waits for another.
 
 A small batch, of at most BLOCK_REQUESTS requests, takes about as long as a program needs to find its share in this way. If its
-units are about equally long, and there are at least two programs per unit, a faster method is used: each unit is cut into the
-same number of equal parts, as if it had the places of the longest unit. The unit of a share then follows from the share's
+units are about equally long, and there is at least one program per unit, a faster method is used: each unit is cut into the
+same number of equal parts, as if it had the places of the longest unit. The unit of a share then follows from the program's
 number.
 """
 
@@ -170,76 +170,79 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 
 @triton.jit
-def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return how the key tiles of each request and K/V head of a small batch are cut: (tiles of a part, parts), int32.
-
-    The number of parts is 0 if the requests' lengths are too unequal for equal parts. START_PLACES are not counted, because
-    every part has the same time to begin and end.
-    """
-    _, batch_size, _, num_kv_heads, _, _ = batch
-    most_parts = num_shares // (batch_size * num_kv_heads)
-    part = least_tiles
-    parts = most_parts * 0
-    if most_parts > 1:
-        places = places_of_units(0, batch, BLOCK_KEYS, START_PLACES)
-        most = tl.max(places, 0) - START_PLACES
-        least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_tiles), 2 * least_tiles)
-        part = tl.maximum(tl.cdiv(most, most_parts), least)
-        excess = part - 1 - CUT_KEYS // BLOCK_KEYS
-        # A warp sums int32 by one instruction. The sum overflows at 2 ** 35 keys, and the parts may then be unequal.
-        if excess * tl.cast(num_shares, tl.int64) < tl.sum(places, 0).to(tl.int64) * num_kv_heads:
-            parts = tl.cdiv(most, part)
-    return part, parts
-
-
-@triton.jit
-def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
+def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
     """Return which places (positions in the sequence of work) the program number `share` computes.
 
-    The result is (first place, end, places of a share, places of each request and K/V head or 0 if they differ, request of the
-    first place, that request's first place).
+    The result is (first place, end, places of a share, request of the first place, that request's first place).
     """
-    BLOCK_KEYS: tl.constexpr = TILE.keys
-    START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
-    _, batch_size, _, num_kv_heads, _, _ = batch
-    part, parts = 0, 0
-    if SMALL:
-        part, parts = equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
-    unit_places = tl.cast(parts, tl.int64) * part
-    if parts > 0:
-        share_places = tl.cast(part, tl.int64)
-        place = share * share_places
-        end = tl.where(share < batch_size * num_kv_heads * parts, place + share_places, place)
-        request = (share.to(tl.int32) // (parts * num_kv_heads)).to(tl.int64)
-        request_begin = request * (unit_places * num_kv_heads)
-    else:
-        total, share_places = places_per_share(batch, num_shares, least_tiles, TILE)
-        place = share * share_places
-        end = tl.minimum(place + share_places, total)
-        request, request_begin = request_at(place, batch, BLOCK_KEYS, START_PLACES)
-    return place, end, share_places, unit_places, request, request_begin
+    total, share_places = places_per_share(batch, num_shares, least_tiles, TILE)
+    place = share * share_places
+    end = tl.minimum(place + share_places, total)
+    request, request_begin = request_at(place, batch, TILE.keys, TILE.start_keys // TILE.keys)
+    return place, end, share_places, request, request_begin
 
 
 @triton.jit
-def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
+def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
     """Return the result of `begin_share`, but with the position of the first key tile, after START_PLACES, as first place."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
-    place, end, share_places, unit_places, request, request_begin = begin_share(
-        share, batch, num_shares, least_tiles, TILE, SMALL
-    )
+    place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_tiles, TILE)
     kv_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
-    num_tiles = tiles_in_reach(kv_len, reach, TILE.keys)[1]
-    before = places_before(num_tiles, unit_places, START_PLACES)
-    place = tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
-    return place, end, share_places, unit_places, request, request_begin
+    unit_places = tiles_in_reach(kv_len, reach, TILE.keys)[1] + START_PLACES
+    place = tl.maximum(place, place - place_in_unit(place, request_begin, unit_places)[1] + START_PLACES)
+    return place, end, share_places, request, request_begin
+
+
+@triton.jit
+def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.constexpr):
+    """Return the result of `begin_at_tile` for program `number` of a small batch, the number of its share, and the places of
+    each request and K/V head, 0 if they differ.
+
+    If the requests are about equally long, each request and K/V head is cut into equal parts, as many as there are programs
+    for it. Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because
+    every part has the same time to begin and end. The numbers of the request and of the part do not depend on the lengths, so
+    that they are computed while the lengths are read. Programs of the last parts, which are never empty in the longest request,
+    have the first numbers: the GPU places these on different multiprocessors.
+    """
+    BLOCK_KEYS: tl.constexpr = TILE.keys
+    START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
+    seq_lens, batch_size, reach, num_kv_heads, _, _ = batch
+    places = places_of_units(0, batch, BLOCK_KEYS, START_PLACES)
+    num_units = batch_size * num_kv_heads
+    most_parts = num_shares // num_units
+    number = number.to(tl.int32)
+    turn = number // num_units
+    part = most_parts - 1 - turn  # negative in the programs that are left over
+    unit = number - turn * num_units
+    of_request = unit // num_kv_heads
+    num_tiles = tiles_in_reach(tl.load(seq_lens + of_request), reach, BLOCK_KEYS)[1]
+    share = tl.where(part >= 0, unit * most_parts + part, number).to(tl.int64)
+    most = tl.max(places, 0) - START_PLACES
+    least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_tiles), 2 * least_tiles)
+    part_places = tl.maximum(tl.cdiv(most, tl.maximum(most_parts, 1)), least)
+    excess = part_places - 1 - CUT_KEYS // BLOCK_KEYS
+    # A warp sums int32 by one instruction. The sum overflows at 2 ** 35 keys, and the parts may then be unequal.
+    is_equal = excess * tl.cast(num_shares, tl.int64) < tl.sum(places, 0).to(tl.int64) * num_kv_heads
+    if is_equal & (most_parts > 0):
+        share_places = tl.cast(part_places, tl.int64)
+        unit_places = share_places * most_parts
+        request = of_request.to(tl.int64)
+        request_begin = request * (unit_places * num_kv_heads)
+        begin = share * share_places
+        end = tl.where(part >= 0, begin + share_places, begin)
+        place = tl.maximum(begin, (unit + 1) * unit_places - num_tiles)
+    else:
+        unit_places = tl.zeros([], tl.int64)
+        place, end, share_places, request, request_begin = begin_at_tile(share, batch, num_shares, least_tiles, TILE)
+    return place, end, share_places, request, request_begin, share, unit_places
 
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return how many positions in the sequence of work a request and K/V head has before its key tiles.
 
-    `unit_places` is the result of `begin_share`.
+    `unit_places` is the result of `begin_in_small_batch`; 0 in other batches.
     """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 

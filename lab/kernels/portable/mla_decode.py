@@ -277,13 +277,12 @@ def _mla_kernel(
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     ID_TOKENS: tl.constexpr = 1 if SELECTED else PAGE_SIZE
-    place, end, share_places, _, request, request_begin = begin_share(
+    place, end, share_places, request, request_begin = begin_share(
         share,
         (seq_lens, batch_size, NO_REACH, 1, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS)),
         num_shares,
         least_tiles,
         TILE,
-        False,
     )
     place = tl.maximum(place, request_begin + START_PLACES)
 
