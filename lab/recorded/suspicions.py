@@ -17,7 +17,7 @@ from lab.calls import PagedAttention, Problem
 from lab.calls.entries import places_of, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.assertion import History
-from lab.references.truth import visible_to
+from lab.references.softmax_attention import visible_to
 from lab.wording import first_few
 
 MOST_SHOWN = 6
@@ -154,5 +154,6 @@ def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) 
         return torch.arange(kv_len, device=counts.device) < counts[:, None]
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     shown = None if mask is None else shown_draft_tokens(mask[request : request + 1].to(torch.int32))
-    (visible,) = visible_to(range(q_len), q_len, kv_len, problem, shown, problem.query.device)
+    rules = {"causal": problem.causal, "window_left": problem.window_left}
+    (visible,) = visible_to(range(q_len), q_len, kv_len, shown, problem.query.device, **rules)
     return visible

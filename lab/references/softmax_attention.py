@@ -10,7 +10,7 @@ The control is the same attention by plain low-precision torch operations. Its e
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -198,6 +198,51 @@ def visible_keys(
     if window_left >= 0:
         visible = visible & (keys >= rows - window_left)
     return visible
+
+
+def visible_to(
+    rows: range,
+    q_len: int,
+    kv_len: int,
+    shown: Tensor | None,
+    device: torch.device,
+    *,
+    causal: bool,
+    window_left: int,
+) -> Tensor:
+    """Return the keys that some rows of requests with equal lengths see. The rows belong to a request's newest tokens.
+
+    Args:
+        rows: indices of the rows in a request of `q_len` rows and `kv_len` keys.
+        shown: a draft mask of each request, bool [num_requests, q_len, q_len], which replaces the causal rule; or None.
+        causal, window_left: as in `visible_keys`.
+
+    Returns:
+        bool [num_requests, len(rows), keys], without the keys after the last one that a row may see. Without `shown` the first
+        axis is 1.
+    """
+    first, causal = kv_len - q_len, causal and shown is None  # first: position of a request's first row
+    last = max(first + rows.stop, 0) if causal else kv_len
+    visible = visible_keys(
+        torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0),
+        torch.arange(last, device=device).unsqueeze(0),
+        torch.tensor([kv_len], device=device),
+        causal=causal,
+        window_left=window_left,
+    ).expand(1, len(rows), last)  # without a causal rule, all rows see the same
+    if shown is None:
+        return visible
+    visible = visible.expand(len(shown), -1, -1).clone()
+    visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
+    return visible
+
+
+def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return K and V of requests with equally many keys, [num_requests, kv_len, num_kv_heads, head_dim] each. K and V of a
+    single request are not copied. e4m3 becomes float32.
+    """
+    of_batch = [torch.stack(sides) if len(sides) > 1 else sides[0][None] for sides in zip(*histories, strict=True)]
+    return [widened(side, torch.float32) if side.dtype == E4M3 else side for side in of_batch]
 
 
 def unchecked_eager_attention(

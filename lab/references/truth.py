@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from lab.calls import Problem
-from lab.calls.problem import E4M3, Softmax
+from lab.calls.problem import Softmax
 from lab.references.errors import Truth
 from lab.references.softmax_attention import (
     PIECE_ELEMENTS,
     rounded,
     saturated,
     skippable,
+    stacked,
     unchecked_attention,
     unchecked_eager_attention,
-    visible_keys,
-    widened,
+    visible_to,
 )
 
 # K and V of requests that are computed together are copied, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
@@ -157,13 +157,15 @@ def solved_requests(
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
     for requests in _together(query, histories, q_lens, most // TOGETHER):
-        keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))
-        shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
         rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
+        shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
+        keys, values = stacked([histories[request] for request in requests])
         rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
-            visible = visible_to(rows, q_len, keys.shape[1], rules, shown, query.device).expand(len(requests), -1, -1)
+            visible = visible_to(
+                rows, q_len, keys.shape[1], shown, query.device, causal=rules.causal, window_left=rules.window_left
+            ).expand(len(requests), -1, -1)
             place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
             inputs = query[place], keys[:, :last], values[:, :last], visible, rules
             out, lse_log2 = unchecked_attention(*inputs)
@@ -189,39 +191,3 @@ def _together(
         elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
         at_once = max(1, most // elements)
         yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))
-
-
-def visible_to(
-    rows: range, q_len: int, kv_len: int, rules: Rules | Problem, shown: Tensor | None, device: torch.device
-) -> Tensor:
-    """Return the keys that some rows of requests with equal lengths see.
-
-    Args:
-        rows: indices of the rows in a request of `q_len` rows and `kv_len` keys.
-        rules: its `causal` and `window_left` are used.
-        shown: `Rules.shown` of the requests, or None.
-
-    Returns:
-        bool [num_requests, len(rows), keys], without the keys after the last one that a row may see. Without `shown` the first
-        axis is 1.
-    """
-    first = kv_len - q_len  # position of a request's first row
-    last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
-    visible = visible_keys(
-        torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0),
-        torch.arange(last, device=device).unsqueeze(0),
-        torch.tensor([kv_len], device=device),
-        causal=rules.causal and shown is None,
-        window_left=rules.window_left,
-    ).expand(1, len(rows), last)  # without a causal rule, all rows see the same
-    if shown is None:
-        return visible
-    visible = visible.expand(len(shown), -1, -1).clone()
-    visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
-    return visible
-
-
-def _stacked(sides: list[Tensor]) -> Tensor:
-    """Return K or V of requests as one tensor. A single request's K or V is not copied. e4m3 becomes float32."""
-    stacked = sides[0].unsqueeze(0) if len(sides) == 1 else torch.stack(sides)
-    return widened(stacked, torch.float32) if stacked.dtype == E4M3 else stacked

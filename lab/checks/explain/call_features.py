@@ -192,8 +192,8 @@ def _read_mode(given: Read) -> Read:
 
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
     """Return the features of a call's arguments, such as dtypes, scales and, for a paged call, the layout of the cache."""
-    query, sinks, options = problem.query, problem.sinks, problem.features()
-    (_, num_qo_heads, head_dim), num_kv_heads, v_head_dim = query.shape, problem.num_kv_heads, problem.v_head_dim
+    query, sinks, (_, num_qo_heads, head_dim) = problem.query, problem.sinks, problem.query.shape
+    num_kv_heads, v_head_dim, required = problem.num_kv_heads, problem.v_head_dim, problem.features()
     group = num_qo_heads // max(num_kv_heads, 1)
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
     read: Read = {
@@ -236,7 +236,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "used_scratch": _used_scratch(arguments, query.device),
-        **{name.lower(): Feature[name] in options for name in OF_PROBLEM},
+        **{name.lower(): Feature[name] in required for name in OF_PROBLEM},
     }
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)

@@ -20,10 +20,11 @@ from lab.checks.properties.recorded import check_of
 from lab.checks.record import ReportError, read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
+from lab.checks.run.judging import Task, judge_task, note_current
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
 from lab.checks.run.support_protocol import RefusalNames, Refusals
-from lab.checks.run.verdicts import CaseVerdict
+from lab.checks.run.verdicts import CaseVerdict, credible
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
 from lab.loading import is_same_module, load, module_of
@@ -141,8 +142,8 @@ def judge_case(
     (chosen,) = _checks(check)
     interface = getattr(case, "interface", chosen.interfaces[0])
     ranges = ranges or Ranges()
-    with Workers(loaded, where, ranges, TIME_LIMIT_S) as pool:
-        judged = pool.submit(chosen.key, case)()
+    note_current()
+    judged = credible(judge_task(loaded, Task(chosen.key, case, str(where), ranges)))
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)
 
 

@@ -1,6 +1,7 @@
 """Judge one case in this process, and find out whether the kernel changed functions or settings of the judge."""
 
 import functools
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -40,8 +41,10 @@ class Task(NamedTuple):
     case: Any
     device: str
     ranges: Ranges  # the values within which the check may vary the case
-    refusals: Refusals | RefusalNames | None
-    end: float  # the case is not begun after this time of `time.monotonic`, which all processes of a machine share
+    refusals: Refusals | RefusalNames | None = None
+    end: float = (
+        math.inf
+    )  # the case is not begun after this time of `time.monotonic`, which all processes of a machine share
 
 
 @functools.cache
@@ -49,6 +52,13 @@ def noted() -> Bindings:
     """Return a record of the judge's functions and settings at the first call of this function, before a kernel is loaded."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
+
+
+def note_current() -> None:
+    """Renew the record of `noted` before a run. Changes of the judge between two runs are the caller's, not a kernel's."""
+    if not noted().is_current():
+        noted.cache_clear()
+        noted()
 
 
 @working_folder_kept()

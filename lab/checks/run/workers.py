@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from lab.checks.run import transport
-from lab.checks.run.judging import Task, judge_task, noted
+from lab.checks.run.judging import Task, judge_task, note_current, noted
 from lab.checks.run.support_protocol import RefusalNames, Refusals, resolved
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
@@ -93,9 +93,7 @@ class Workers:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Workers":
-        if not noted().is_current():  # changes of the judge between two runs are the caller's, not a kernel's
-            noted.cache_clear()
-            noted()
+        note_current()
         if self.is_apart:
             made = tempfile.TemporaryDirectory(prefix="lab-judge-", ignore_cleanup_errors=True)
             self._folder = Path(self._stack.enter_context(made))

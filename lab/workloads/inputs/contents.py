@@ -260,6 +260,12 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
+def stored_and_read(dtype: torch.dtype, histories: Sequence[History]) -> tuple[list[History], list[History]]:
+    """Return K and V of each request as `stored_kv` returns them, and as `read_kv` does."""
+    stored = [stored_kv(dtype, *sides) for sides in histories]
+    return stored, [read_kv(*sides) for sides in stored]
+
+
 def fill(storage: Tensor, value: float | None = None) -> None:
     """Fill a tensor with a value; None: its dtype's `POISON`. NVFP4 has no NaN, so any value except 0 becomes its poison."""
     if value is None or (storage.dtype == NVFP4 and value != 0):

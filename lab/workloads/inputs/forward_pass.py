@@ -32,6 +32,7 @@ from lab.workloads.inputs.contents import (
     fill,
     needle_positions,
     read_kv,
+    stored_and_read,
     stored_kv,
     unwritten,
 )
@@ -266,8 +267,7 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     query, drawn = draw_histories(
         case, generator, limits_of(case), model.num_qo_heads, model.num_kv_heads, sides, model.softmax_scale
     )
-    stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
-    histories = [read_kv(*sides) for sides in stored]
+    stored, histories = stored_and_read(case.kv_dtype, drawn)
     layer, width = new_layer(case, device, generator), stored_width(case)
     pool = new_poisonable_pool(case, device)
     heads, window = model.num_kv_heads, case.sliding_window

@@ -20,9 +20,9 @@ def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monke
     whole = made(forward.truth())
     seen: list[int] = []
 
-    def counted(rows: range, *others: Any) -> Any:
+    def counted(rows: range, *others: Any, **rules: Any) -> Any:
         seen.append(len(rows))
-        return of_rows(rows, *others)
+        return of_rows(rows, *others, **rules)
 
     of_rows = truth.visible_to
     monkeypatch.setattr(truth, "visible_to", counted)
