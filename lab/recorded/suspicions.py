@@ -154,6 +154,6 @@ def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) 
         return torch.arange(kv_len, device=counts.device) < counts[:, None]
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     shown = None if mask is None else shown_draft_tokens(mask[request : request + 1].to(torch.int32))
-    rules = {"causal": problem.causal, "window_left": problem.window_left}
-    (visible,) = visible_to(range(q_len), q_len, kv_len, shown, problem.query.device, **rules)
+    lens, device, causal = (range(q_len), q_len, kv_len), problem.query.device, problem.causal
+    (visible,) = visible_to(*lens, shown, device, causal=causal, window_left=problem.window_left)
     return visible

@@ -54,11 +54,6 @@ class TableTail(NamedEnum):
     NEGATIVE = "-1"
     FAR = "2**30, far outside the pool"
 
-    @property
-    def page_id(self) -> int | None:
-        """Return the page id in the columns after a request's last page; None if these columns have different ids."""
-        return {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}.get(self)
-
 
 class Entries(NamedEnum):
     """The keys that each row of a sparse call selects, and their columns. The other columns contain -1."""

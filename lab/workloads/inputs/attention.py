@@ -16,6 +16,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.contents import (
     E4M3_K_SCALE,
     E4M3_V_SCALE,
+    TAIL_IDS,
     block_tables,
     draw_contents,
     fill_dead,
@@ -215,7 +216,7 @@ class AttentionInputs:
         """Return `places` with the case's `table_tail` in cells where `is_used` is False. A foreign tail is an entry of another
         row.
         """
-        page_id = self.case.storage.table_tail.page_id
+        page_id = TAIL_IDS.get(self.case.storage.table_tail)
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
 
     def places(self) -> Tensor:

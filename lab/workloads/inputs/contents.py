@@ -21,12 +21,14 @@ from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4
 from lab.references.softmax_attention import quantize_e4m3, rounded
-from lab.workloads.attention_case import AttentionCase, Contents, Dead
+from lab.workloads.attention_case import AttentionCase, Contents, Dead, TableTail
 from lab.workloads.requests import History, PassLens
 
 # Finite values, so large that one poisoned value in a product changes the result. A poisoned NVFP4 byte contains the largest
 # e2m1 value, 6, twice, and poisoned scale factors make it large.
 POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0, NVFP4: 0x77}
+# The page id in the columns of a page table after a request's last page. The columns of FOREIGN have different ids.
+TAIL_IDS = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
 # Scales of an e4m3 cache. They are unequal and far from 1, so that a dropped or swapped scale changes the result.
 E4M3_K_SCALE = 0.03125
 E4M3_V_SCALE = 0.0625
@@ -321,7 +323,7 @@ def block_tables(
     ids for a foreign tail.
     """
     width = most_pages + case.storage.spare_columns
-    page_id = case.storage.table_tail.page_id
+    page_id = TAIL_IDS.get(case.storage.table_tail)
     if page_id is None:
         cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
         filled = cells[: len(tables) * width].view(len(tables), width).flip(0)
