@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.checks.explain.answer import NotJudged, answer, not_judged, reach
+from lab.checks.explain.answer import NotJudged, answer, deciding, judged_functions, not_judged, reach
 from lab.checks.explain.diagnosis import Diagnosis, diagnose
 from lab.checks.parameters.coverage import Coverage, coverages
 from lab.checks.parameters.profiles import profiles
@@ -110,8 +110,7 @@ class Report:
         """Yield the verdicts that are wrong, failed or dishonest. In a run for one engine's profile, yield only the verdicts on
         cases that this engine sends.
         """
-        broken = (verdict for verdict in self.verdicts if verdict.outcome in BROKEN)
-        return (verdict for verdict in broken if not self.profile or self.profile in verdict.sent_by)
+        return (verdict for verdict in deciding(self.verdicts, self.profile) if verdict.outcome in BROKEN)
 
     @property
     def is_right(self) -> bool:
@@ -122,7 +121,7 @@ class Report:
 
     @property
     def _is_whole(self) -> bool:
-        judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
+        judged = judged_functions(self.verdicts, self.profile)
         functions = {*self.functions, *(verdict.interface for verdict in self.verdicts)}
         is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended or self._is_hardly_judged)
         if self.shard:  # the other functions' cases may be of other shards
@@ -217,14 +216,14 @@ class Report:
         """Return what is broken and where, and what was not judged."""
         left_out = f"{counted(self.left_out, 'case')} left out, {self.ended}"
         chosen_by = f"the {self.level.value} level" + (f" of the profile {self.profile}" if self.profile else "")
-        missing = list(not_judged(self.verdicts, self.coverages, left_out if self.left_out else "", chosen_by))
+        left_out = left_out if self.left_out else ""
+        missing = list(not_judged(self.verdicts, self.coverages, left_out, chosen_by, self.profile))
         if self.shard:
             shard = f"this is shard {self.shard}"
             missing.insert(0, NotJudged(f"{shard}, and `lab merge` unites the reports of all shards", shard))
-        engines = (self.profile,) if self.profile else tuple(profiles())
         return diagnose(
             self.verdicts,
-            answer(self.verdicts, engines, missing, self._is_whole and not self.shard),
+            answer(self.verdicts, self.profile, missing, self._is_whole and not self.shard),
             reach(self.verdicts, missing),
             is_whole=self._is_whole or not self.left_out,
         )

@@ -109,22 +109,6 @@ def test_a_row_is_as_bad_as_its_worst_case(outcomes: tuple[Outcome, ...], row: O
     assert report.is_right is is_right
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "changes", "status"),
-    [
-        ((Outcome.RIGHT, Outcome.KNOWN), {}, 0),
-        ((Outcome.RIGHT, Outcome.WRONG), {"left_out": 1}, 1),
-        ((Outcome.RIGHT, Outcome.FAILED), {}, 1),
-        ((Outcome.DECLINED,), {}, 125),
-        ((), {}, 125),
-        ((Outcome.RIGHT,), {"left_out": 1}, 125),
-        ((Outcome.WRONG,), {"interrupted": True}, 130),
-    ],
-)
-def test_the_exit_status_says_what_came_of_it(outcomes: tuple[Outcome, ...], changes: Any, status: int) -> None:
-    assert report_of(*map(verdict_of, outcomes), **changes).exit_status == status
-
-
 def test_a_recorded_case_is_reproduced_by_its_number() -> None:
     recorded = verdict_of(Outcome.WRONG, number=17, recorded_in="my report.json")
     assert reproduction(recorded) == "lab judge --case 'my report.json'#17"
@@ -133,45 +117,85 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
     assert case["number"] == 17
 
 
+RIGHT, WRONG, FAILED, KNOWN, DECLINED = map(
+    verdict_of, (Outcome.RIGHT, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.DECLINED)
+)
+OF_CONTEXT = {"interface": AttentionCall.CONTEXT}
+SENT, WRONG_SENT = (replace(each, sent_by=("sglang",)) for each in (RIGHT, WRONG))
+BY_LAB = verdict_of(Outcome.DECLINED, judged=Judged(Outcome.DECLINED, declines=("no Triton",), by_lab=True))
+NOT_COMPARED = verdict_of(Outcome.KNOWN, judged=Judged(Outcome.KNOWN, ("the guard is written",)))
+CORNER, NOTHING = "1 documented corner", "nothing of trtllm_batch_decode_with_kv_cache"
+
+
 @pytest.mark.parametrize(
-    ("verdicts", "changes", "sentence"),
+    ("verdicts", "changes", "status", "sentence"),
     [
-        ([verdict_of(Outcome.RIGHT)], {}, "Right in 1 documented corner."),
+        ([RIGHT], {}, 0, f"Right in {CORNER}."),
+        ([RIGHT, DECLINED, DECLINED], {}, 0, f"Right in {CORNER}. Not judged: the kernel refused 2 cases."),
+        ([RIGHT, BY_LAB], {}, 0, f"Right in {CORNER}. Not judged: the lab cannot judge 1 case here."),
+        ([RIGHT, KNOWN], {}, 0, "Right, except for known failures in 1 case, in 2 documented corners."),
+        ([KNOWN], {}, 0, f"Right, except for known failures in 1 case, in {CORNER}."),
+        ([RIGHT, WRONG], {"left_out": 1}, 1, "Wrong in 1 of 2 documented corners."),
+        ([RIGHT, FAILED], {}, 1, "Failed in 1 of 2 documented corners."),
+        ([NOT_COMPARED, WRONG], {}, 1, "Wrong in 1 of 2 documented corners."),
+        ([], {}, 125, "Not judged: no case began."),
+        ([DECLINED], {}, 125, "Not judged: the kernel refused 1 case."),
+        ([BY_LAB], {}, 125, "Not judged: the lab cannot judge 1 case here."),
+        ([NOT_COMPARED], {}, 125, "Not judged: no result was compared; known failures in 1 case."),
         (
-            [verdict_of(Outcome.RIGHT)],
-            {"left_out": 7, "ended": "the run was interrupted"},
-            "Not judged as a whole: 7 cases left out, the run was interrupted. Right in 1 documented corner.",
+            [NOT_COMPARED, DECLINED],
+            {},
+            125,
+            "Not judged: no result was compared; known failures in 1 case; the kernel refused 1 case.",
         ),
         (
-            [verdict_of(Outcome.RIGHT), verdict_of(Outcome.DECLINED, interface=AttentionCall.CONTEXT)],
+            [RIGHT, replace(NOT_COMPARED, **OF_CONTEXT)],
             {},
+            125,
+            "Not judged as a whole: nothing of trtllm_batch_context_with_kv_cache. Right, except for known failures",
+        ),
+        (
+            [RIGHT, replace(DECLINED, **OF_CONTEXT)],
+            {},
+            125,
             "Not judged as a whole: nothing of trtllm_batch_context_with_kv_cache; the kernel refused 1 case. Right in 1",
         ),
+        ([RIGHT], {"left_out": 1}, 125, "Not judged as a whole: 1 case left out, the time was over. Right in 1"),
         (
-            [verdict_of(Outcome.RIGHT), *(verdict_of(Outcome.DECLINED) for _ in range(2))],
-            {},
-            "Right in 1 documented corner. Not judged: the kernel refused 2 cases.",
+            [RIGHT],
+            {"left_out": 7, "ended": "the run was interrupted", "interrupted": True},
+            130,
+            "Not judged as a whole: 7 cases left out, the run was interrupted. Right in 1 documented corner.",
         ),
-        ([verdict_of(Outcome.DECLINED)], {}, "Not judged: the kernel refused 1 case."),
+        ([WRONG], {"interrupted": True}, 130, "Wrong in 1 of 1 documented corner."),
+        ([SENT, WRONG], {}, 1, "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner."),
+        (
+            [SENT, WRONG],
+            {"profile": "sglang"},
+            0,
+            "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner.",
+        ),
+        ([SENT, WRONG, WRONG_SENT], {"profile": "sglang"}, 1, "Wrong in 1 of 2 cases that SGLang 0.5.23 sends and 1"),
+        (
+            [SENT, WRONG, WRONG_SENT],
+            {"profile": "vllm"},
+            125,
+            f"Not judged as a whole: {NOTHING} that vLLM 0.33.0 sends. Wrong in 2 of 3 documented corners.",
+        ),
+        (
+            [replace(DECLINED, sent_by=("sglang",)), WRONG],
+            {"profile": "sglang"},
+            125,
+            f"Not judged as a whole: {NOTHING} that SGLang 0.5.23 sends; the kernel refused 1 case. Wrong in 1 of 1",
+        ),
     ],
-)
-def test_what_was_not_judged_is_never_told_right(
-    verdicts: list[CaseVerdict], changes: dict[str, Any], sentence: str
+)  # fmt: skip
+def test_the_first_line_and_the_exit_status_agree(
+    verdicts: list[CaseVerdict], changes: dict[str, Any], status: int, sentence: str
 ) -> None:
     report = report_of(*verdicts, **changes)
-    assert report.diagnosis.sentence.startswith(sentence)
-    assert report.is_right is sentence.startswith("Right")
-
-
-def test_a_profile_decides_by_what_its_engine_sends_alone() -> None:
-    corner, sent = (verdict_of(Outcome.WRONG, sent_by=by) for by in ((), ("sglang",)))
-    right = verdict_of(Outcome.RIGHT, sent_by=("sglang",))
-    assert report_of(right, corner).exit_status == 1
-    assert report_of(right, corner, profile="sglang").exit_status == 0
-    assert report_of(right, corner, sent, profile="sglang").exit_status == 1
-    assert report_of(right, corner, sent, profile="vllm").exit_status == 0
-    said = str(report_of(right, corner, profile="sglang"))
-    assert said.startswith("Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner. ")
+    assert (report.exit_status, report.diagnosis.answer[: len(sentence)]) == (status, sentence)
+    assert report.is_right is (status == 0)
 
 
 def test_the_json_marks_each_case() -> None:

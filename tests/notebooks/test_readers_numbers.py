@@ -143,4 +143,4 @@ def test_a_shorter_split_is_wrong_for_more_requests(
     monkeypatch.setitem(sys.modules, "engine", sys)  # so that the notebook's module does not stay
     names = run_changed("9_recorded_calls.py", {"LAST_KEY = 128": "LAST_KEY = 80"})
     assert names["comparison"].wrong.nonzero().tolist() == [[row, head] for row in (0, 1, 3) for head in (4, 5, 6, 7)]
-    assert "where a request has 6 pages or more (3 of 3 results)" in capsys.readouterr().out
+    assert "in 3 of 3 results where a request has 6 pages or more." in capsys.readouterr().out

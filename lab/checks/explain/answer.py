@@ -13,6 +13,7 @@ from lab.checks.parameters.profiles import profiles
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.recorded.case import RecordedCase
 from lab.wording import counted, joined, shortened
+from lab.workloads.interfaces import Interface
 
 SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a case
 
@@ -24,14 +25,13 @@ class NotJudged(NamedTuple):
     brief: str | None = None  # in the first line of a report; None: as `full`, "": not there
 
 
-def answer(
-    verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged: Sequence[NotJudged], is_whole: bool
-) -> str:
-    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends."
+def answer(verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[NotJudged], is_whole: bool) -> str:
+    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It agrees with the exit status.
 
     Args:
         verdicts: the verdicts of a run.
-        engines: names of profiles. The answer says for each of them whether its cases are right.
+        profile: name of the engine whose cases alone decide the exit status; "" for all cases. The answer says for this
+            engine, or for each engine, whether its cases are right.
         not_judged: clauses that say what was not judged.
         is_whole: True if each planned case was begun, and each function was judged.
     """
@@ -43,13 +43,27 @@ def answer(
         if verdicts and missing:
             return f"Not judged: {missing}."
         return f"Not judged: no case began{f': {missing}; to start the workers takes some of it' if missing else ''}."
+    if not any(verdict.judged.judged or verdict.outcome in BROKEN for verdict in judged):
+        missing = "; ".join(filter(None, (f"known failures in {counted(len(judged), 'case')}", missing)))
+        return f"Not judged: no result was compared; {missing}."
     is_recorded = any(isinstance(verdict.case, RecordedCase) for verdict in judged)  # an engine sent each of them
+    engines = (profile,) if profile else tuple(profiles())
     says = _of_recorded(judged) if is_recorded else _of_cases(verdicts, judged, engines, is_whole)
     if not missing:
         return says
-    return (
-        f"{says} Not judged: {missing}." if is_whole or _broken(judged) else f"Not judged as a whole: {missing}. {says}"
-    )
+    if is_whole or _broken(deciding(judged, profile)):
+        return f"{says} Not judged: {missing}."
+    return f"Not judged as a whole: {missing}. {says}"
+
+
+def deciding(verdicts: Iterable[CaseVerdict], profile: str) -> list[CaseVerdict]:
+    """Return the verdicts that decide whether a run is right: those on cases that the engine of `profile` sends, all for ""."""
+    return [verdict for verdict in verdicts if not profile or profile in verdict.sent_by]
+
+
+def judged_functions(verdicts: Iterable[CaseVerdict], profile: str) -> set[Interface]:
+    """Return the functions of which a result was compared, in the verdicts that decide."""
+    return {verdict.interface for verdict in deciding(verdicts, profile) if verdict.judged.judged}
 
 
 def reach(verdicts: Sequence[CaseVerdict], not_judged: Sequence[NotJudged]) -> str:
@@ -124,7 +138,7 @@ def _broken(verdicts: Sequence[CaseVerdict]) -> int:
 
 
 def not_judged(
-    verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str
+    verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str, profile: str = ""
 ) -> Iterator[NotJudged]:
     """Yield a clause for each reason why cases or parameter values were not judged: the run ended, the kernel refused them, the
     lab cannot judge them on this device, or the level or profile does not contain them.
@@ -134,15 +148,17 @@ def not_judged(
         coverages: for each function, which parameter values were judged.
         left_out: a clause about cases that were not begun; "" if there are none.
         chosen_by: what chose the cases, such as "the smoke level".
+        profile: name of the engine whose cases alone decide the exit status; "" for all cases.
     """
     if left_out:
         yield NotJudged(left_out)
-    judged = {verdict.interface for verdict in verdicts if verdict.judged.judged}
-    several = dict.fromkeys(verdict.interface for verdict in verdicts) if judged else ()
+    several = dict.fromkeys(verdict.interface for verdict in verdicts) if judged_functions(verdicts, "") else ()
+    judged = judged_functions(verdicts, profile)
     if unjudged := [each.value for each in several if each not in judged]:
+        sent = f" that {profiles()[profile]} sends" if profile else ""
         yield NotJudged(
-            f"nothing of {joined(unjudged)}",
-            None if len(unjudged) == 1 else f"nothing of {len(unjudged)} functions",
+            f"nothing of {joined(unjudged)}{sent}",
+            None if len(unjudged) == 1 else f"nothing of {len(unjudged)} functions{sent}",
         )
     declined = [verdict for verdict in verdicts if verdict.outcome is Outcome.DECLINED]
     values = Counter(reach for each in coverages for reaches in each.values.values() for reach in reaches.values())

@@ -97,9 +97,14 @@ class Region:
             part = "in most cases" if share > 0.5 else "in some cases"
             return "everywhere" if share == 1 else "nearly everywhere" if share >= NEARLY else part
         extent = "wherever" if share == 1 else "in most cases where" if share > 0.5 else "in some cases where"
-        if self.wrong < FEW:
+        if self.is_small:
             extent = f"in {self.wrong} of {counted(self.results, 'result')} where"
         return f"{extent} {self.words}{', which no engine sends' if self.is_corner else ''}"
+
+    @property
+    def is_small(self) -> bool:
+        """Return True if `where` states the numbers of results, because so few are wrong."""
+        return self.wrong < FEW and bool(self.literals) and self.held != "arguments"
 
     @property
     def sentence(self) -> str:
@@ -338,9 +343,10 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
     results outside all regions (`unexplained`). `is_whole` is True if no case was left out.
     """
     first, *later = regions
-    parts = [f"{first.sentence} ({first.wrong:,} of {counted(first.results, 'result')})"]
-    same_kind = [region for region in later if region.held == first.held]
-    parts += [f"and {each.where} ({each.wrong:,} of {each.results:,})" for each in same_kind[:MOST_SHOWN]]
+    parts = [first.sentence + ("" if first.is_small else f" ({first.wrong:,} of {counted(first.results, 'result')})")]
+    same_kind = [region for region in later if region.held == first.held][:MOST_SHOWN]
+    numbers = ["" if each.is_small else f" ({each.wrong:,} of {each.results:,})" for each in same_kind]
+    parts += [f"and {each.where}{number}" for each, number in zip(same_kind, numbers, strict=True)]
     for held in dict.fromkeys(region.held for region in later if region.held != first.held):
         of_kind = [region for region in later if region.held == held][:MOST_SHOWN]
         sent = [region.where for region in of_kind if not region.is_corner]

@@ -92,7 +92,7 @@ def run_case(
     implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
 ) -> Judged:
     """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or an error ended the
-    check after a call, DECLINED if nothing was compared, else RIGHT.
+    check after a call, DECLINED if nothing was compared or the lab failed, else RIGHT.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     by_lab, bf16 = False, Bf16()
@@ -112,11 +112,12 @@ def run_case(
         run.fail(str(raised(error)))
     except Exception as error:
         sentence, limit = f"{type(error).__name__}: {error}", limit_of(error)
-        if run.kernel.count and not limit:
+        # What the kernel raised is a KernelError.
+        if run.kernel.count and not limit and not _is_of_memory(error):
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
             run.decline(f"a part of the lab failed, and not the implementation: {limit or sentence}")
-            by_lab = True
+            by_lab, run.judged = True, 0  # what was compared before says nothing of the rest
     if run.wrongs and _explains(bf16, run):
         run.wrongs, run.results, run.judged = [], [], 0
         run.declines, by_lab = [OTHERWISE_THAN_A_GPU], True
@@ -128,6 +129,11 @@ def run_case(
     return Judged(
         outcome, *found, tuple(run.results), run.output, remarks, by_lab, tuple(run.suspicions), tuple(run.differences)
     )
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Return True if the memory of the machine or GPU is exhausted. Of a CPU tensor, torch raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:

@@ -107,8 +107,8 @@ class JudgedRun:
 
     @property
     def verdict_text(self) -> str:
-        """Return the verdict, followed by "but not all judged" if the judged cases are right but some cases were not judged."""
-        is_partial = self.verdict == RIGHT and self.record.content.get("is_right") is False
+        """Return the verdict, followed by "but not all judged" if no judged case is broken and some were not judged."""
+        is_partial = self.verdict in (RIGHT, KNOWN) and self.record.content.get("is_right") is False
         return f"{self.verdict}, but not all judged" if is_partial else self.verdict
 
     @property
@@ -122,6 +122,11 @@ class JudgedRun:
         """
         numbers = " and ".join(f"{outcome} in {self.counts[outcome]}" for outcome in BROKEN if self.counts[outcome])
         return str(self.diagnosis.get("sentence") or f"{numbers} of {self.counts.total():,} cases.".capitalize())
+
+    @property
+    def reach(self) -> str:
+        """Return the line of the recorded diagnosis that counts what was compared, and says what was not judged."""
+        return str(self.diagnosis.get("reach") or "")
 
     @property
     def details(self) -> list[str]:
@@ -138,7 +143,8 @@ class JudgedRun:
     def _region_sentence(self, region: Mapping[str, Any]) -> str:
         names = ("wrong", "results", "right_outside", "outside")
         wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
-        text = f"{region.get('sentence') or region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
+        text, numbers = str(region.get("sentence") or region.get("rule") or "everywhere"), f"{wrong:,} of {results:,}"
+        text += "" if f" in {numbers} result" in text else f": wrong in {numbers}"
         text += f", right in {right_outside:,} of {outside:,} other results" if outside else ""
         return f"{text}; {self.reproduction({'number': region['case']})}" if "case" in region else text
 

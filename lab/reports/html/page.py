@@ -76,7 +76,7 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
         folder=folder.name,
         environments=_environments([file for file in files if isinstance(file.content, Mapping)]),
         sentences=[judged.judged_sentence(worst_first), fastest_sentence(runs)],
-        faulty=[run for run in worst_first if run.verdict in judged.BROKEN],
+        answered=[run for run in worst_first if run.diagnosis or run.verdict in judged.BROKEN],
         judge_runs=judged.summary_table(worst_first),
         judge_tables=[table for table in judge_tables if table.rows],
         findings=[

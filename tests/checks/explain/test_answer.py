@@ -83,13 +83,13 @@ def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
 )
 def test_the_answer_tells_engines_from_corners(by_both: str, by_sglang: str, corners: str, sentence: str) -> None:
     found = [*verdicts(by_both, *BOTH), *verdicts(by_sglang, "sglang"), *verdicts(corners)]
-    assert answer(found, BOTH, (), is_whole=True).startswith(sentence)
+    assert answer(found, "", (), is_whole=True).startswith(sentence)
 
 
 def test_of_a_profile_the_other_engine_is_a_corner() -> None:
     found = [*verdicts("R", *BOTH), *verdicts("W", "vllm")]
     said = "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner."
-    assert answer(found, ("sglang",), (), is_whole=True) == said
+    assert answer(found, "sglang", (), is_whole=True) == said
 
 
 @pytest.mark.parametrize(
@@ -112,21 +112,20 @@ def test_what_was_not_judged_stands_in_the_same_line(
     outcomes: str, missing: Sequence[str], is_whole: bool, sentence: str
 ) -> None:
     reasons = [NotJudged(f"{each} in full", each) for each in missing]
-    assert answer(verdicts(outcomes, "sglang"), BOTH, reasons, is_whole).startswith(sentence)
+    assert answer(verdicts(outcomes, "sglang"), "", reasons, is_whole).startswith(sentence)
 
 
 def test_recorded_calls_were_all_sent() -> None:
     call = RecordedCase(AttentionCall.DECODE, "calls", 1, "noon")
     recorded = [replace(each, case=call) for each in verdicts("RW")]
-    assert answer(recorded, BOTH, (), is_whole=True) == "Wrong: 1 of 2 cases."
-    assert answer(recorded[:1], BOTH, (), is_whole=True) == "Right: 1 case."
+    assert answer(recorded, "", (), is_whole=True) == "Wrong: 1 of 2 cases."
+    assert answer(recorded[:1], "", (), is_whole=True) == "Right: 1 case."
 
 
 def test_a_dishonest_kernel_has_no_other_answer() -> None:
     deceived = replace(verdicts("W")[0], judged=Judged(Outcome.DISHONEST, ("torch.add was changed",)))
     assert (
-        answer([deceived], BOTH, (NotJudged("a"),), is_whole=True)
-        == "Dishonest, and not judged: torch.add was changed."
+        answer([deceived], "", (NotJudged("a"),), is_whole=True) == "Dishonest, and not judged: torch.add was changed."
     )
 
 
@@ -148,7 +147,7 @@ def test_each_reason_says_because_of_whom() -> None:
         "the smoke level leaves out 1 of 3 values",
         "the smoke level leaves out 3 of 8 pairs of values",
     ]
-    assert answer(found, BOTH, reasons, is_whole=True) == (
+    assert answer(found, "", reasons, is_whole=True) == (
         "Right in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send. Not judged: 7 cases left out; nothing of "
         "trtllm_batch_context_with_kv_cache; the kernel refused 3 cases; the lab cannot judge 1 case here."
     )
@@ -161,7 +160,7 @@ def test_the_first_line_says_how_narrow_a_kernel_is_and_stays_short() -> None:
     refused = [replace(each, check=f"K{number}") for number in range(2, 18) for each in verdicts("D")]
     found = [*taken, *refused, *(replace(each, check="M1") for each in verdicts("R"))]
     reasons = list(not_judged(found, (), "249 cases left out, the time was over", "the quick level"))
-    said = answer(found, BOTH, reasons, is_whole=True)
+    said = answer(found, "", reasons, is_whole=True)
     assert "; 16 of 18 checks compared nothing. Not judged: 249 cases left out" in said
     assert said.startswith(
         "Right in 41 of 233 cases that SGLang 0.5.23 sends, 41 of 235 cases that vLLM 0.33.0 sends and 13 "
@@ -176,5 +175,5 @@ def test_the_first_line_counts_all_cases_that_the_lab_cannot_judge_once() -> Non
         *verdicts("D", declines=("b",), by_lab=True),
     ]
     reasons = list(not_judged(found, (), "", "the smoke level"))
-    assert answer(found, BOTH, reasons, is_whole=True).endswith(". Not judged: the lab cannot judge 3 cases here.")
+    assert answer(found, "", reasons, is_whole=True).endswith(". Not judged: the lab cannot judge 3 cases here.")
     assert reach(found, reasons).endswith("2 cases here (no Triton); the lab cannot judge 1 case here (b)")

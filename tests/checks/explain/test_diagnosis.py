@@ -402,7 +402,7 @@ def with_mask_and_sinks(*counts: int) -> list[CaseVerdict]:
 def test_a_region_of_few_results_names_their_number_and_has_only_conditions_that_they_support() -> None:
     found = diagnose(with_mask_and_sinks(2, 2, 2, 60))
     assert [len(region.literals) for region in found.regions] == [1]
-    assert found.broken.startswith("The output is wrong in 2 of 4 results where ")
+    assert found.broken.startswith("The output is wrong in 2 of 4 results where sinks are given; ")
     (region,) = diagnose(with_mask_and_sinks(2, 30, 30, 60)).regions
     assert region.sentence.startswith("The output is wrong in 2 of 2 results where ")
     assert len(region.literals) == 2

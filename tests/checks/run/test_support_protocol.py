@@ -433,6 +433,27 @@ def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
     assert "or at a bug of the lab's own: IndexError: a bug" in after
 
 
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no room"), torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate")],
+)
+def test_memory_that_the_lab_lacks_after_a_call_is_not_blamed_on_the_implementation(error: Exception) -> None:
+    def of_the_lab(run: CaseRun) -> None:
+        run.call(run.build())
+        run.judged += 1  # a result that was compared before
+        raise error
+
+    def of_the_kernel(**_: Any) -> Any:
+        raise error
+
+    judged = judged_by(of_the_lab)
+    assert (judged.outcome, judged.wrongs, judged.by_lab) == (Outcome.DECLINED, (), True)
+    (sentence,) = judged.declines
+    assert sentence == f"a part of the lab failed, and not the implementation: {type(error).__name__}: {error}"
+    judged = run_case(decoding(of_the_kernel), checks()[0], CASE, CPU, Ranges())
+    assert (judged.outcome, judged.by_lab) == (Outcome.FAILED, False)
+
+
 def test_messages_of_a_kernel_move_no_cursor() -> None:
     judged = Judged(Outcome.WRONG, wrongs=("it failed: \x1b[2Jgone",), declines=("a\rb",), remarks=("two\nlines\x00",))
     assert (judged.wrongs, judged.declines) == ((r"it failed: \x1b[2Jgone",), (r"a\rb",))

@@ -173,6 +173,7 @@ def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
     record["cases"][0] |= {"number": 1, "case": "Case(window_left=16)"}
     record["diagnosis"] = {
         "sentence": "The window has one key too few.",
+        "reach": "compared: 74 results of 9 cases",
         "regions": [
             {"rule": "window_left >= 0", "wrong": 13, "results": 13, "right_outside": 61, "outside": 62},
             {
@@ -182,6 +183,7 @@ def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
                 "results": 5,
                 "case": 1,
             },
+            {"sentence": "The LSE is wrong in 2 of 3 results where sinks are given", "wrong": 2, "results": 3},
         ],
         "smallest": {
             "case": 1,
@@ -197,8 +199,10 @@ def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
     said = [
         "1 run of the judge: 1 wrong.",
         "The window has one key too few.",
+        "compared: 74 results of 9 cases",
         "window_left &gt;= 0: wrong in 13 of 13, right in 61 of 62 other results",
         f"The LSE is wrong in most cases where q_len is 2: wrong in 3 of 5; lab judge --case {name}#1",
+        "<li>The LSE is wrong in 2 of 3 results where sinks are given</li>",
         "smallest case, #1</dt><dd><code>Case(window_left=16)",
         f"<code>lab judge --case {name}#1",
         "row 3, head 0",
