@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
         if not torch.cuda.is_available():  # Triton reads this when it is imported
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        from lab.checks.run.support_protocol import RefusalNames
+        from lab.checks.run.refusals import RefusalNames
 
         options = vars(config.option).items()  # includes the options of other plugins
         ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})

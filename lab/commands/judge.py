@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
-    from lab.checks.run.support_protocol import RefusalNames as NamesOfRefusals
+    from lab.checks.run.refusals import RefusalNames as NamesOfRefusals
 
 POLL_INTERVAL_S = 0.3  # time between two checks whether a watched file has changed
 # Parameters that can be given together with --case.
@@ -220,7 +220,7 @@ def refusals_named(named: str | None, kernel: str) -> "NamesOfRefusals | None":
     """Return the names of exceptions in the option --refusals, for the kernel with this name; None if the option was not given.
     The names are resolved later, in a worker process, because this may import the kernel's module.
     """
-    from lab.checks.run.support_protocol import RefusalNames
+    from lab.checks.run.refusals import RefusalNames
 
     return None if named is None else RefusalNames.of(named, kernel)
 

@@ -22,8 +22,8 @@ from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
 from lab.checks.run.judging import Task, judge_task, note_current
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
+from lab.checks.run.refusals import RefusalNames, Refusals
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
-from lab.checks.run.support_protocol import RefusalNames, Refusals
 from lab.checks.run.verdicts import CaseVerdict, credible
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of

@@ -11,15 +11,8 @@ from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import DISCOVERY
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Check
-from lab.checks.run.support_protocol import (
-    KernelError,
-    RefusalNames,
-    Refusals,
-    Unjudgeable,
-    Unsupported,
-    raised,
-    resolved,
-)
+from lab.checks.run.refusals import RefusalNames, Refusals
+from lab.checks.run.support_protocol import KernelError, Unjudgeable, Unsupported, raised
 from lab.checks.run.verdicts import Judged, Outcome, TooLate, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
@@ -71,7 +64,8 @@ def judge_task(implementation: Any, task: Task) -> Judged:
     if time.monotonic() > task.end:
         raise TooLate
     check, device = _check(task.check), torch.device(task.device)
-    judged = run_case(implementation, check, task.case, device, task.ranges, resolved(task.refusals))
+    refusals = None if task.refusals is None else task.refusals.resolve()
+    judged = run_case(implementation, check, task.case, device, task.ranges, refusals)
     changed = noted().changes()
     return dishonest(judged, in_words(changed)) if changed else judged
 

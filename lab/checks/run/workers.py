@@ -25,7 +25,7 @@ import torch
 
 from lab.checks.run import transport
 from lab.checks.run.judging import Task, judge_task, note_current, noted
-from lab.checks.run.support_protocol import RefusalNames, Refusals, resolved
+from lab.checks.run.refusals import RefusalNames, Refusals
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
 from lab.interpreter import quicken
@@ -143,7 +143,8 @@ class Workers:
             ValueError: a name of the refusals is no exception.
         """
         if not self.is_apart:
-            resolved(self.refusals)
+            if self.refusals:
+                self.refusals.resolve()
             return function(self.implementation)
         from pebble import ProcessExpired
 
@@ -297,7 +298,8 @@ def _take_gpu(begun: "Synchronized[int]") -> None:
 
 def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals | RefusalNames | None) -> Answer:
     implementation = load(name)
-    resolved(refusals)
+    if refusals:
+        refusals.resolve()
     try:
         return function(implementation)
     except Exception as error:  # of an attribute that raises one

@@ -10,8 +10,7 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import AttentionCase, ForwardCase, HeadPages, Outcome, RaggedCase, judge, judge_case, judge_forward
-from lab.checks.run.equivalent_calls import KernelCalls
-from lab.checks.run.support_protocol import Unsupported
+from lab.checks.run.support_protocol import KernelCalls, Unsupported
 from lab.metadata import ForwardMode
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.ragged import build_ragged

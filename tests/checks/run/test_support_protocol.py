@@ -23,14 +23,8 @@ from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.judging import run_case
-from lab.checks.run.support_protocol import (
-    KernelError,
-    RefusalNames,
-    Unsupported,
-    _has_raised,
-    invoke,
-    resolve_refusals,
-)
+from lab.checks.run.refusals import RefusalNames, resolve_refusals
+from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke
 from lab.checks.run.verdicts import Judged
 from lab.loading import load
 from lab.ranges import Ranges
