@@ -118,11 +118,11 @@ class AttentionInputs:
         arguments: dict[str, Any] = {
             "query": self.query,
             "kv_cache": (self.k_pages, self.v_pages),
+            "workspace_buffer": new_workspace(device),
             "block_tables": self.block_tables,
             "seq_lens": self.seq_lens,
             "bmm1_scale": self.bmm1_scale,
             "bmm2_scale": self.bmm2_scale,
-            "workspace_buffer": new_workspace(device),
         }
         if case.window_left >= 0:
             arguments["window_left"] = case.window_left
