@@ -23,6 +23,7 @@ from lab.workloads.inputs.contents import fill
 
 # DeepSeek-V4's call is not recorded, because a recording would contain its whole pools.
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
+CPU = torch.device("cpu")
 RESULTS = ("out", "lse")  # arguments that a call writes
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this; no load of a kernel needs a larger alignment
 # The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
@@ -159,22 +160,24 @@ class RecordedCall:
         if missing := [name for name in needed if name not in {*self.given, "workspace_buffer"}]:
             raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
 
-    def arguments(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Return the recorded arguments as keyword arguments of a new call. The workspace is None, and `out` and `lse` contain
-        NaN, so that the judge finds elements that a kernel does not write.
+    def arguments(self, device: torch.device = CPU) -> dict[str, Any]:
+        """Return copies of the recorded arguments as keyword arguments of a new call. The workspace is None, and `out` and
+        `lse` contain NaN, so that the judge finds elements that a kernel does not write.
 
         Args:
-            device: the device to which the tensors are copied, with their strides and (if it was recorded) their alignment.
-                Lengths that FlashInfer reads on the host are copied to the CPU. If None, only `out` and `lse` are copied.
+            device: the device of the copies, which keep strides and (if it was recorded) alignment. Lengths that FlashInfer
+                reads on the host stay on the CPU.
         """
 
         def copied(name: str, value: Any) -> Any:
-            place = torch.device("cpu") if device and name in MIRRORS else device
-            if place is None and name not in RESULTS:
-                return value
+            place = CPU if name in MIRRORS else device
             return each_tensor(value, lambda _, tensor: self._copied(tensor, place, name not in RESULTS))
 
-        return {name: copied(name, value) for name, value in {**self.given, "workspace_buffer": None}.items()}
+        return {name: copied(name, value) for name, value in self.without_workspace().items()}
+
+    def without_workspace(self) -> dict[str, Any]:
+        """Return the recorded arguments, with None for the workspace, whose contents are not recorded."""
+        return {**self.given, "workspace_buffer": None}
 
     def problem(self) -> Problem:
         """Check the arguments, and return the attention problem that they define.
@@ -184,7 +187,7 @@ class RecordedCall:
             RecordingError: the lab does not support one of the arguments, or no request has a query row.
         """
         try:
-            problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
+            problem: Problem = CALL_TYPES[self.function](**self.without_workspace()).problem()
             if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
                 problem.check_values()
         except (ArithmeticError, NotImplementedError) as error:
@@ -220,11 +223,10 @@ class RecordedCall:
             return truth, out, lse
         return truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
 
-    def _copied(self, tensor: Tensor, device: torch.device | None, has_contents: bool) -> Tensor:
+    def _copied(self, tensor: Tensor, device: torch.device, has_contents: bool) -> Tensor:
         """Copy a tensor to a device. If `has_contents` is False, the copy contains NaN (0 for an integer dtype)."""
-        copy = placed(
-            tensor, 0 if self.lost else tensor.data_ptr(), device
-        )  # a lost alignment is that of an allocation
+        # A lost alignment is that of an allocation.
+        copy = placed(tensor, 0 if self.lost else tensor.data_ptr(), device)
         if has_contents:
             unrepeated(copy).copy_(unrepeated(tensor))
         elif tensor.is_floating_point():  # an integer output is wrong anyway, so zeros suffice
@@ -254,8 +256,8 @@ def size_bytes(layout: Tensor) -> int:
     return meta.untyped_storage().nbytes()
 
 
-def placed(layout: Tensor, address: int, device: torch.device | None = None) -> Tensor:
-    """Return a tensor of zeros with the shape, strides and dtype of `layout`, on the CPU by default. Its address and `address`
+def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
+    """Return a tensor of zeros with the shape, strides and dtype of `layout`. Its address and `address`
     are equal modulo ALIGNMENT_BYTES.
     """
     memory = torch.zeros(size_bytes(layout) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)

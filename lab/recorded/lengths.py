@@ -8,9 +8,8 @@ from lab.recorded.case import RecordedCase
 from lab.workloads.traces import TracedRequest
 
 DECODES = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
-PASS_MS = (
-    1000.0  # time between two passes: so long that `lab.workloads.traces.snapshot` does not mix requests of two passes
-)
+# Time between two passes: so long that `lab.workloads.traces.snapshot` does not mix requests of two passes.
+PASS_MS = 1000.0
 
 
 def traced_requests(

@@ -45,9 +45,7 @@ MEMBERS = {"numbers": ZIP_DEFLATED, "contents": ZIP_STORED}  # compressing conte
 SUFFIX = ".call"
 POOL = "kv_cache"  # the names of arguments whose first dimension counts pages begin with it
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
-OVERLAPPING = (
-    "elements of kv_cache share memory in the engine, and are kept apart, so that strides and alignment are lost"
-)
+OVERLAPPING = "elements of kv_cache share memory in the engine, and are kept apart: strides and alignment are lost"
 MOST_COPIED_BYTES = 64 * 2**20  # most bytes of a pool that are copied to the host in one step
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d+))?\.call", re.ASCII)
 

@@ -41,12 +41,8 @@ from lab.wording import counted
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
 MOST_FRAMES = 12  # number of callers in whose variables the layer is searched
 MOST_LOGGED = 20  # number of different sentences about calls that are not recorded or not judged
-FOLLOWED = (
-    "capture_begin",
-    "capture_end",
-    "replay",
-    "reset",
-)  # methods of a CUDA graph after which the recorder is called
+# Methods of a CUDA graph after which the recorder is called.
+FOLLOWED = ("capture_begin", "capture_end", "replay", "reset")
 _LOG = logging.getLogger("lab.recorded")
 
 
@@ -269,13 +265,10 @@ class Recorder:
     def _is_wrong(self, call: RecordedCall) -> bool:
         """Judge a call on its device. If it is wrong or its arguments are invalid, log the reason and return True."""
         assert call.out is not None
-        given = {
-            name: value for name, value in call.given.items() if name not in RESULTS
-        }  # `arguments` copies them to a CPU
         self.judged.append(call.number)
         try:
             arithmetic = E4M3 if self.triggers.e4m3_arithmetic else None
-            fault = fault_of(replace(call, given=given), call.out, call.lse, arithmetic)
+            fault = fault_of(call, call.out, call.lse, arithmetic)
         except InvalidArgumentsError as error:
             fault = Fault(Reason.ARGUMENTS, str(error))
         except RecordingError as error:

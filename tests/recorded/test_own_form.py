@@ -423,7 +423,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor of a terabyte": (lambda path: _change_query(path, shape=[10**12], stride=[1]), "is damaged"),
     "strides of a terabyte": (lambda path: _change_query(path, stride=[10**12, 64, 1]), "is damaged"),
     "a tensor of another size": (lambda path: _change_query(path, shape=[3, 4, 65]), "is damaged"),
-    "a tensor of another dtype": (lambda path: _change_query(path, dtype="Tensor"), "is damaged"),
+    "a tensor of another dtype": (lambda path: _change_query(path, dtype="float99"), "is damaged"),
     "a query without its layout": (_without_query, "does not hold the value of query, only that it is torch.Tensor"),
     "a name of two lines": (
         lambda path: _change(path, arguments={"colour\nlab: all is right": "red"}),
