@@ -125,8 +125,9 @@ def _tall(drawn: _Drawn) -> _Drawn:
     """Make logits rise from 0 to 512 in steps of 8, one step per 64 keys. With e4m3 keys some steps are equal."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     query, keys = 0.25 * drawn.query, drawn.keys.clone()
-    # Keys are then at most 12, which e4m3 represents
-    at_query = 2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale))
+    # Keys are then at most 13 for heads of up to 128, which e4m3 represents with its scale
+    largest = torch.finfo(drawn.case.dtype).max
+    at_query = min(2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale)), largest)
     query[..., -1] = at_query
     keys[..., -1] = (8.0 * steps / (drawn.case.softmax_scale * at_query))[:, None]
     return replace(drawn, query=query, keys=keys)
