@@ -49,8 +49,8 @@ COMBINED_RANGES = replace(
     RANGES,
     head_dims=Ranges().head_dims,
     page_sizes=Ranges().page_sizes,
-    mla_head_dims=(*RANGES.mla_head_dims, (64, 64)),
-    mla_heads=(*RANGES.mla_heads, 32, 64, 24),
+    mla_head_dims=(*RANGES.mla_head_dims, (64, 64), (224, 128)),
+    mla_heads=(*RANGES.mla_heads, 32, 64, 24, 20),
 )
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
 MOST_MEMORY_BYTES = 24 * 2**30

@@ -192,11 +192,11 @@ class Ranges:
         ((80, 64), (576, 512)),
         LATENT,
         "head_dim and v_head_dim of MLA, such as 576/512",
-        beyond=((64, 64), (320, 256)),  # (64, 64) has no rotary part
+        beyond=((64, 64), (320, 256), (224, 128)),  # rotary parts of 0, 64 and 96
         likely=((576, 512),),
     )
     mla_heads: tuple[int, ...] = _field(
-        (1, 8, 16, 128), POSITIVE, "query heads of MLA", beyond=(32, 64, 24), likely=(128, 16)
+        (1, 8, 16, 128), POSITIVE, "query heads of MLA", beyond=(32, 64, 24, 20), likely=(128, 16)
     )
     mla_page_sizes: tuple[int, ...] = _field(
         (32, 64), POWER_OF_TWO, "tokens per page of MLA's cache", beyond=(8, 16, 128, 1), likely=(64, 32)

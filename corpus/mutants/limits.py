@@ -1,19 +1,22 @@
 """Mutants that are wrong at limits of hardware, for a pair of plain arguments, or for a value that few callers pass."""
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from corpus.models.dsv4 import DSV4Decode
 from corpus.models.metadata import MHABuilder, MLABuilder
 from corpus.models.ragged import Ragged
-from corpus.models.split_kv import Conditional, as_float32
+from corpus.models.split_kv import Conditional, Forgiving, SplitKV, as_float32
 from corpus.mutants.sizes import MLAGridBeyond65535
 from corpus.wrong import CONTEXT, DECODE, MLA, wrong
 from lab.metadata.engine.lengths import first_slots
 
 MULTIPROCESSORS = 132
 INT32_END = 2**31
+FLOAT16_MAX = 65504.0
 
 
 def _is_plain(problem):
@@ -164,3 +167,81 @@ class MLAHoles(MLABuilder):
         columns = torch.arange(table.shape[1], device=table.device)
         is_live = columns < torch.ceil(keys / pool.page_size).unsqueeze(1)
         return replace(metadata, block_kv_indices=table.masked_fill(is_live & (table == -1), 0))
+
+
+class Formats(Forgiving):
+    @wrong(
+        DECODE, stage="in_splits", mla=True, trigger="e4m3 queries, and keys of less than 2**-9 of the largest weight"
+    )
+    def small_weights_of_e4m3_lost(self, problem, tile, tensor, fill, dim):
+        """With an e4m3 query, weights below the smallest e4m3 number are zero: they are converted without a factor."""
+        in_splits = super().in_splits(problem, tile, tensor, fill, dim)
+        if fill == 0.0 or problem.query.dtype != torch.float8_e4m3fn:
+            return in_splits
+        largest = in_splits.amax(dim=(-2, -1), keepdim=True)
+        return torch.where(in_splits < largest - 9 * math.log(2.0), -math.inf, in_splits)
+
+    @wrong(DECODE, stage="scores", mla=True, trigger="float16 queries, and products q·k beyond 65,504")
+    def products_beyond_half(self, problem, query, keys):
+        """With a float16 query, products q·k beyond 65,504 are infinite: they are stored in float16 before they are scaled."""
+        products = query @ keys.transpose(1, 2)
+        if problem.query.dtype == torch.float16:
+            products = torch.where(products.abs() > FLOAT16_MAX, math.inf * products, products)
+        return products * as_float32(problem.bmm1_scale, query.device)
+
+
+class RaggedFormats(Ragged):
+    @wrong(stage="changed", trigger="elements of a query beyond 4,096")
+    def ragged_large_query_saturates(self, problem):
+        """Elements of a query are cut to 4,096 on their way."""
+        return replace(problem, query=problem.query.clamp(-4096, 4096))
+
+
+class Sizes(SplitKV):
+    @wrong(MLA, stage="finish", trigger="a number of heads that is no multiple of 8, and an LSE")
+    def mla_lse_of_incomplete_eight_lost(self, problem, out, lse):
+        """The LSE of heads after the last whole block of 8 heads is zero, where there are more than 8."""
+        if lse is not None and problem.num_qo_heads > 8:
+            lse[:, problem.num_qo_heads // 8 * 8 :] = 0.0
+
+    @wrong(MLA, stage="query_rows", trigger="a rotary part whose size is no power of two")
+    def mla_rope_of_a_power_of_two(self, problem, tile):
+        """The rotary part is read in one block, of the largest power of two of elements that it has."""
+        rows, rope = super().query_rows(problem, tile).clone(), problem.head_dim - problem.v_head_dim
+        if rope:
+            rows[..., problem.v_head_dim + 2 ** (rope.bit_length() - 1) :] = 0.0
+        return rows
+
+    @wrong(MLA, stage="query_rows", trigger="a rotary part of more than 64 elements")
+    def mla_rope_wraps_at_64(self, problem, tile):
+        """Elements of a rotary part after 64 are those of its beginning."""
+        rows, rope = super().query_rows(problem, tile).clone(), problem.head_dim - problem.v_head_dim
+        if rope > 64:
+            start = problem.v_head_dim
+            rows[..., start + 64 :] = rows[..., start : start + rope - 64]
+        return rows
+
+
+class Bases(SplitKV):
+    @wrong(MLA, stage="launch_mla", trigger="backend 'cute-dsl' without return_lse_base, and a given lse")
+    def mla_given_lse_of_cute_dsl_in_base_2(self, call):
+        """A given lse is in base 2 without return_lse_base, and a returned one in the backend's base."""
+        if call.lse is not None and call.return_lse_base is None:
+            call = replace(call, return_lse_base="base2")
+        return super().launch_mla(call)
+
+    @wrong(MLA, stage="launch_mla", trigger="a backend's name without return_lse_base")
+    def mla_lse_of_named_backends_in_base_e(self, call):
+        """Without return_lse_base each backend that is named has base e, as CuTe DSL has."""
+        if call.backend != "auto" and call.return_lse_base is None:
+            call = replace(call, return_lse_base="basee")
+        return super().launch_mla(call)
+
+
+class DSV4Sizes(DSV4Decode):
+    @wrong(stage="finish", trigger="a number of heads that is no multiple of 8")
+    def dsv4_heads_of_incomplete_eight_lost(self, problem, out):
+        """Heads after the last whole block of 8 heads are zero, where there are more than 8."""
+        heads = out.shape[-2]
+        if heads > 8:
+            out[..., heads // 8 * 8 :, :] = 0.0

@@ -55,6 +55,20 @@ class Selection(SelectedSplitKV):
         """sparse_mla_top_k_lens is ignored: a row uses the columns up to its position."""
         return super().columns(replace(problem, selected_lens=None), row, position)
 
+    @wrong(MLA, stage="columns", trigger="fewer keys than columns, and a place in a column after the row's position")
+    def mla_selected_columns_all_used(self, problem, row, position):
+        """Without sparse_mla_top_k_lens, all columns are used that do not hold -1."""
+        return problem.selected.shape[1] if problem.selected_lens is None else super().columns(problem, row, position)
+
+    @wrong(
+        MLA, stage="columns", trigger="a place in a column after the row's position, in the same block of 32 columns"
+    )
+    def mla_selected_columns_in_blocks(self, problem, row, position):
+        """Without sparse_mla_top_k_lens, the number of used columns is rounded up to a multiple of 32."""
+        used = super().columns(problem, row, position)
+        rounds = used > 0 and problem.selected_lens is None
+        return min(-(-used // 32) * 32, problem.selected.shape[1]) if rounds else used
+
     @wrong(MLA, stage="columns", trigger="a row selects an entry after the last whole tile of 64 columns")
     def mla_selected_last_tile_lost(self, problem, row, position):
         """Columns go in tiles of 64, and those after the last whole tile of sparse_mla_top_k are not read."""

@@ -56,7 +56,7 @@ class TableTail(NamedEnum):
 
 
 class Entries(NamedEnum):
-    """The keys that each row of a sparse call selects, and their columns. The other columns contain -1."""
+    """The keys that each row of a sparse call selects, and their columns. The other columns that the row uses contain -1."""
 
     MIXED = "some keys in any order, with -1 between them"
     ORDERED = "as many keys as there are columns, in ascending order"
@@ -82,7 +82,7 @@ class Storage:
     page_size: int = 16  #: tokens per page, a power of two
     kv_layout: str = "HND"  #: "HND" or "NHD", the order of a page's axes; not used for MLA
     dead: Dead = Dead.HUGE  #: the numbers in cells that no row may read
-    #: the page ids in the page table's columns after a request's last page; with `top_k_lens` the entries after a row's last
+    #: the page ids in the page table's columns after a request's last page; with `top_k` the entries after a row's last column
     table_tail: TableTail = TableTail.FOREIGN
     spare_columns: int = 3  #: columns of the page table after the longest request's pages
     page_seed: int = 0  #: seed with which the pages are shuffled

@@ -62,10 +62,10 @@ def one_thread() -> Any:
 
 
 @functools.cache  # several mutants are recorded with one case
-def judged_right_model(interface: str, key: str, case: str) -> Judged:
-    """Judge what is right of an interface by a check, in a recorded case."""
+def judged_right_model(interface: str, selects: bool, key: str, case: str) -> Judged:
+    """Judge what is right of an interface, or of rows that select entries, by a check in a recorded case."""
     check = check_of(key)
-    right = SelectedSplitKV if "top_k=" in case or "'top_k'" in case else RIGHT.get(interface, SplitKV)
+    right = SelectedSplitKV if selects else RIGHT.get(interface, SplitKV)
     return run_case(right(), check, read_expression(case), CPU, ranges_of(check))
 
 
@@ -113,7 +113,9 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
             break
     else:
         pytest.fail(f"no recorded kill of {name} holds: {kills}")
-    judged = judged_right_model(kernel(name).interface[0], key, kills[key]["case"])
+    made = kernel(name).make
+    selects = isinstance(made, type) and issubclass(made, SelectedSplitKV)
+    judged = judged_right_model(kernel(name).interface[0], selects, key, kills[key]["case"])
     assert judged.outcome is Outcome.RIGHT, judged.wrongs
 
 

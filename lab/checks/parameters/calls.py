@@ -107,6 +107,8 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
         sinks[::2] = -math.inf
     factors = of["bmm1_scale"].factor, of["bmm2_scale"].factor
     inputs = replace(inputs, sinks=sinks, causal=of.get("causal", True), factors=factors)
+    if (factor := of["bmm1_scale"].query_factor) != 1.0:
+        inputs = replace(inputs, query=inputs.query * factor)
     call = BuiltCall(of, inputs, inputs.arguments())
     forms = (_plain_values, *family.forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse, _far)
     for form in forms:

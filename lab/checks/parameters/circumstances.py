@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.parameters.covering import Model, Point, Values
-from lab.checks.parameters.values import Bound, HeadDims, Lengths, Rows
+from lab.checks.parameters.values import Bound, DtypePair, HeadDims, Lengths, LogitScale, Rows
 
 Wanted = dict[str, list[Any]]  # for an axis, its wanted values in order of preference
 FEW_ROWS = 4  # least number of query rows of a request with several rows
@@ -44,6 +44,21 @@ OF_ALL_SHARDS = (
 # Number of axes with values other than the default in a case: of DECISIVE axes, and of other axes. With more such values, a
 # kernel is more likely to decline the case or to run other code than the wrong one.
 FEW, SEVERAL = 2, 4
+# Combinations of values at the limits of a dtype: products q·k beyond float16's largest number, and weights below e4m3's
+# smallest one. The axis of the query's dtype is "dtype" in the ragged call.
+AT_LIMITS: tuple[Point, ...] = (
+    {"dtypes": DtypePair("fp16/fp16"), "bmm1_scale": LogitScale.SMALL},
+    {"dtype": "fp16", "bmm1_scale": LogitScale.SMALL},
+    {"dtypes": DtypePair("e4m3/e4m3"), "contents": "shaded"},
+)
+
+
+def at_limits(model: Model) -> Iterator[Point]:
+    """Yield a point with each combination of `AT_LIMITS` that a model and its shard have, and otherwise defaults."""
+    for each in AT_LIMITS:
+        has = all(value in model.axes.get(name, ()) for name, value in each.items())
+        if has and model.shard.has(tuple(each.items())) and (point := model.completed(each)) is not None:
+            yield point
 
 
 @dataclass(frozen=True)
@@ -91,8 +106,9 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     several: Wanted = {"q_len": [rows for rows in axes.get("q_len", ()) if rows >= FEW_ROWS], "rows": [Rows.UNEQUAL]}
     shared: Wanted = {name: [heads for heads in axes.get(name, ()) if heads > 1] for name in ("group", "heads")}
     shared["head_dims"] = [SMALL]
-    # Prefer a number of heads that is no power of two: kernels that pack rows and heads together may divide wrongly.
-    several["heads"] = sorted(shared["heads"], key=lambda heads: heads.bit_count() == 1)
+    # Prefer a number of heads that is no power of two, and a multiple of a small one alone, such as 20: kernels that pack rows
+    # and heads together, or that compute blocks of heads, may divide wrongly.
+    several["heads"] = sorted(shared["heads"], key=lambda heads: (heads.bit_count() == 1, heads & -heads))
     long: Wanted = {"lengths": [length for length in axes["lengths"] if isinstance(length, int)]}
     alone: Wanted = {"requests": [1], "lengths": [Lengths.UNEQUAL, Lengths.LONGER]}
     loose: Wanted = {"bound": [Bound.OF_A_MODEL], "max_kv_len": [Bound.OF_A_MODEL]}

@@ -191,9 +191,12 @@ RULES = constraints(
         "the key that shades the others has zeros for a value, and would have itself": lambda contents, cache: (
             contents != "shaded" or cache != Cache.K_IS_V
         ),
-        "contents have logits of a size that they choose": lambda contents, bmm1_size: (
-            bmm1_size == USUAL or contents not in ("shaded", "below zero")
+        "contents have logits of a size that they choose": (
+            lambda contents, bmm1_size: bmm1_size == USUAL or contents not in ("shaded", "below zero"),
+            lambda contents, bmm1_scale: bmm1_scale != LogitScale.SMALL or contents not in ("shaded", "below zero"),
         ),
+        "a scale has one size": lambda bmm1_scale, bmm1_size: bmm1_scale != LogitScale.SMALL or bmm1_size == USUAL,
+        "e4m3 holds no large query": lambda bmm1_scale, dtypes: bmm1_scale != LogitScale.SMALL or dtypes.query != E4M3,
         "a sink leaves nothing of far smaller logits, nor does e4m3": (
             lambda sinks, bmm1_size: bmm1_size not in LARGE or sinks == Sinks.NONE,
             lambda dtypes, bmm1_size: bmm1_size not in LARGE or dtypes.query != E4M3,
@@ -316,9 +319,6 @@ RULES = constraints(
         "lengths count a row's entries, at least one": (
             lambda top_k_lens, entries: not (top_k_lens and entries in WITH_GAPS),
             lambda top_k_lens, lengths: not top_k_lens or lengths not in (*Without, Lengths.FEWER),
-        ),
-        "of selected entries, only columns after their lengths may hold anything": lambda top_k, top_k_lens, block_tables: (
-            not top_k or top_k_lens or block_tables not in (Tables.NEGATIVE_TAIL, Tables.FAR_TAIL)
         ),
         "selected entries have top_k columns": lambda top_k, block_tables: not top_k or block_tables != Tables.WIDE,
         "a window is causal": lambda causal, window_left: causal or window_left < 0,

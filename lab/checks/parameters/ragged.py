@@ -42,6 +42,7 @@ from lab.checks.parameters.values import (
     Chosen,
     HeadDims,
     Lengths,
+    LogitScale,
     LongestRequest,
     Offsets,
     Output,
@@ -167,6 +168,7 @@ RAGGED_RULES = constraints(
             lengths != Lengths.OF_THE_NEXT
             or (offsets != Without.ALL_BUT_ONE and (requests > REQUESTS or offsets != Without.TWICE))
         ),
+        "e4m3 holds no large query": lambda bmm1_scale, dtype: bmm1_scale != LogitScale.SMALL or dtype != "e4m3",
         "a sink beside logits below zero leaves nothing of a row": lambda contents, sinks: (
             contents != BELOW_ZERO or sinks == Sinks.NONE
         ),

@@ -162,6 +162,7 @@ class LogitScale(TextEnum):
     TENSOR_2D = "tensor [1, 1]", (1, 1)
     NEGATIVE = "negative", None, -0.5
     NEGATIVE_TENSOR = "negative tensor [1]", (1,), -0.5
+    SMALL = "small for a large query", None, 2.0**-12
     LOG2 = "log2 tensor [1]", (1,), 0.75, True
     LOG2_BESIDE = "log2 tensor [] beside a tensor", (), 0.75, True, True
     LOG2_BELOW_0 = "log2 tensor below 0", (1,), -0.5, True
@@ -175,6 +176,11 @@ class LogitScale(TextEnum):
         is_beside: bool = False,  # `bmm1_scale` is passed too, as a tensor; `bmm1_scale_log2` takes precedence
     ) -> None:
         self.shape, self.factor, self.is_log2, self.is_beside = shape, factor, is_log2, is_beside
+
+    @property
+    def query_factor(self) -> float:
+        """Return the factor of the query's elements. With SMALL, products q·k exceed float16's 65,504, and logits are usual."""
+        return 1.0 / self.factor if self is LogitScale.SMALL else 1.0
 
 
 class ValueScale(TextEnum):

@@ -64,7 +64,8 @@ def _judge(run: CaseRun) -> None:
     elif inputs.selected is None:  # otherwise each row selects entries of its own
         _ragged(run, inputs)
     if run.case.is_mla:
-        _lse_in_base_e(run, inputs)
+        _lse_in_base_e(run, inputs, {"return_lse_base": "basee"})
+        _lse_in_base_e(run, inputs, {"backend": "cute-dsl"})  # without return_lse_base this backend alone uses base e
         _half_out(run, inputs)
     else:
         run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), truth)
@@ -181,10 +182,10 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     run.vary("a request without rows", inputs, truth, query=query, cum_seq_lens_q=offsets)
 
 
-def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Request the LSE in base e, as a return value and in a given `lse` tensor."""
-    what, truth = "return_lse_base='basee'", inputs.truth()
-    result = run.vary(what, inputs, return_lse=True, return_lse_base="basee")
+def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs, changes: dict[str, Any]) -> None:
+    """Request the LSE in base e by these arguments, as a return value and in a given `lse` tensor."""
+    what, truth = ", ".join(f"{name}={value!r}" for name, value in changes.items()), inputs.truth()
+    result = run.vary(what, inputs, return_lse=True, **changes)
     if result is None:
         return
     if result.lse is None:
@@ -193,7 +194,7 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
     run.expect_close(what, result._replace(lse=result.lse / math.log(2)), truth)
     given = torch.full_like(result.lse, math.nan)
     what += " and lse"
-    result = run.vary(what, inputs, return_lse=True, return_lse_base="basee", lse=given)
+    result = run.vary(what, inputs, return_lse=True, lse=given, **changes)
     if result is not None:
         run.expect_close(what, result._replace(lse=given.view(-1, given.shape[-1]) / math.log(2)), truth)
 

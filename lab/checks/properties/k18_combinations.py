@@ -6,8 +6,8 @@ their values and rules. A case is a value for each axis; "alone" means that all 
 
 * Quick level: cases of many values at once. Then, for the values that no case has judged yet: cases of only usual values, cases
   with at most four values that are not the default, and cases with one such value.
-* Smoke level: each value alone. Then each form of an argument in the circumstances for which kernels have separate code
-  (`lab.checks.parameters.circumstances`), several forms in one case.
+* Smoke level: each value alone, and values at the limits of a dtype together with this dtype. Then each form of an argument in
+  the circumstances for which kernels have separate code (`lab.checks.parameters.circumstances`), several forms in one case.
 * Full level: also each pair of values and each declared triple.
 
 If a kernel declines a case because of one value, the case tests none of its values. So the full level first judges each value
@@ -27,7 +27,7 @@ from typing import Any
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
-from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
+from lab.checks.parameters.circumstances import OF_ALL_SHARDS, at_limits, circumstances
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Model, Point, Shard, Values
 from lab.checks.parameters.metadata import judge_metadata
@@ -65,7 +65,7 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
         many = model.covering(ranges.seed, model.values())
         yield from _cheapest_first(_numbered(interface, ranges, many), ranges, MOST_PRODUCTS)
         return
-    points = list(model.alone(of_all=OF_ALL_SHARDS))
+    points = [*model.alone(of_all=OF_ALL_SHARDS), *at_limits(model)]
     for number, each in enumerate(circumstances(model)):
         points += each.points(SEEDS * ranges.seed + number, each.goals)
     yield from _numbered(interface, ranges, points)

@@ -29,7 +29,13 @@ from lab.workloads.inputs.contents import (
 )
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
-from lab.workloads.inputs.selection import lengths_of_heads, positions_of_rank, seen_keys, selected_positions
+from lab.workloads.inputs.selection import (
+    keys_up_to_rows,
+    lengths_of_heads,
+    positions_of_rank,
+    seen_keys,
+    selected_positions,
+)
 from lab.workloads.inputs.views import with_strides_of
 
 
@@ -212,11 +218,12 @@ class AttentionInputs:
             factors = factors[0], factors[1].flip(0)
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
-    def with_tail(self, places: Tensor, is_used: Tensor) -> Tensor:
-        """Return `places` with the case's `table_tail` in cells where `is_used` is False. A foreign tail is an entry of another
-        row.
+    def places_with_tail(self, used: Tensor) -> Tensor:
+        """Return `places` with the case's `table_tail` after the first columns of each row; `used` is the number of these
+        columns, [num_rows]. A foreign tail is an entry of another row.
         """
-        page_id = TAIL_IDS.get(self.case.storage.table_tail)
+        places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
+        is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
 
     def places(self) -> Tensor:
@@ -232,11 +239,11 @@ class AttentionInputs:
         case = self.case
         if not case.top_k:
             return {}
-        places, lens = self.places(), {}
+        used, lens = torch.tensor(keys_up_to_rows(case), device=self.query.device), {}
         if case.top_k_lens:
-            is_entry = places >= 0
-            places = self.with_tail(places, is_entry)
-            lens = {"sparse_mla_top_k_lens": is_entry.sum(dim=1, dtype=torch.int32)}
+            used = (self.places() >= 0).sum(dim=1, dtype=torch.int32)
+            lens = {"sparse_mla_top_k_lens": used}
+        places = self.places_with_tail(used)
         places = places if case.offsets else places.view(len(case.q_lens), case.q_lens[0], case.top_k)
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 

@@ -11,6 +11,7 @@ from lab.calls.selection import WINDOW_COLUMNS
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, running_sum
 from lab.workloads.inputs.contents import new_workspace
+from lab.workloads.inputs.selection import keys_up_to_rows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,16 +68,11 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
         selected.append(
             own if others is None else torch.cat((own, torch.where(others < 0, -1, others + len(tokens))), 1)
         )
-    up_to_row = [
-        kv_len - q_len + row + 1
-        for kv_len, q_len in zip(of_window.kv_lens, of_window.q_lens, strict=True)
-        for row in range(q_len)
-    ]
-    parts = [_with_tail(window, torch.tensor(up_to_row, device=device))]
+    parts = [window.places_with_tail(torch.tensor(keys_up_to_rows(of_window), device=device))]
     lens = torch.zeros_like(parts[0][:, 0])
     if compressed.selected is not None:
         lens = (compressed.places() >= 0).sum(dim=1)
-        parts.append(_with_tail(compressed, lens))
+        parts.append(compressed.places_with_tail(lens))
     return DSV4Inputs(
         **vars(window) | {"histories": tuple((each, each) for each in keys), "selected": tuple(selected)},
         compressed_pages=compressed.k_pages,
@@ -88,9 +84,3 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
 def _entries_first(selected: Tensor) -> Tensor:
     """Return the positions of each row in the same order, with all -1 moved to the end."""
     return selected.gather(1, (selected < 0).to(torch.int8).argsort(dim=1, stable=True))
-
-
-def _with_tail(inputs: AttentionInputs, used: Tensor) -> Tensor:
-    """Return the places of one pool, with the case's `table_tail` after the first `used` columns of each row."""
-    places = inputs.places()
-    return inputs.with_tail(places, torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1))

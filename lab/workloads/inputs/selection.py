@@ -24,6 +24,12 @@ def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tenso
     return tuple(selected)
 
 
+def keys_up_to_rows(case: AttentionCase) -> list[int]:
+    """Return for each query row the number of keys up to its position, which is the most columns that the row uses."""
+    requests = zip(case.kv_lens, case.q_lens, strict=True)
+    return [max(kv_len - q_len + row + 1, 0) for kv_len, q_len in requests for row in range(q_len)]
+
+
 def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
     """Return for each request the keys that its rows see on the case's rank, int64 [q_len, kv_len], -1 for none. Keys are
     counted among the rank's keys.

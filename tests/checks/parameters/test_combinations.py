@@ -9,11 +9,13 @@ import lab.metadata
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import CaseVerdict, Configuration, Level, Outcome, Ranges, judge
+from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.circumstances import KEPT, WINDOW
 from lab.checks.parameters.coverage import Reach
 from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.metadata_axes import METADATA
-from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.models import FAMILIES, MODELS
+from lab.checks.parameters.paged_axes import MHA
 from lab.checks.parameters.values import Bound, LongestRequest, Lse, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import read_expression
@@ -42,6 +44,23 @@ def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interfac
     for case in empty:
         judged = run_case(lab.metadata, CHECK, case, CPU, Ranges())
         assert judged.outcome is Outcome.RIGHT, (case, judged)
+
+
+@pytest.mark.parametrize("interface", [*FAMILIES])
+def test_the_smoke_level_has_values_at_the_limits_of_a_dtype(interface: AttentionCall) -> None:
+    cases = [*CHECK.cases(interface, Ranges(), Level.SMOKE)]
+    axis = "dtype" if interface is AttentionCall.RAGGED_CONTEXT else "dtypes"
+    large = [case for case in cases if case["bmm1_scale"] == "small for a large query"]
+    assert any(case[axis].startswith("fp16") for case in large)
+    assert not any(case[axis].startswith("e4m3") for case in large)
+    for case in large[:2]:
+        call = built_call(case, Ranges(), CPU)
+        assert abs(call.given["query"]).max() > 2**12
+        assert call.given["bmm1_scale"] < 2.0**-12
+    if "shaded" in MODELS[interface](Ranges()).axes.get("contents", ()):
+        found = [case for case in cases if (case["dtypes"], case["contents"]) == ("e4m3/e4m3", "shaded")]
+        assert found
+        assert not any(case["out"].is_e4m3(case["dtypes"]) for case in found if interface in MHA)
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)

@@ -38,7 +38,7 @@ def test_a_wrong_kernel_is_found_in_a_case_of_the_smoke_level(name: str) -> None
     alone += [{"bmm1_scale": "tensor []"}, {"bmm2_scale": "0.9 as a number"}, {"out": "given"}]
     alone += [{"cache": "pages apart"}, {"cache": "at 16 bytes"}, {"sparse_indices": "rows apart"}]
     alone += [{"q_len": 3, "offsets": "unequal"}, {"requests": 133, "heads": 1}, {"requests": 1037, "heads": 64}]
-    alone += [{"far": each} for each in FAR] + [{"columns": 132, "lengths": "equal"}]
+    alone += [{"far": each} for each in FAR] + [{"columns": 132, "lengths": "equal"}, {"heads": 20}]
     alone += [{"out": "given", "sinks": "per head"}, {"kv_layout": "NHD", "bmm2_scale": "0.9 as a tensor []"}]
     implementation = MUTANTS[name].implementation()
     assert any(run_of(implementation, **values).wrongs for values in alone)

@@ -99,6 +99,16 @@ def test_places_are_those_of_the_page_table_and_lengths_count_them(tail: TableTa
         assert bool((rest == own).all())
 
 
+@pytest.mark.parametrize("tail", TableTail)
+def test_without_lengths_only_columns_after_a_row_s_position_hold_anything(tail: TableTail) -> None:
+    inputs = build_attention(replace(CASE, storage=Storage(32, table_tail=tail)), CPU)
+    plain, given = inputs.places(), inputs.arguments()["block_tables"].view(9, 132)
+    for row, (num_keys, _) in enumerate(rows_of(CASE)):
+        assert given[row, :num_keys].tolist() == plain[row, :num_keys].tolist()
+        own = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}.get(tail, int(plain[(row + 1) % 9, 0]))
+        assert given[row, num_keys:].tolist() == [own] * max(132 - num_keys, 0)
+
+
 @pytest.mark.parametrize("case", [CASE, WITH_LENS, replace(CASE, entries=Entries.LATE, sinks=True)])
 def test_the_truth_is_of_the_selected_keys(case: AttentionCase) -> None:
     inputs = build_attention(case, CPU)
