@@ -12,8 +12,9 @@ from typing import Any
 
 from lab.exit_status import ENDING_SIGNALS, ExitStatus
 from lab.extras import EXTRA_OF, sentence
-from lab.wording import printable
+from lab.wording import printable, shortened
 
+SHOWN_CHARACTERS = 400  # of a path that cannot be read or written
 QUIET_S = 3.0  # seconds after an interruption in which further ones are ignored, so that cleaning up can end
 
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lab: {message}", file=sys.stderr)
         return ExitStatus.MISUSED
     except OSError as error:
-        about = "" if error.filename is None else f"{printable(str(error.filename))}: "
+        about = "" if error.filename is None else f"{shortened(printable(str(error.filename)), SHOWN_CHARACTERS)}: "
         print(f"lab: {about}{error.strerror or error}", file=sys.stderr)
         return ExitStatus.MISUSED
     return ExitStatus.DONE

@@ -15,16 +15,17 @@ from lab.exit_status import ExitStatus
 from lab.files import DAMAGED
 from lab.loading import LoadError
 from lab.ranges import OPTIONS, Option, Ranges
-from lab.wording import printable
+from lab.wording import printable, shortened
 
+SHOWN_CHARACTERS = 900  # of a sentence that ends a command
 RANGES_PANEL = "Ranges: narrow the cases to what the kernel was built for"
 
 
 def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
-    """Print a sentence to stderr, with control characters as escape sequences, and end the command: raise typer.Exit with
-    `status`.
+    """Print a sentence to stderr, with control characters as escape sequences and cut if it quotes too much, and end the
+    command: raise typer.Exit with `status`.
     """
-    typer.echo(f"lab: {printable(sentence)}", err=True)
+    typer.echo(f"lab: {shortened(printable(sentence), SHOWN_CHARACTERS)}", err=True)
     raise typer.Exit(status)
 
 

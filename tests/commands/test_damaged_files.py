@@ -83,6 +83,7 @@ def check(line: list[str], capsys: pytest.CaptureFixture[str], is_damaged: bool 
     if status == 2:
         assert err.startswith("lab: "), line
         assert "Traceback" not in err
+        assert (len(err.splitlines()), len(err) < 1000) == (1, True), line
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -125,7 +126,7 @@ def test_a_page_of_damaged_values_is_made_or_names_the_file(
         assert "<script>alert" not in (page.read_text() if page.exists() else "")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "loop", "folder", "device", "name"])
+@pytest.mark.parametrize("kind", ["pipe", "loop", "folder", "device", "name", "dangling"])
 def test_what_is_no_file_is_a_sentence(
     kind: str, commands: Callable[[Path], Iterator[list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,12 +135,17 @@ def test_what_is_no_file_is_a_sentence(
         os.mkfifo(path)
     elif kind == "loop":
         path.symlink_to(path)
+    elif kind == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
     elif kind == "folder":
         path.mkdir()
     for line in commands(path):
         if "--out" not in line or line[0] == "report":
             check(line, capsys, is_damaged=True)
     check(["compare", str(path), str(path)], capsys, is_damaged=True)
+    for folder in (str(path), f"{path}#{'9' * 5000}"):
+        check(["judge", "--calls", folder], capsys, is_damaged=True)
+        check(["recorded", "shrink", folder], capsys, is_damaged=True)
 
 
 EXPRESSIONS = (
