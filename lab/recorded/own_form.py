@@ -68,13 +68,16 @@ def read(path: Path) -> RecordedCall:
     value of an argument.
     """
     with reading(path) as regular, ZipFile(regular) as archive:
-        if DESCRIPTION not in archive.namelist():
+        kinds = {member.filename: member.compress_type for member in archive.infolist()}
+        if DESCRIPTION not in kinds or not {*kinds.values()} <= {*MEMBERS.values()}:
             raise RecordingError(f"{path} is no call that the lab recorded, or was recorded by an earlier release")
         record = json.loads(archive.read(DESCRIPTION))
         if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")
         tensors = _restored(archive, record["tensors"])
         pages = tensors.get("pages")
+        if pages is not None and not pages.is_contiguous():  # a list of repeated ids could be far larger than the file
+            raise ValueError("the ids of pages are not contiguous")
         return RecordedCall(
             recorded_function(path, record["function"]),
             {name: decoded(path, name, value, tensors) for name, value in record["arguments"].items()},
@@ -176,18 +179,23 @@ def _member(key: str, dtype: torch.dtype) -> str:
 
 
 def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors with these layouts (`_layout`) from an archive. Raises ValueError if it has too few elements."""
+    """Read the tensors with these layouts (`_layout`) from an archive. Raises ValueError if it has too few elements, before
+    memory for them is allocated.
+    """
     members, tensors = {name: archive.open(name) for name in MEMBERS}, dict[str, Tensor]()
+    left_bytes = {name: archive.getinfo(name).file_size for name in MEMBERS}
     for key, layout in layouts.items():
         dtype = getattr(torch, layout["dtype"])
         meta = torch.empty_strided(layout["shape"], layout["stride"], dtype=dtype, device="meta")
+        member, size = _member(key, dtype), 0 if key in UNKEPT else unrepeated(meta).nbytes
+        if size > left_bytes[member]:
+            raise ValueError(f"{key} needs {size} bytes, and the file has {left_bytes[member]}")
+        left_bytes[member] -= size
         tensors[key] = placed(meta, layout["address"])
         if key not in UNKEPT:
             once = unrepeated(tensors[key])
-            elements = bytearray(members[_member(key, dtype)].read(once.nbytes))
-            if len(elements) != once.nbytes:
-                raise ValueError(f"{key} has {len(elements)} bytes, and not {once.nbytes}")
-            once.copy_(torch.frombuffer(elements, dtype=dtype).view(once.shape) if elements else once)
+            elements = bytearray(members[member].read(size))
+            once.copy_(torch.frombuffer(elements, dtype=dtype).view(once.shape) if size else once)
     return tensors
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import ZIP_LZMA, ZipFile
 
 import numpy as np
 import pytest
@@ -392,6 +392,19 @@ def _without_query(path: Path) -> None:
     _change(path, tensors=tensors)
 
 
+def _with_repeated_pages(path: Path) -> None:
+    tensors = _record(path)["tensors"]
+    _change(path, tensors=tensors | {"pages": tensors["pages"] | {"shape": [12], "stride": [0]}})
+
+
+def _with_another_compression(path: Path) -> None:
+    with ZipFile(path, "w", ZIP_LZMA) as archive:
+        archive.writestr(own_form.DESCRIPTION, "{}" * 99)
+    content = bytearray(path.read_bytes())
+    content[48] = 1  # the first byte after LZMA's properties, always 0
+    path.write_bytes(content)
+
+
 def _with_a_wrong_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -417,10 +430,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "contents that are cut off": (
         lambda path: _change(path, members={"contents": b"x"}),
-        "is damaged: ValueError: query has 1 bytes, and not 1536",
+        "is damaged: ValueError: query needs 1536 bytes, and the file has 1",
     ),
     "no contents": (lambda path: _change(path, members={"contents": None}), "is damaged"),
-    "a tensor of a terabyte": (lambda path: _change_query(path, shape=[10**12], stride=[1]), "is damaged"),
+    "a tensor of a terabyte": (
+        lambda path: _change_query(path, shape=[10**12], stride=[1]),
+        "is damaged: ValueError: query needs 2000000000000 bytes, and the file has",  # nothing was allocated
+    ),
+    "another compression": (_with_another_compression, "is no call that the lab recorded"),
+    "pages that repeat one": (_with_repeated_pages, "is damaged: ValueError: the ids of pages are not contiguous"),
     "strides of a terabyte": (lambda path: _change_query(path, stride=[10**12, 64, 1]), "is damaged"),
     "a tensor of another size": (lambda path: _change_query(path, shape=[3, 4, 65]), "is damaged"),
     "a tensor of another dtype": (lambda path: _change_query(path, dtype="float99"), "is damaged"),
