@@ -110,7 +110,7 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
     """Read a recorded file of any kind. `RecordedFile.name` is relative to `folder`, by default the folder that contains the
-    file. Raises RecordedFileError if the file does not exist or is not JSON.
+    file. Raises RecordedFileError if the file does not exist or is not JSON, or if its environment is no object.
     """
     try:
         content = read_json(path)
@@ -118,6 +118,11 @@ def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
         raise RecordedFileError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise RecordedFileError(f"{path}: not JSON: {error}") from error
+    environment = content.get("environment") if isinstance(content, Mapping) else None
+    if not isinstance(environment, Mapping | None):
+        raise RecordedFileError(
+            f"{path}: not in the form that the lab writes: its environment is {environment!r:.40}, and no object"
+        )
     name = without_suffix(path).relative_to(folder or path.parent).as_posix()
     return RecordedFile(path, name, _kind(content), content)
 

@@ -1,6 +1,7 @@
 """Two reports of the judge side by side: is this upgrade safe?"""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +114,14 @@ def test_a_report_that_lacks_most_cases_is_no_proof(reports: dict[str, Path], tm
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"environment": [1]}, "other.json: not in the form that the lab writes"),
+        (
+            {"environment": [1]},
+            "other.json: not in the form that the lab writes: its environment is [1], and no object",
+        ),
+        (
+            {"environment": math.nan},
+            "other.json: not in the form that the lab writes: its environment is nan, and no object",
+        ),
         ({"checks": [1]}, "other.json: not in the form that the lab writes"),
         ({"left_out": "x"}, "other.json: not in the form that the lab writes"),
         ({"cases": 5}, "other.json: it is no report of this lab's judge"),

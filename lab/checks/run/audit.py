@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lab.checks.case_run import MOST_SAVED_ELEMENTS, CaseRun, Result
-from lab.checks.run.judging import AUDITED_CHECKS
+from lab.checks.run.judging import AUDITED_CHECKS, failure_of_the_lab, is_of_memory
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput, dishonest
 from lab.checks.run.workers import Workers
 from lab.workloads.forward_case import ForwardCase
@@ -71,12 +71,18 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 def judge_output(case: Any, device: str, saved: SavedOutput | None) -> Judged:
     """Compare the output that a worker saved with the expected output of the case. Without an output the outcome is
-    DISHONEST, or DECLINED if the output is too large to be sent.
+    DISHONEST, or DECLINED if the output is too large to be sent. The lab cannot judge the case if the memory does not suffice
+    for the expected output, which is computed before the saved one is read.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)
     is_pass = isinstance(case, ForwardCase)
-    truth = build_forward(case, where).truth() if is_pass else build_attention(case, where).truth()
+    try:
+        truth = build_forward(case, where).truth() if is_pass else build_attention(case, where).truth()
+    except (MemoryError, RuntimeError) as error:
+        if not is_of_memory(error):
+            raise
+        return Judged(Outcome.DECLINED, declines=(failure_of_the_lab(f"{type(error).__name__}: {error}"),), by_lab=True)
     if saved is None:
         is_large = truth.expected.numel() > MOST_SAVED_ELEMENTS
         return Judged(Outcome.DECLINED) if is_large else Judged(Outcome.DISHONEST, (NO_OUTPUT,))

@@ -107,10 +107,10 @@ def run_case(
     except Exception as error:
         sentence, limit = f"{type(error).__name__}: {error}", limit_of(error)
         # What the kernel raised is a KernelError.
-        if run.kernel.count and not limit and not _is_of_memory(error):
+        if run.kernel.count and not limit and not is_of_memory(error):
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
-            run.decline(f"a part of the lab failed, and not the implementation: {limit or sentence}")
+            run.decline(failure_of_the_lab(limit or sentence))
             by_lab, run.judged = True, 0  # what was compared before says nothing of the rest
     if run.wrongs and _explains(bf16, run):
         run.wrongs, run.results, run.judged = [], [], 0
@@ -125,7 +125,12 @@ def run_case(
     )
 
 
-def _is_of_memory(error: Exception) -> bool:
+def failure_of_the_lab(sentence: str) -> str:
+    """Return the reason why a case is not judged in which the lab itself raised the error that `sentence` names."""
+    return f"a part of the lab failed, and not the implementation: {sentence}"
+
+
+def is_of_memory(error: Exception) -> bool:
     """Return True if the memory of the machine or GPU is exhausted. Of a CPU tensor, torch raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from lab.checks.run import audit, judge_run
 from lab.checks.run.judge_run import LEAST_DONE, CheckRun, Progress, Run
 from lab.checks.run.verdicts import Judged, Key
 from lab.checks.run.workers import Pending
+from lab.workloads.attention_case import AttentionCase
 
 RANGES = Ranges(longest=100)
 
@@ -196,3 +198,16 @@ def test_an_audit_begins_though_the_time_is_over_and_confirms_something(
     run._audit()
     assert len(made) == audits
     assert [each.outcome for each in run._report_so_far().verdicts if each.outcome is not Outcome.RIGHT] == outcomes
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate")])
+def test_memory_that_the_lab_lacks_in_an_audit_is_not_blamed_on_the_implementation(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "build_attention", Mock(side_effect=error))
+    found = audit.judge_output(AttentionCase(AttentionCall.DECODE, (20,), (1,)), "cpu", None)
+    assert (found.outcome, found.wrongs, found.by_lab) == (Outcome.DECLINED, (), True)
+    assert found.declines == (f"a part of the lab failed, and not the implementation: {type(error).__name__}: {error}",)
+    monkeypatch.setattr(audit, "build_attention", Mock(side_effect=RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        audit.judge_output(AttentionCase(AttentionCall.DECODE, (20,), (1,)), "cpu", None)
