@@ -25,6 +25,7 @@ EQUAL_LENGTHS = {
     ),
     "lab/references/paged_attention.py": (
         "return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]",
+        "self.v_pages = dict(zip(self.tiles, pages[len(self.tiles) :], strict=True))",
     ),
     "lab/timing/sampling.py": ("us, host_us = (statistics.median(side) for side in zip(*both, strict=True))",),
     "lab/timing/staging.py": (
@@ -151,11 +152,38 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "self.parents = chain.repeat(max(batch_sizes, default=0), 1)",
         "self.parents = chain.repeat(max(batch_sizes, default= 1), 1)",
     ): "no sizes are refused afterwards",
+    **{
+        (
+            "lab/references/errors.py",
+            "return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)",
+            f"return torch.where(expected {first} -math.inf, torch.where(lse {second} expected, 0.0, math.inf), ratio)",
+        ): "nothing is less than minus infinity"
+        for first, second in (("<=", "=="), ("==", "<="))
+    },
     (
-        "lab/references/errors.py",
-        "return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)",
-        "return torch.where(expected == -math.inf, torch.where(lse <= expected, 0.0, math.inf), ratio)",
-    ): "nothing is less than minus infinity",
+        "lab/references/softmax_attention.py",
+        "return every.index_select(0, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)",
+        "return every.index_select( -1, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)",
+    ): "the table has one dimension",
+    (
+        "lab/references/softmax_attention.py",
+        "if out.is_cuda or out.is_contiguous():",
+        "if not out.is_cuda or out.is_contiguous():",
+    ): "both ways compute the same products, and only the time depends on it",
+    **{
+        ("lab/references/softmax_attention.py", line, line.replace("visible & (", "visible * (")): "both are bool"
+        for line in ("visible = visible & (keys <= rows)", "visible = visible & (keys >= rows - window_left)")
+    },
+    (
+        "lab/calls/problem.py",
+        "return self.k_block_tables.dim() == 3",
+        "return self.k_block_tables.dim() >= 3",
+    ): "a call refuses a table that has not two or three dimensions",
+    (
+        "lab/checks/explain/diagnosis.py",
+        "share = f\" All share: {'; '.join(each.phrase('is', True) for each in shared[:MOST_SHARED])}.\" if shared else \"\"",
+        "share = f\" All share: {'; '.join(each.phrase('is', False) for each in shared[:MOST_SHARED])}.\" if shared else \"\"",
+    ): "only conditions are true, and their words depend on the operator alone",
     (
         "lab/kernels/support/portable.py",
         "{*RAGGED_DIMS} | {high + low for high in RAGGED_DIMS[:-1] for low in RAGGED_DIMS if low < high},",

@@ -110,16 +110,17 @@ def mutable_places(text: str) -> list[list[tuple[str, int]]]:
     parameters.
     """
     skipped = list(_annotations(text))
-    nodes = [node for node in ast_nodes(get_ast(text)) if getattr(node.parent, "type", "") != "parameters"]
+    nodes = list(ast_nodes(get_ast(text)))
     found: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     for name in operator_names():
         is_exchange_for_identity = "_Is" in name and name.count("_Is") == 1
         if not name.removeprefix("core/").startswith(OPERATORS) or is_exchange_for_identity:
             continue
         operator = get_operator(name)()
-        places = (place for node in nodes for place, _ in operator.mutation_positions(node))
-        for occurrence, place in enumerate(places):
-            if not any(start <= place < end for start, end in skipped):
+        places = ((node, place) for node in nodes for place, _ in operator.mutation_positions(node))
+        for occurrence, (node, place) in enumerate(places):
+            is_parameter = getattr(node.parent, "type", "") == "parameters"
+            if not is_parameter and not any(start <= place < end for start, end in skipped):
                 found[place].append((name, occurrence))
     return [found[place] for place in sorted(found)]
 

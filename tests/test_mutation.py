@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("cosmic_ray", reason="mutations are made by cosmic-ray: pip install '.[dev]'")
 
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+
 from tests import mutation
 from tests.equal_mutations import EQUAL
 from tests.mutation import ROOMS, ROOT, SEEN, SLOW, SURVIVED, Copy, Mutation, mutable_places, sample, summary
@@ -30,6 +33,14 @@ def test_operators_and_constants_are_mutated_and_annotations_are_not() -> None:
     assert found.count({"ReplaceComparisonOperator"}) == 3
     assert {"ReplaceAndWithOr"} in found
     assert not any("ReplaceBinaryOperator" in names for names in found)
+
+
+def test_a_mutation_is_made_at_its_own_place() -> None:
+    """A `*` between parameters is none, but cosmic-ray counts it."""
+    found = [each for place in mutable_places("def f(*, a):\n    return a * b\n") for each in place]
+    changed = {mutate_code("def f(*, a):\n    return a * b\n", get_operator(name)(), number) for name, number in found}
+    assert "def f(*, a):\n    return a + b\n" in changed
+    assert all(text.startswith("def f(*, a):\n    return a ") for text in changed)
 
 
 def test_equality_is_not_exchanged_for_identity() -> None:

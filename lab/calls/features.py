@@ -57,7 +57,7 @@ FIELDS: dict[str, Asks] = {
     "query": {Feature.STRIDED_QUERY: lambda problem: not problem.query.is_contiguous()},
     "max_q_len": {Feature.SEVERAL_ROWS: lambda problem: problem.max_q_len > 1},
     "cu_seqlens_q": {Feature.RAGGED_ROWS: lambda problem: problem.cu_seqlens_q is not None},
-    "k_block_tables": {Feature.BLOCK_SPARSE: lambda problem: problem.k_block_tables.dim() == 3},
+    "k_block_tables": {Feature.BLOCK_SPARSE: lambda problem: problem.is_block_sparse},
     "v_block_tables": {Feature.SEPARATE_TABLES: lambda problem: problem.k_block_tables is not problem.v_block_tables},
     "v_cache": {Feature.OTHER_V_STRIDES: lambda problem: problem.k_cache.stride() != problem.v_cache.stride()},
     "k_scale_factors": {Feature.NVFP4: lambda problem: problem.k_scale_factors is not None},

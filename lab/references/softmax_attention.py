@@ -154,7 +154,7 @@ def attention_by_tiles(
     if softmax.sinks is not None:
         sink_logits = softmax.sinks.to(torch.float64).view(num_kv_heads, 1, by_row[3], 1)
         largest = torch.maximum(largest, sink_logits)
-    origin = largest.nan_to_num(0.0, 0.0, 0.0)
+    origin = largest.nan_to_num()  # finite: -inf less itself is NaN
     weights = scores.sub_(origin).exp_()
     denominator = weights.sum(dim=4, keepdim=True)
     if sink_logits is not None:
@@ -310,7 +310,7 @@ def _weights(
         sink_logits = softmax.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink_logits), dim=-1)
     largest = scores.amax(dim=-1, keepdim=True)
-    weights = scores.sub_(torch.where(largest.isfinite(), largest, 0.0)).exp_()
+    weights = scores.sub_(largest.nan_to_num()).exp_()
     denominator = weights.sum(dim=-1, keepdim=True)
     return weights[..., : keys.shape[2]], torch.where(denominator == 0, 1.0, denominator)
 

@@ -12,25 +12,27 @@ from lab.references.softmax_attention import PIECE_ELEMENTS
 from tests.cases import decode_arguments, random_batch
 
 PAGE_SIZE, PAGES, HEADS, HEAD_DIM = 16, 2, 2, 8
-# Of one request of a row and of 32 keys: K and V, which are more than its scores.
+# Of one request of a row and of 32 keys: K and V, which are more than its scores. The scores of 32 rows are twice as many.
 ELEMENTS = PAGES * PAGE_SIZE * HEADS * 2 * HEAD_DIM
 
 
 @pytest.mark.parametrize(
-    ("most", "sizes"),
+    ("q_len", "most", "sizes"),
     [
-        (ELEMENTS - 1, [1, 1, 1, 1, 1]),
-        (2 * ELEMENTS - 1, [1, 1, 1, 1, 1]),
-        (2 * ELEMENTS, [2, 2, 1]),
-        (3 * ELEMENTS, [3, 2]),
-        (5 * ELEMENTS, [5]),
+        (1, ELEMENTS - 1, [1, 1, 1, 1, 1]),
+        (1, 2 * ELEMENTS - 1, [1, 1, 1, 1, 1]),
+        (1, 2 * ELEMENTS, [2, 2, 1]),
+        (1, 3 * ELEMENTS, [3, 2]),
+        (1, 5 * ELEMENTS, [5]),
+        (32, 4 * ELEMENTS - 1, [1, 1, 1, 1, 1]),
+        (32, 4 * ELEMENTS, [2, 2, 1]),
     ],
 )
 def test_as_many_requests_as_fit_are_solved_together(
-    most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    q_len: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", most)
-    batch = random_batch([1] * 5, [PAGE_SIZE * PAGES] * 5, heads=(HEADS, HEADS), head_dim=HEAD_DIM)
+    batch = random_batch([q_len] * 5, [PAGE_SIZE * PAGES] * 5, heads=(HEADS, HEADS), head_dim=HEAD_DIM)
     problem = DecodeCall(**decode_arguments(batch, PAGE_SIZE)).problem()
     pieces = paged_attention._pieces(problem, problem.row_offsets(), problem.v_head_dim)
     assert [len(piece.request) for piece in pieces] == sizes

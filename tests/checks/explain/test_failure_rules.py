@@ -87,6 +87,7 @@ def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_te
         # Few exceptions of a shorter rule are worth a second condition that is plain, but no setting and no third condition.
         ({"sinks has_window": (10, 0), "sinks": (0, 1), "has_window": (0, 100), "": (0, 100)}, "sinks and has_window"),
         ({"sinks virtual_slots": (10, 0), "sinks": (0, 1), "virtual_slots": (0, 100), "": (0, 100)}, "sinks"),
+        ({"sinks": (10, 0), "sinks virtual_slots": (0, 1), "virtual_slots": (0, 100), "": (0, 100)}, "sinks"),
         (
             {"sinks has_window mask": (5, 0), "sinks has_window": (0, 1), "sinks mask": (0, 50)}
             | {"has_window mask": (0, 50), "": (0, 100)},

@@ -558,8 +558,8 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
         (Choice("it"), "aba", [("==", "a", 1), ("==", "b", 1)]),
         (
             Choice("it"),
-            "abcd",
-            [test for name in "abcd" for test in (("==", name, 2), ("!=", name, 4.5))],
+            "abc",
+            [(op, name, math.log2(3) + more) for name in "abc" for op, more in (("==", 0), ("!=", 2.5))],
         ),
         (Choice("it", is_negated=False), "abcd", [("==", name, 2) for name in "abcd"]),
         (Condition("it"), (True, None), [("is", True, 0), ("is not", True, 2.5)]),
