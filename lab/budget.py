@@ -1,8 +1,9 @@
 """Measure the errors of quantised K/V caches and of right kernels, and the elements that exceed the tolerance of a test.
 
 The *quantisation error* is the difference of float64 attention on the stored K and V from float64 attention on the original K
-and V. No kernel can avoid it. The *kernel's error* is the difference of the control, low-precision torch operations on the
-stored K and V, from float64 attention on the stored K and V. The judge allows a multiple of it (`lab.references.errors`). All
+and V. No kernel can avoid it. The *control* is attention by low-precision torch operations on the
+stored K and V, and stands for a right kernel. The *kernel's error* is the difference of the control from float64 attention on
+the same stored K and V. The judge allows a multiple of the kernel's error (`lab.references.errors`). All
 requests have one query row and one K/V head, which `group` query heads share.
 """
 

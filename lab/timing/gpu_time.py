@@ -247,7 +247,7 @@ class BufferContents:
             renew(self._buffers[number], self.seeds(turn, number))
 
     def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
-        """Draw the queries and lengths in all buffers of a call, and fill its outputs with NaN."""
+        """Draw new random queries and lengths in all buffers of a call, and fill its outputs with NaN."""
         for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 

@@ -63,7 +63,7 @@ def at_limits(model: Model) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Circumstance:
-    """The parameters of a call (model), with only the values of one circumstance, such as a request of thousands of keys."""
+    """A model of a call's parameters that has only the values of one situation, for example only long requests."""
 
     model: Model
     chosen: int  # number of axes of a case that may have other values than the default

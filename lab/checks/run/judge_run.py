@@ -78,7 +78,8 @@ class Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a case has stopped the run: a dishonest case or, with `stops_at_fault`, a wrong or failed case."""
+        """Return True if a case has stopped the run: a case in which the kernel cheated or, with `stops_at_fault`, a
+        wrong or failed case."""
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:

@@ -140,7 +140,7 @@ class Workers:
 
         Raises:
             lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
-            ValueError: a name of the refusals is no exception.
+            ValueError: an entry of the list of exceptions that count as refusals does not name an exception class.
         """
         if not self.is_apart:
             if self.refusals:

@@ -109,7 +109,8 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the K/V list of one (step, request, branch), or a part of it if `by_token_blocks`, and its end in kv_indptr."""
+    """Write the list of K/V indices of one (step, request, branch), or a part of the list if
+    `FORM.by_token_blocks`. Write the end of the list to kv_indptr."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)

@@ -1,4 +1,4 @@
-"""Guard memory around tensors, which a kernel must not write, and bitwise comparisons of tensors."""
+"""Make tensors with memory around them that a kernel must not write, and compare tensors bit by bit."""
 
 from collections.abc import Iterator
 from typing import Any

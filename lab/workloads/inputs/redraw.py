@@ -80,7 +80,7 @@ class SeededRedraw:
         raise NotImplementedError
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of all output rows, or without `whole` of the rows of some requests, which the seeds choose."""
+        """Return a copy of the output rows: of all requests if `whole`, otherwise of some requests that the seeds choose."""
         out: Tensor = self.forward.rows_of_requests(arguments["out"])
         return self._rows(out, self._judged(seeds, whole))
 

@@ -46,7 +46,7 @@ def in_halves(tensor: Tensor) -> Tensor:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor [..., rows, heads, elements], a view of storage [heads, ..., rows, elements]."""
+    """Return a copy of a tensor in the same shape [..., rows, heads, elements], but stored as [heads, ..., rows, elements]."""
     heads = tensor.dim() - 2
     return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
