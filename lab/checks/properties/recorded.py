@@ -54,7 +54,7 @@ def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
     """Return a sentence for each documented failure of FlashInfer's XQA on SM90 that may explain the wrong output of a call."""
     if call.function is not AttentionCall.DECODE or not call.versions.get("flashinfer"):
         return []
-    lens, found = list(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True)), list[str]()
+    lens, found = list(zip(problem.q_lens(), problem.kv_lens(), strict=True)), list[str]()
     if run.wrongs and float(problem.bmm2_scale) != 1 and problem.kv_dtype in HALF_DTYPES:
         found.append("1-xqa-with-bf16-kv-leaves-bmm2_scale-out-and-divides-qkt-by-it")
     wrong = [at for each in run.results for at, (_, is_wrong) in enumerate(each.requests) if is_wrong]
