@@ -163,7 +163,7 @@ def _described(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _layout(tensor: Tensor, pages: Tensor | None) -> dict[str, Any]:
     """Describe a tensor in JSON: dtype, shape, strides, and address modulo ALIGNMENT_BYTES. If `pages` is given, the tensor is
-    a pool, of which only the pages with these ids are recorded.
+    a pool, and only its pages with these ids are recorded.
     """
     shape, stride = list(tensor.shape), tensor.stride()
     if pages is not None:

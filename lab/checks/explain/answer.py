@@ -62,7 +62,7 @@ def deciding(verdicts: Iterable[CaseVerdict], profile: str) -> list[CaseVerdict]
 
 
 def judged_functions(verdicts: Iterable[CaseVerdict], profile: str) -> set[Interface]:
-    """Return the functions of which a result was compared, in the verdicts that decide."""
+    """Return the functions that have a compared result in one of the verdicts that decide."""
     return {verdict.interface for verdict in deciding(verdicts, profile) if verdict.judged.judged}
 
 

@@ -171,7 +171,8 @@ class _Search:
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
         """Return both errors of the rules: the total weight of the right units for which some rule holds (false alarms),
-        and of the wrong units for which no rule holds (misses)."""
+        and of the wrong units for which no rule holds (misses).
+        """
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 

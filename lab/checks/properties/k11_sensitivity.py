@@ -209,7 +209,8 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
     """Run the implementation without a mask, with each kind of draft mask, and with a tree mask combined with the LSE, with
-    sinks or with a window."""
+    sinks or with a window.
+    """
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, inputs.truth())

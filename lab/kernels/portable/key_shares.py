@@ -239,10 +239,19 @@ def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.conste
 
 
 @triton.jit
+def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
+    """Return the result of `begin_in_small_batch` for a batch that is small (SMALL) or not."""
+    if SMALL:
+        return begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
+    place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_tiles, TILE)
+    return place, end, share_places, request, request_begin, number, tl.zeros([], tl.int64)
+
+
+@triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return how many positions in the sequence of work a request and K/V head has before its key tiles.
 
-    `unit_places` is the result of `begin_in_small_batch`; 0 in other batches.
+    `unit_places` is from the result of `begin_program`.
     """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 

@@ -11,8 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
-    begin_at_tile,
-    begin_in_small_batch,
+    begin_program,
     next_unit,
     place_in_unit,
     places_before,
@@ -110,14 +109,8 @@ def _attention_kernel(
     if SHARED:
         # The programs of one share's blocks read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
-        if LANES > 0:
-            begun = begin_in_small_batch(share, batch, num_shares, least_tiles, TILE)
-            place, end, share_places, request, request_begin, share, unit_places = begun
-        else:
-            place, end, share_places, request, request_begin = begin_at_tile(
-                share, batch, num_shares, least_tiles, TILE
-            )
-            unit_places = tl.zeros([], tl.int64)
+        begun = begin_program(share, batch, num_shares, least_tiles, TILE, LANES > 0)
+        place, end, share_places, request, request_begin, share, unit_places = begun
     else:
         q_block, place, end, share_places, request, request_begin = _begin_block(batch, share, GROUP, TILE)
         unit_places = request_begin

@@ -109,8 +109,9 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the list of K/V indices of one (step, request, branch), or a part of the list if
-    `FORM.by_token_blocks`. Write the end of the list to kv_indptr."""
+    """Write the list of K/V indices of one (step, request, branch), or a part of the list if `FORM.by_token_blocks`. Write
+    the end of the list to kv_indptr.
+    """
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
