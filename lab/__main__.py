@@ -1,5 +1,6 @@
 """The command `lab`, as `python -m lab`."""
 
+import atexit
 import io
 import os
 import signal
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
         interruption = _Interruption()
+        # Python ends itself by SIGINT, whatever the exit status is, if a KeyboardInterrupt was raised in exec() of a string, as
+        # in the definition of a dataclass. While the signal is blocked, Python exits with 130 instead.
+        atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING_SIGNALS)
         for number in ENDING_SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, interruption)

@@ -167,6 +167,16 @@ def test_ctrl_c_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert run("checks") == 130
 
 
+def test_a_definition_that_is_interrupted_leaves_the_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(
+        "from contextlib import suppress\nfrom lab.__main__ import main\n"
+        "try:\n    main(['--version'])\n"
+        "finally:\n    with suppress(KeyboardInterrupt):\n        exec('raise KeyboardInterrupt')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    assert subprocess.run([sys.executable, "-m", "interrupted"], env=environment).returncode == 130
+
+
 @no_gpu
 def test_a_study_that_runs_on_a_cpu_has_its_kernels_interpreted() -> None:
     said = in_a_process("experiments", "draft-visibility", "--steps", "2", "--prefix-len", "3")
