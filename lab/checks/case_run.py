@@ -40,8 +40,8 @@ SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 
 class CallForm(NamedEnum):
-    """How an attention function is called: directly, or through a callable that a `prepare_...` or `plan_...` function of the
-    implementation returned earlier. The value is the prefix of that function's name.
+    """How a check calls an attention function: directly (WHOLE), or through the callable that `prepare_<name>` or
+    `plan_<name>` of the implementation returned earlier (PREPARED, PLANNED). The value is the prefix of that name.
     """
 
     WHOLE = ""
@@ -50,9 +50,9 @@ class CallForm(NamedEnum):
 
 
 class Result(NamedTuple):
-    """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
+    """What a call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features of this call. If it is None, errors are recorded with the features of the run's last call.
+    `call` has the features of this call. If it is None, errors are recorded with the features of the case's last call.
     """
 
     out: Tensor
@@ -65,7 +65,7 @@ class Result(NamedTuple):
 
 
 class Inputs(Protocol):
-    """A protocol: an attention function (`interface`) and the keyword arguments of one call of the function."""
+    """A type with the inputs of a call: an attention function (`interface`) and its keyword arguments (`arguments()`)."""
 
     @property
     def interface(self) -> AttentionCall: ...
@@ -75,7 +75,7 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class GivenCall:
-    """A call with its keyword arguments. Only the first `rows` rows of the output are judged; None for all rows."""
+    """A call with given keyword arguments. Only the first `rows` rows of its output are judged; None for all rows."""
 
     interface: AttentionCall
     given: dict[str, Any]
@@ -86,7 +86,9 @@ class GivenCall:
 
 
 class CaseRun:
-    """One case while a check judges it. The `expect...` methods record an error instead of raising it."""
+    """The judging of one case: makes its calls and collects errors. An `expect...` method records an error instead of raising
+    it.
+    """
 
     def __init__(
         self,
@@ -120,14 +122,14 @@ class CaseRun:
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the tensors of `case`, by default of `self.case`. `storage` replaces fields of the case's `Storage`."""
+        """Build the tensors of a case, by default of `self.case`. The arguments `storage` replace fields of `case.storage`."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
         return build_attention(chosen, self.device)
 
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Make the call of `inputs` with the arguments in `changes` replaced. Return its results without padding rows.
+        """Make the call of `inputs`, with `changes` replacing arguments. Return its results without padding rows.
 
         If the implementation refuses the call, it is made again with equivalent arguments (`KernelCalls`).
 
@@ -146,8 +148,8 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def _make(self, prefix: str, interface: AttentionCall, arguments: Any, workspace: Tensor | None = None) -> Any:
-        """Make a call and return its results; with the prefix of a `CallForm`, return the callable that makes the call. With
-        `workspace`, call as an engine does: leave out arguments at their default, and pass this workspace.
+        """Make a call and return its results. If `prefix` is "prepare_" or "plan_", return the callable that makes the call
+        instead. With a `workspace`, call as an engine does: pass this workspace, and leave out arguments at their default.
         """
         function = self._offered(prefix + interface.value, KernelError if workspace is None else Unsupported)
         once = functools.partial(self.kernel.prepared if prefix else self.kernel.once, function)
@@ -163,7 +165,7 @@ class CaseRun:
         return function
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Repeat a call that was accepted before. A refusal now counts as a failure and raises KernelError."""
+        """Repeat a call that the implementation accepted before. If it now refuses the call, raise KernelError."""
         try:
             return self.call(inputs, **changes)
         except Unsupported as refusal:
@@ -172,15 +174,15 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
-        """Make the call of `inputs` with the arguments in `changes` replaced, and compare its result with `expected`: within
-        the error bound of a `Truth`, or bit for bit with a `Result`. Return None if the call fails or is refused.
+        """Make the call of `inputs` with `changes` replacing arguments, and compare its result with `expected`: within the
+        error bound of a `Truth`, or bit for bit with a `Result`. Return the result; None if the call fails or is refused.
 
         Args:
-            what: name of the call in recorded sentences.
+            what: a name of the call, for error messages.
             inputs, expected: the call, and the required result; None if the result is not to be compared.
-            needed: raise Unsupported if the call is refused. Otherwise a refusal is recorded. A call that FlashInfer itself
-                excludes is then not made for cases with selected pages, selected entries or one rank's keys.
-            changes: the arguments that replace arguments of `inputs`.
+            needed: raise Unsupported if the call is refused. Otherwise record the refusal, and make no call that FlashInfer
+                excludes in a case with selected pages, selected entries or one rank's keys.
+            changes: the arguments that replace arguments of `inputs` with the same names.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
@@ -195,13 +197,13 @@ class CaseRun:
         return result
 
     def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
-        """Make a call like `vary`, but raise Unsupported if the implementation refuses it."""
+        """Make a call and compare its result, like `vary`, but raise Unsupported if the implementation refuses it."""
         return self.vary(what, inputs, expected, True)
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record KernelError in the `with` block, and Unsupported unless `needed`, instead of raising the error. If the CUDA
-        context is lost, raise KernelError, because no later call can succeed.
+        """Record under the name `what` that a call in the `with` block failed, or was refused unless `needed`, instead of
+        raising the error. If the CUDA context is lost, raise KernelError, because no later call can succeed.
         """
         try:
             yield
@@ -217,7 +219,7 @@ class CaseRun:
             self.fail(str(failure), what)
 
     def _expect_shape_of(self, interface: AttentionCall, returned: Any, arguments: dict[str, Any]) -> None:
-        """Expect an output with the query's axes except the last one. (`as_result` accepts flattened rows too.)"""
+        """Expect an output with the query's shape, or with `kv_lora_rank` as its last axis if the call passes this argument."""
         out, _ = output_and_lse(interface.value, returned)
         query = arguments["query"]
         shape = (*query.shape[:-1], arguments.get("kv_lora_rank", query.shape[-1]))
@@ -231,14 +233,13 @@ class CaseRun:
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """Return WHOLE, and each other form that the implementation has for at least one attention function."""
+        """Return the forms of calls to judge: WHOLE, and each for which the implementation has a function `prepare_...` etc."""
         offered = {
             form for form in CallForm for each in ENGINE_CALLS if hasattr(self.implementation, form.value + each.value)
         }
         return tuple(form for form in CallForm if form is CallForm.WHOLE or form in offered)
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Prepare or plan a call, and return the callable that makes it. Raise the errors of `call`."""
         self.note_call(interface, arguments)
         return cast("Callable[[], Any]", self._make(form.value, interface, arguments))
 
@@ -263,9 +264,7 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make one call of an engine's forward pass; with the prefix of a `CallForm`, prepare the call. `self.called` gets the
-        lengths of the case, not of the call, because one pass may make two calls.
-        """
+        """Make a call of a forward pass, or prepare it if `prefix` is "prepare_" or "plan_". Errors get the pass's lengths."""
         if not prefix:
             of_call = self.note_call(interface, arguments)
             lengths = self._of_case if self._of_case.of_requests else of_call
@@ -273,8 +272,8 @@ class CaseRun:
         return self._make(prefix, interface, arguments, workspace)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Record and return the features of a call that will be made. The features of the data (contents, poison) are read from
-        `case`, by default from `self.case`. During a graph capture, return the features of the last call.
+        """Return the features of a call that is about to be made, and record later errors with them. Features of the data
+        (poison) are read from `case`, by default `self.case`. During a graph capture, return the last call's features.
         """
         if not is_capturing():
             around: dict[str, Any] = dict(self._of_case.features)
@@ -286,13 +285,13 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record one comparison, with an error for each sentence in `wrongs`. `kind` is a key of `explain.diagnosis.HELD`."""
+        """Record one comparison, which is right if `wrongs` has no sentence. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
 
     def wrong(self, sentence: str) -> None:
-        """Record a sentence about an error in what the last call returned."""
+        """Record an error in the return value of the last call. The sentence says what is wrong."""
         self.expect(RETURNED, [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -300,7 +299,7 @@ class CaseRun:
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Return True if `read` raises no IndexError, TypeError or ValueError; else record the error."""
+        """Call `read`. Return True, or False after recording an IndexError, TypeError or ValueError that it raised."""
         try:
             read()
         except (IndexError, TypeError, ValueError) as error:
@@ -315,7 +314,7 @@ class CaseRun:
         """Expect that the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`.
 
         Args:
-            what: name of the result in recorded sentences.
+            what: name of the result in error messages.
             result, truth: the result and the expected one. A result of None is not compared.
             least_bound: relative error that is always allowed.
             kind: "output", or "merged" for a result that the lab merged from several calls.
@@ -348,7 +347,7 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record one comparison, with the features of `call` (by default the last call) and which of its requests are wrong."""
+        """Record what a comparison found, for the call with the features `call` (default: the last call) and each request."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
@@ -360,7 +359,7 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 
     def fail(self, failure: str, what: str = "") -> None:
-        """Record that the last call failed: it raised, or its error is `failure`. Equal sentences are recorded once."""
+        """Record that a call, by the name `what`, failed with this error message. Equal messages are recorded once."""
         failure = shortened(failure, SHOWN_CHARACTERS)
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
@@ -373,7 +372,7 @@ class CaseRun:
 
 
 def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without `window_left=-1` and without each None that is the argument's default in FlashInfer."""
+    """Return the arguments except those at FlashInfer's default: `window_left=-1`, and each None that is a default."""
     fields = CALL_TYPES[interface].__dataclass_fields__
     return {
         name: value
@@ -383,7 +382,7 @@ def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> di
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Return what a function returned as a `Result` of query rows. Raise KernelError if the output or LSE is no tensor."""
+    """Return a function's return value as a `Result` with one row per query row. Raise KernelError if it has another form."""
     out, lse = output_and_lse(interface.value, returned)
     if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out

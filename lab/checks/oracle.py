@@ -16,7 +16,7 @@ SHOWN_ROWS = 8
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """What the comparison of one output or LSE found."""
+    """The comparison of one output or LSE with the expected one: whether it is wrong, in which rows, and by how much."""
 
     failure: str  #: a sentence about what is wrong; "" if nothing is
     worst_ratio: float = 0.0  #: the largest ratio of an error to its bound
@@ -27,7 +27,7 @@ class OutputComparison:
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
     """Compare each (row, head) vector of an output with the expected one, by relative L2 error. Also test all vectors together
-    for a small common bias, by a regression of the output on the expected output.
+    for a bias that is too small to see in one vector, by a regression of the output on the expected output.
 
     Args:
         out: [num_rows, num_qo_heads, head_dim].
@@ -80,9 +80,9 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
 
 
 def largest_ulps(out: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype, in ulps: units in the last
-    place of the largest element in the same (row, head) vector. An element's own ulp would be too small near zero. Return
-    infinity if an element that differs is not finite.
+    """Return the largest difference between elements of two outputs, [num_rows, num_heads, head_dim] of one dtype, in units in
+    the last place of the largest element in the same (row, head) vector. (An element's own unit would be too small near zero.)
+    Return infinity if an element that differs is not finite.
     """
     limits = torch.finfo(out.dtype)
     left, right = out.double(), other.double()
@@ -97,8 +97,8 @@ def _other_shape(out: Tensor, expected: Tensor) -> str:
 
 
 def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
-    """Return the elements with the largest errors in the vector [row, head], with the expected values. An element that is not
-    finite counts as the largest error.
+    """Return the elements with the largest errors in the vector [row, head], with the expected values. An infinite or NaN
+    element counts as the largest error.
     """
     right, computed = expected[row, head].double(), got[row, head].double()
     error = torch.where(computed.isfinite(), (computed - right).abs(), math.inf).nan_to_num(math.inf, posinf=math.inf)

@@ -19,7 +19,7 @@ SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a cas
 
 
 class NotJudged(NamedTuple):
-    """What a run did not judge, in words for its report."""
+    """A clause of a report that says which cases or parameter values a run did not judge, and why, in full and in brief."""
 
     full: str  # a clause that says what was not judged and because of whom
     brief: str | None = None  # in the first line of a report; None: as `full`, "": not there
@@ -57,17 +57,17 @@ def answer(verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[N
 
 
 def deciding(verdicts: Iterable[CaseVerdict], profile: str) -> list[CaseVerdict]:
-    """Return the verdicts that decide whether a run is right: those on cases that the engine of `profile` sends, all for ""."""
+    """Return the verdicts on cases that the engine `profile` sends, or all for "". They decide whether a run is right."""
     return [verdict for verdict in verdicts if not profile or profile in verdict.sent_by]
 
 
 def judged_functions(verdicts: Iterable[CaseVerdict], profile: str) -> set[Interface]:
-    """Return the functions that have a compared result in one of the verdicts that decide."""
+    """Return the functions with at least one compared result, in cases that the engine `profile` sends ("": in any case)."""
     return {verdict.interface for verdict in deciding(verdicts, profile) if verdict.judged.judged}
 
 
 def reach(verdicts: Sequence[CaseVerdict], not_judged: Sequence[NotJudged]) -> str:
-    """Return the line of a report that counts what was compared, and says in full what was not judged."""
+    """Return the line of a report that gives the number of compared results, and says in full what was not judged."""
     judged = [each for each in verdicts if each.outcome is not Outcome.DECLINED]
     counts = f"{counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {counted(len(judged), 'case')}"
     return f"compared: {counts}{''.join(f'; {each.full}' for each in not_judged)}"
@@ -84,8 +84,8 @@ def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
 def _of_cases(
     verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> str:
-    """Return a sentence that says for which engines all cases are right, how many cases are wrong for other engines, and how
-    many checks compared no result.
+    """Return the sentence that says for which of `engines` all cases are right, how many cases are wrong, and how many checks
+    compared no result. `judged` has the verdicts that are not declined. `is_whole`: no planned case was left out.
     """
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
     right, wrong = "right", _word(judged).lower()
@@ -116,8 +116,8 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return groups of engines, each with the verdicts on the cases that its engines send. Engines are in one group if they
-    send the same cases, or if all their cases are right.
+    """Return groups of engines, by full names, each with the verdicts on the cases that its engines send. Engines share a
+    group if they send the same cases, or if all cases of each are right.
     """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:

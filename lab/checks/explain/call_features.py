@@ -74,7 +74,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
 
 
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
-    """Return the features of a whole batch, such as its page size, window, and numbers of requests and rows."""
+    """Return the features of a whole batch, such as its page size, its window, and its numbers of requests and rows."""
     return {
         "page_size": page_size,
         "has_window": window_left >= 0,
@@ -93,7 +93,7 @@ def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, w
 
 @dataclass(frozen=True)
 class CallFeatures:
-    """The features (named properties) of one call and of each of its requests."""
+    """The features (named properties such as `kv_len`) of one call as a whole, and of each of its requests."""
 
     features: Features = field(default_factory=dict, hash=False)  # of the whole call
     of_requests: tuple[Features, ...] = field(default=(), hash=False)
@@ -109,7 +109,7 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return `features`, with the features of a batch with these lengths, and of each request of the batch, added."""
+        """Return `features` and the features that follow from these lengths, for the batch and each of its requests."""
         of_requests = tuple(
             kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
             for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))
@@ -119,14 +119,14 @@ class CallFeatures:
 
 
 def kept(read: Read) -> dict[str, Value]:
-    """Return features with their values as bool, int or str, which rules can compare. Leave out values of None and False."""
+    """Return features with values that rules can compare: bool, int or str. Leave out features that are None or False."""
     plain = ((name, _plain(value)) for name, value in read.items() if value is not None and value is not False)
     return {name: value for name, value in plain if value is not None and value is not False}
 
 
 def _plain(value: Any) -> Value | None:
-    """Return a value as bool, int or str: an enum or dtype as its name, a tensor of one element as bool, a mapping as its only
-    value or "mixed". Return None for a value of another type.
+    """Return a feature's value as bool, int or str; None if it has no such form. An enum member or dtype becomes its name, a
+    tensor of one element a bool, and a mapping its only value or "mixed".
     """
     if type(value) in (bool, int, str):  # the usual case, first for speed
         return value
@@ -289,7 +289,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
 
 
 def _read_selections(problem: PagedAttention) -> Iterator[Read]:
-    """Yield for each request the features of the cache entries that its rows select (sparse MLA); nothing for dense calls."""
+    """Yield for each request the features of the cache entries that its rows select (sparse MLA). Other calls have none."""
     if problem.selected is None:
         return
     used = problem.columns_in_use().cpu()
@@ -311,12 +311,12 @@ def _read_selections(problem: PagedAttention) -> Iterator[Read]:
 
 
 def _lie_apart(pool: Tensor) -> bool:
-    """Return True if there is memory between the pages of a pool, [num_pages, ...]."""
+    """Return True if there is unused memory between the pages of a pool, [num_pages, ...]."""
     return pool.stride(0) > pool.shape[1:].numel()
 
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if a call has a workspace whose scratch region is not zero. An earlier call has probably written it."""
+    """Return True if the scratch region of the call's workspace is not zero: an earlier call has probably written it."""
     if (workspace := arguments.get("workspace_buffer")) is None:
         return False
     data = workspace.flatten().view(torch.uint8)
@@ -326,7 +326,7 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
 
 
 class CallLog:
-    """A record of the attention calls of one case. `read` returns the features that compare a call with earlier calls."""
+    """The attention calls of one case so far. `read` compares a new call with them."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -335,8 +335,8 @@ class CallLog:
         self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call. Return which arguments have changed since the first call with the same shapes of `query` and
-        `seq_lens`, and which tensors were written since an earlier call had them.
+        """Record a call, and return features that compare it with earlier calls: which arguments have changed since the first
+        call with equal shapes of `query` and `seq_lens`, and which tensors were written since an earlier call had them.
         """
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}
@@ -380,10 +380,11 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features of an attention call that will be made, and record the call in `log`. Copy the lengths to the host.
+    """Return the features (named properties) of a call that is about to be made, and record it in `log`. Copy its lengths to
+    the host.
 
     `around` has features of the case. They are part of the result; a feature of the call replaces one of the same name. If
-    `lab.calls` refuses the arguments, the call itself adds only the features of `CallLog.read`.
+    `lab.calls` refuses the arguments, only the features of the case and of `CallLog.read` are returned.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

@@ -50,7 +50,7 @@ EXPLAINED = 0.9  # a kind gets no regions if this share of its wrong results lie
 
 
 class CaseResult(NamedTuple):
-    """One compared result, such as a call's output, and the verdict on its case."""
+    """One compared result, such as the output of a call, with the verdict on its case."""
 
     verdict: CaseVerdict
     result: CheckedResult
@@ -58,7 +58,7 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """A rule that says where results of one kind are wrong. A result is inside the region if the rule holds for it."""
+    """A rule that says where results of one kind are wrong, and how many. A result is inside if the rule holds for it."""
 
     literals: Rule  # the literals of the rule; () if results are wrong everywhere
     held: str  # the kind of results, a key of `HELD` such as "output"
@@ -87,8 +87,8 @@ class Region:
 
     @property
     def where(self) -> str:
-        """Return words that say where results are wrong: "wherever <rule>" if all results of the rule are wrong, else "in some
-        cases where <rule>" or "in most cases where <rule>"; without a rule, words such as "everywhere".
+        """Return words that say where results are wrong: "wherever <rule>" if all results inside are wrong, else "in some
+        cases where <rule>" or "in most cases where <rule>". Without a rule, return words such as "everywhere".
         """
         share = self.wrong / self.results
         if self.held == "arguments":  # the features of invalid arguments are not known
@@ -103,7 +103,7 @@ class Region:
 
     @property
     def is_small(self) -> bool:
-        """Return True if `where` states the numbers of results, because so few are wrong."""
+        """Return True if few results are wrong, so that `where` gives their number instead of saying "wherever"."""
         return self.wrong < FEW and bool(self.literals) and self.held != "arguments"
 
     @property
@@ -112,7 +112,7 @@ class Region:
 
     @property
     def counts(self) -> str:
-        """Return a clause with the number of wrong results inside the region and of right results outside."""
+        """Return a clause that says how many results inside the region are wrong, and how many outside are right."""
         where = f" with {self.rule}" if self.literals else ""
         inside = f"{within(self.what)} in {self.wrong:,} of {self.results:,} results{where}"
         outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
@@ -133,7 +133,7 @@ def within(sentence: str) -> str:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is broken in a run and where, and what was not judged: the conclusion from all its verdicts."""
+    """The conclusion from all verdicts of a run: whether it is right, what is broken and where, and what was not judged."""
 
     answer: str  # whether the implementation is right, for which engines, and what was not judged
     reach: str = ""  # how much was compared, and in full what was not judged
@@ -197,7 +197,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
     """Return the compared results of a verdict. If it has none (its worker crashed, or it was read from a file), return one
-    result with the features of the case.
+    result that stands for the whole case.
     """
     if verdict.judged.results:
         return verdict.judged.results
@@ -206,7 +206,7 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 
 
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
-    """Return the features of a verdict's case and of its requests as one mapping, without `PLACES`."""
+    """Return the features of a verdict's case and of all its requests in one mapping, without those in `PLACES`."""
     found = features_of_case(verdict.case)
     return _without_places(of_any_request(found.features, found.of_requests))
 
@@ -216,8 +216,8 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """The data of a search for rules. A unit is one request of a result; it is a whole result if the requests of this result
-    were not compared separately.
+    """The data in which failure rules are searched. A unit is one request of a result, or a whole result if its requests were
+    not compared separately.
     """
 
     results: list[CaseResult]
@@ -227,22 +227,22 @@ class _Units(NamedTuple):
     case_of: list[int]  # for each unit, the number of its case
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return for each unit whether all literals of a rule hold: bool [units]."""
+        """Return a mask of the units for which a rule holds: bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Return for each result whether one of its units is in `units`, bool [units]. The returned array is bool [results]."""
+        """Return a mask of the results that have at least one unit in the mask `units`: from bool [units] to bool [results]."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
-    """Return the units (requests or whole results) of the results of kind `held`, a key of `HELD` such as "output".
+    """Return the units (requests or whole results) of all results of kind `held`, a key of `HELD` such as "output".
 
-    Results of the kinds in `WITHOUT_RIGHT_ONES` are recorded only if they are wrong. For these kinds, the results of the
-    kinds in `STAND_INS` are added as right ones.
+    Results of the kinds in `WITHOUT_RIGHT_ONES`, such as failed calls, are recorded only if they are wrong. For these kinds,
+    results of the kinds in `STAND_INS` are added as right ones.
     """
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
@@ -271,9 +271,9 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if the wrong results of kind `held`, such as "LSE", are consequences of other errors: a share `EXPLAINED` of
-    them lies inside `regions`, the regions of earlier kinds. For "LSE", the output must also be wrong in most of the calls
-    with a wrong LSE.
+    """Return True if wrong results of kind `held`, such as "LSE", are consequences of errors that are already explained: a
+    share `EXPLAINED` of them lies inside `regions`, the regions of earlier kinds. For "LSE", the output must also be wrong in
+    most of the calls with a wrong LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -293,7 +293,8 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Return the regions of wrong results of kind `held`, and the number of wrong results outside all these regions.
+    """Find rules for the wrong results of kind `held`. Return their regions, and the number of wrong results outside all
+    regions.
 
     Rules are found among units (requests), but the numbers in a region count results.
     """
@@ -325,7 +326,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result whose case is smallest. Prefer a case that an engine sends, then a result with a wrong vector."""
+    """Return the wrong result with the smallest case. Prefer cases that an engine sends, and results with an example."""
 
     def size(each: CaseResult) -> tuple[bool, bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
@@ -339,7 +340,7 @@ def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
 
 
 def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
-    """Return a sentence about what is broken: the first region in full, further regions in short, and the number of wrong
+    """Return the sentence about what is broken: the first region in full, further ones in brief, and the number of wrong
     results outside all regions (`unexplained`). `is_whole` is True if no case was left out.
     """
     first, *later = regions
@@ -360,8 +361,8 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> str:
-    """Return the diagnosis of a recording of an engine in which every call is wrong: the features that all its wrong results
-    have in common, and then `broken`, the sentence of `_broken`.
+    """Return the sentence for a recording of an engine in which every call is wrong: the features that all wrong results have
+    in common, and then `broken`, the sentence of `_broken`.
     """
     first, *_ = regions
     units = _units(results, first.held)
@@ -374,8 +375,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that lists the checks in which the first call of each wrong case is wrong already.
-    These checks show no other error than the wrong plain call.
+    """Return for each function a sentence that lists checks without a further error: in each of their wrong cases, already the
+    first call, a plain one, is wrong.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
@@ -394,5 +395,5 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
 
 
 def _place(key: str) -> tuple[str, int, str]:
-    """Return a sort key of a check's key: K4 before K10. The checks of `lab invariance` have names without numbers."""
+    """Return a key that sorts checks by number: K4 before K10. (The checks of `lab invariance` have no numbers.)"""
     return key.rstrip("0123456789"), len(key), key

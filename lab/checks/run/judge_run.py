@@ -38,7 +38,7 @@ Waits = Generator[Pending, None, None]
 
 
 class Progress(NamedTuple):
-    """How far a run of the judge is. The run reports a new `Progress` after each verdict."""
+    """The newest verdict of a run, the numbers of judged and planned cases, and an estimate of the time that is left."""
 
     verdict: CaseVerdict  # the newest verdict
     done: int  # number of judged cases, without those that only shrink a wrong random case
@@ -49,7 +49,7 @@ class Progress(NamedTuple):
 
 @dataclass
 class Run:
-    """One run of the judge: several checks on several functions, and the report of their verdicts."""
+    """One run of the judge: it judges cases by several checks on several functions, and reports their verdicts."""
 
     pool: Workers
     report: Report  # the settings of the run, without verdicts
@@ -78,15 +78,14 @@ class Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a case has stopped the run: a case in which the kernel cheated or, with `stops_at_fault`, a
-        wrong or failed case."""
+        """Return True if a case has stopped the run: the kernel cheated or, if `stops_at_fault`, a case is wrong or failed."""
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions by the run's checks, and return the report. Write the report to `path` during the run.
+        """Judge functions by the run's checks, and return the report. Write it to `path` during the run.
 
-        If `discovers`, judge a function that declines most cases also in the ranges that it accepts. After the level's cases,
-        judge random cases until `random_until`, a time of `time.monotonic`.
+        With `discovers`, a function that declines most cases is judged again with only the parameter values that it accepts.
+        After all other cases, random cases are judged until `random_until`, a time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -110,7 +109,7 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """If a function declined most cases, find the ranges that it accepts, and judge the function within these ranges."""
+        """If a function declined most cases, find the parameter values that it accepts, and judge cases of only these."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in PAGED_CALLS or self.is_over or not is_mostly_declined(verdicts):
@@ -122,7 +121,7 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Repeat some right cases, and judge the outputs in a process without the kernel's code. Keep broken verdicts."""
+        """Repeat some right cases, and judge their outputs in a process without the kernel's code. Keep `BROKEN` verdicts."""
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         is_audited = self.pool.is_apart and not self.is_stopped
         for verdict in audited(self.pool, verdicts, lambda: self.is_over) if is_audited else ():
@@ -138,7 +137,7 @@ class Run:
             self.pool.stop()
 
     def _goes_on(self) -> bool:
-        """Write the report's file if the last write is long enough ago. Return False if a case has stopped the run."""
+        """Return False if a case has stopped the run; else True, after writing the report's file if that is due."""
         if self._file is not None and not self.is_stopped and time.monotonic() > self._next_write:
             self._save(self._report_so_far(), goes_on=True)
         return not self.is_stopped
@@ -166,7 +165,7 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call `progress` with a verdict, the counts of the run, and an estimate of the remaining time."""
+        """Call the caller's `progress` with a new verdict and the progress of the run."""
         self._num_new += is_new
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
@@ -175,14 +174,14 @@ class Run:
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def noted(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return a verdict with `sent_by`, the engines that send the case. Note whether the verdict stops the run."""
+        """Return a verdict with `sent_by` set: the engines that send its case. Remember whether the verdict stops the run."""
         sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
         return replace(verdict, sent_by=sent_by)
 
     def _numbered(self, verdicts: Iterable[CaseVerdict]) -> Iterator[CaseVerdict]:
-        """Yield verdicts with their numbers in the report: the number in the earlier report, or else the next free number."""
+        """Yield verdicts with their numbers in the report. A case of the earlier report keeps its number."""
         new = itertools.count(1 + max((verdict.number for verdict in self.earlier.values()), default=0))
         for verdict in verdicts:
             earlier = self.earlier.get(verdict.key) if self.earlier else None
@@ -190,7 +189,7 @@ class Run:
 
 
 class CheckRun:
-    """One check on one function in a run: the planned cases and their verdicts."""
+    """One check on one function in a run. It plans the cases and collects their verdicts."""
 
     def __init__(self, run: Run, check: Check, interface: Interface, turn: int) -> None:
         self.interface, self.verdicts = interface, list[CaseVerdict]()
@@ -203,11 +202,11 @@ class CheckRun:
 
     @property
     def is_telling(self) -> bool:
-        """Return True if the cases of the check are judged first at the quick level, because each contains many values."""
+        """Return True for check K18 at the quick level. It is judged first, because each of its cases contains many values."""
         return self._run.report.level is Level.QUICK and bool(self._check.more)
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Make the cases of the check with the values in `ranges`, without cases of earlier calls of this method. Return a
+        """Make the check's cases with the parameter values in `ranges`, except cases that were planned before. Return a
         generator that judges them.
         """
         level = self._run.report.level
@@ -223,7 +222,7 @@ class CheckRun:
         return self._turns(self._planned(cases, is_divided=not rounds), rounds, samples)
 
     def rest(self) -> Waits:
-        """At the quick level, judge the cases of the smoke level that were not planned yet; at other levels nothing."""
+        """At the quick level, judge those cases of the smoke level that were not planned yet. At other levels, do nothing."""
         if self._run.report.level is Level.QUICK:
             yield from self._turns((), [self._of_smoke], ())
 
@@ -232,8 +231,8 @@ class CheckRun:
 
     @property
     def _ranges_of_cases(self) -> Ranges:
-        """Return the ranges from which cases are made: `_ranges`, but below the full level with a smaller `longest`, and at the
-        quick level with only one long request and one large batch.
+        """Return the parameter values of the cases: those of the run, but below the full level with shorter longest requests,
+        and at the quick level with one size of long requests and one of large batches.
         """
         level, ranges = self._run.report.level, self._ranges
         if level is Level.FULL:
@@ -248,7 +247,7 @@ class CheckRun:
         return not profile or profiles()[profile].sends(self.interface, case)
 
     def _planned(self, cases: Iterable[Any], is_divided: bool = False) -> list[Any]:
-        """Return the cases that were not planned before; if `is_divided`, only the shard's part. Count them as planned."""
+        """Return and count the cases that were not planned before; if `is_divided`, only those of this part of the run."""
         new = [case for case in cases if repr(case) not in self._reprs and self._is_chosen(case)]
         self._reprs |= set(map(repr, new))
         new = list(self._shard.part(new, self._turn)) if is_divided else new
@@ -256,7 +255,7 @@ class CheckRun:
         return new
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[DrawnPoint]) -> Waits:
-        """Judge the fixed cases, then rounds of cases that depend on earlier verdicts, then the random cases."""
+        """Judge fixed cases, then `rounds`, each a function that chooses cases by the verdicts so far, then random cases."""
         yield from self._judge(cases, self.keep)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
@@ -277,11 +276,11 @@ class CheckRun:
             yield from self._judge_samples(chosen, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in batches: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all cases at
-        once. No case is begun after the end of the run.
+        """Judge cases in batches: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all cases at once.
+        No case is begun after the end of the run. `drawn` says that the cases are random.
 
-        `keep` is called with each verdict in the order of the cases, and with False if the verdict is from an earlier report.
-        Only right and declined verdicts of an earlier report are used.
+        `keep` is called with each verdict in the order of the cases, and with False if the verdict was read from an earlier
+        report.
         """
         first = self._run.pool.workers
         ends = [0, *(() if self.is_telling else range(first, len(cases), CASES_PER_WORKER * first)), len(cases)]
@@ -303,9 +302,10 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases. Shrink each wrong case, and keep its verdict, until there are `most_wrong` different wrong cases.
+        """Judge random cases and keep their verdicts. Shrink each wrong case to a simpler one, until `most_wrong` different
+        ones exist.
 
-        The verdicts on right cases are kept too, at most `MOST_KEPT` if they were not planned. `wrong` has the reprs of the
+        Right verdicts of cases that were not planned are kept for at most `MOST_KEPT` cases. `wrong` has the reprs of the
         wrong cases so far; this method adds further ones.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
@@ -326,7 +326,7 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: DrawnPoint) -> CaseVerdict:
-        """Shrink a wrong random case as long as it stays wrong, even if the run is over. Return the last wrong verdict."""
+        """Simplify a wrong random case as long as it stays wrong. Return the verdict on the simplest wrong case."""
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:
@@ -347,32 +347,32 @@ class CheckRun:
             raise
 
     def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
-        """Return a verdict with the fields that identify a case, before the case is judged. The outcome is DECLINED."""
+        """Return the verdict of a case that is not judged yet. It identifies the case, and its outcome is DECLINED."""
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
-        """Return the verdict of an earlier run if it is right or declined; otherwise submit the case for judging."""
+        """Return the earlier report's verdict on the case of `blank` if it is right or declined. Otherwise submit the case."""
         earlier = self._run.earlier.get(blank.key)
         if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
             return earlier
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Wait until a case is judged. Return its verdict, with known failures marked, and without the saved output."""
+        """Wait until the case of `blank` is judged. Return its verdict: KNOWN if known failures explain what is wrong."""
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def keep(self, verdict: CaseVerdict, is_new: bool = True, is_planned: bool = True) -> None:
-        """Add a verdict to the run and report it to `progress`. Count the case as judged if it was planned."""
+        """Add a verdict to the run, and report it to the caller's `progress`. Count the case as judged if it was planned."""
         self.judged += is_planned
         self._run.show(verdict, is_new)
         self.verdicts.append(self._run.noted(verdict))
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Run generators concurrently: continue a generator when the case that it has yielded is judged. So a case that takes
-    minutes delays only its own check.
+    """Judge the cases of several checks at the same time. Each generator yields a submitted case (`Pending`), and continues
+    when it is judged, so that a case that takes minutes delays only its own check.
 
     Stop when all generators have ended, `goes_on` returns False, or `end` (a time of `time.monotonic`) has passed. Return the
     number of cases that still run then; 0 unless `end` has passed.

@@ -28,7 +28,7 @@ MOST_BY_TRUNCATION = (
 
 
 class Task(NamedTuple):
-    """A case to be judged, with all data that a worker process needs."""
+    """A case to be judged, with what a worker process needs to judge it, such as the check and the device."""
 
     check: str  # key of the check
     case: Any
@@ -42,13 +42,13 @@ class Task(NamedTuple):
 
 @functools.cache
 def noted() -> Bindings:
-    """Return a record of the judge's functions and settings at the first call of this function, before a kernel is loaded."""
+    """Return the judge's functions and settings as they were at the first call, before a kernel could change them."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
 
 
 def note_current() -> None:
-    """Renew the record of `noted` before a run. Changes of the judge between two runs are the caller's, not a kernel's."""
+    """Make `noted` return the functions and settings of this moment: changes between two runs are not a kernel's."""
     if not noted().is_current():
         noted.cache_clear()
         noted()
@@ -77,7 +77,7 @@ def _check(key: str) -> Check:
 
 
 def _call_once(run: CaseRun) -> None:
-    """Make the call of a case. The outcome is RIGHT if the call returns, whatever its result."""
+    """Make the call of a case without comparing its result. The outcome is RIGHT if the call returns."""
     run.call(run.build())
     run.judged += 1
 
@@ -85,8 +85,8 @@ def _call_once(run: CaseRun) -> None:
 def run_case(
     implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
 ) -> Judged:
-    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or an error ended the
-    check after a call, DECLINED if nothing was compared or the lab failed, else RIGHT.
+    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check raised
+    an error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     by_lab, bf16 = False, Bf16()
@@ -126,18 +126,18 @@ def run_case(
 
 
 def failure_of_the_lab(sentence: str) -> str:
-    """Return the reason why a case is not judged in which the lab itself raised the error that `sentence` names."""
+    """Return the sentence that says that a case is not judged because the lab itself raised the error `sentence`."""
     return f"a part of the lab failed, and not the implementation: {sentence}"
 
 
 def is_of_memory(error: Exception) -> bool:
-    """Return True if the memory of the machine or GPU is exhausted. Of a CPU tensor, torch raises a plain RuntimeError."""
+    """Return True if an error says that memory is exhausted. For memory of a CPU tensor, torch raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
-    """Return True if the bf16 arithmetic of Triton's interpreter can explain all wrong results of a case. It differs from a
-    GPU's: it can make the numbers of bf16 calls wrong, not their shapes.
+    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU. This can make the
+    numbers of bf16 calls wrong, but not their shapes.
     """
     wrong = [result for result in run.results if result.wrong and result.held != "return"]
     if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):

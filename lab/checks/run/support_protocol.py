@@ -68,7 +68,7 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return a KernelError with the message of an error that the implementation raised; only the first line of a CUDA error."""
+    """Return a KernelError with the message of an error that the implementation raised; of a CUDA error, the first line."""
     message = message_of(error)
     sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
@@ -151,7 +151,7 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 
 def _check_gpu(error: BaseException) -> None:
-    """Raise KernelError if the error comes from the GPU, or if waiting for the GPU shows that a launch has failed."""
+    """Raise KernelError if `error` comes from the GPU, or if synchronization shows that an earlier launch has failed."""
     if isinstance(error, torch.AcceleratorError):
         raise raised(error) from error
     if torch.cuda.is_initialized() and not is_capturing():
@@ -168,7 +168,7 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
-    """Return True if an error is a refusal by the rules of `invoke`. `late`: an output or argument was written before."""
+    """Return True if an error counts as a refusal by the rules of `invoke`. `late`: an argument had been written before it."""
     packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
     if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
         return False
@@ -182,8 +182,8 @@ def _is_refusal(
 def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
     """Return True if a `raise` or `assert` of the implementation, or of a package that it calls directly, raised an error.
 
-    Return False if Python itself raised it ("too many values to unpack"), or a framework, Python's library or a package further
-    down: then nobody decided to refuse the call. `packages` has the package of each frame of the traceback.
+    Return False if Python itself raised it ("too many values to unpack"), or a framework, Python's library or a package
+    further down: such an error is no decision to refuse the call. `packages` has the package of each frame of the traceback.
     """
     if not packages:  # a compiled function
         return True
@@ -199,7 +199,7 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def _package_of(frame: FrameType) -> str:
-    """Return the installed package of a frame's code, `LIBRARY` for Python's library, or "" for code that is not installed."""
+    """Return the package that contains a frame's code: `LIBRARY` for Python's own library, "" if it is not installed."""
     package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
@@ -207,7 +207,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return the name of an exception's class for the option --refusals; "" if the class is not from the function's package."""
+    """Return the class of an error as a name for the option --refusals; "" if it is from another package than the function."""
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -215,8 +215,8 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if the message of a TypeError says that the function does not have a parameter that the call passes, or that
-    the call lacks a required argument.
+    """Return True if a TypeError with this message says that the function does not have a parameter for one of the arguments,
+    or that the call lacks a required argument.
     """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
@@ -228,7 +228,7 @@ def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, argum
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the message of a refusal; for an assertion without a message, its source line."""
+    """Return the message of an error that is a refusal. For an assertion without a message, return its source line."""
     message = message_of(error)
     if isinstance(error, AssertionError):
         return f"AssertionError: {message or traceback.extract_tb(error.__traceback__)[-1].line}"
@@ -238,7 +238,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _of_arguments(error: TypeError) -> str:
-    """Return the message of a TypeError about arguments, after words that say whether an argument is unknown or missing."""
+    """Return the message of a TypeError, after words that say whether an argument is unknown to the function or missing."""
     message = message_of(error)
     is_missing = _MISSING.search(message) is not None
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {message}"
@@ -246,7 +246,7 @@ def _of_arguments(error: TypeError) -> str:
 
 @dataclass(frozen=True)
 class EquivalentForm:
-    """A change of a call's arguments that does not change the expected result, such as leaving out the workspace."""
+    """A change of a call's arguments that does not change the expected result. Refused calls are repeated with such changes."""
 
     name: str  # words for "judged with ... instead"
     # Returns whether the change is possible and useful, given the function, the arguments and the sentence of the refusal.
@@ -256,7 +256,7 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call with several query rows per request, which could have a mask and has none."""
+    """Return True for a decode call without a mask and with several query rows. Some kernels require a causal mask then."""
     several = (arguments.get("q_len_per_req") or 1) > 1
     takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
     return takes_mask and several and arguments.get("mask") is None
@@ -269,7 +269,7 @@ def _with_causal_mask(interface: AttentionCall, arguments: Arguments) -> Argumen
 
 @functools.cache  # a CUDA graph cannot build a mask during capture, and reads the same mask in each replay
 def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return a draft's packed causal mask, uint16 [batch_size, q_len, words]: row i sees the draft's tokens 0 to i."""
+    """Return the bit-packed causal mask of a draft, uint16 [batch_size, q_len, words]: query row i sees draft tokens 0 to i."""
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
 
@@ -285,7 +285,7 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out the argument `name`. It applies if the call has the argument and the refusal names it."""
+    """Return the form that leaves out the argument `name` if the call has it and the refusal's message names it."""
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
@@ -311,7 +311,7 @@ FORMS = (
 
 
 class KernelCalls:
-    """Makes the calls of an implementation in one case, and repeats a refused call in the equivalent forms of `FORMS`.
+    """Makes the calls of an implementation in one case. Makes a refused call again in the equivalent forms of `FORMS`.
 
     Args:
         note: called with a sentence for each refused call that was accepted in an equivalent form.
@@ -326,7 +326,7 @@ class KernelCalls:
         self.remarks: dict[str, None] = {}
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
-        """Call a function with exactly these arguments. Raise the errors of `support_protocol.invoke`."""
+        """Call a function of the implementation with exactly these arguments. Raise the errors of `support_protocol.invoke`."""
         self.count += 1
         try:
             return invoke(function, args, arguments, self.refusals)
@@ -336,7 +336,7 @@ class KernelCalls:
             raise
 
     def prepared(self, prepare: Callable[..., Any], /, **arguments: Any) -> Callable[[], Any]:
-        """Call `prepare`, which prepares or plans a call, and return a function that makes the prepared call."""
+        """Call `prepare`, a `prepare_...` or `plan_...` function. Return the callable that it returned, wrapped like `once`."""
         return functools.partial(self.once, self.once(prepare, **arguments))
 
     def invoke(
@@ -382,8 +382,8 @@ class KernelCalls:
 def _made(
     interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call with its arguments changed by all forms in `used`, and return the result. If a form leaves out `out`, copy
-    the result into the `out` of `arguments`.
+    """Make a call with its arguments changed by all forms in `used`, and return the result. If a form has removed the argument
+    `out`, copy the result into it.
     """
     changed = arguments
     for form in used:

@@ -27,7 +27,7 @@ class Outcome(NamedEnum):
 
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
-    """The case was not begun, because the run was over."""
+    """The run's time was over before the case was begun."""
 
 
 # Identifies a verdict in a report: the check, the reprs of function, case and ranges, and whether the case is random.
@@ -37,7 +37,7 @@ BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 @dataclass(frozen=True)
 class WrongVector:
-    """One wrong (row, head) vector of a result: the elements with the largest errors."""
+    """A (row, head) vector of a wrong output or LSE: expected and computed values of the elements with the largest errors."""
 
     where: str  # row, request, head and elements in words
     expected: tuple[float, ...]  # the expected values of these elements
@@ -46,7 +46,7 @@ class WrongVector:
 
 @dataclass(frozen=True)
 class BitDifference:
-    """The difference of two outputs that should have the same bits: of a case's first call, the base call, and of a variant."""
+    """A call whose output has other bits than that of the case's first call (the base call), although both should be equal."""
 
     what: str  # how the variant differs from the base call, such as "request 0 alone"
     ulps: float  # largest difference, in units in the last place of the vector's largest element; inf if not finite
@@ -58,7 +58,7 @@ IT_FAILED, RETURNED = "it failed", "what it returned"
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One comparison in a case, such as of a call's output with the expected output."""
+    """One comparison in a case, such as of a call's output with the expected output, and whether it found an error."""
 
     name: str  # name of the call within its check
     held: str  # the kind of comparison, a key of `lab.checks.explain.diagnosis.HELD` such as "output"
@@ -71,7 +71,7 @@ class CheckedResult:
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """An output tensor as dtype, shape and bytes, so that another process can read it without running a kernel's code."""
+    """An output tensor as its dtype, shape and bytes. Another process can read it without running code of the kernel."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a check found in one case."""
+    """What a check found in one case: the outcome, sentences about errors and refused calls, and the compared results."""
 
     outcome: Outcome
     wrongs: tuple[str, ...] = ()  # sentences about wrong results and failed calls
@@ -112,7 +112,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """The judge's verdict on one case."""
+    """The verdict on one case of a run: which check judged which function in this case, and what it found."""
 
     implementation: str  #: name of the implementation
     check: str  #: key of the check, such as "K4"
@@ -147,7 +147,7 @@ class CaseVerdict:
 
     @property
     def reason(self) -> str:
-        """Return the sentences about errors, joined; if there are none, the sentences about refused calls."""
+        """Return the sentences about errors as one text; if there are none, the sentences about refused calls."""
         return "; ".join(self.judged.wrongs or self.judged.declines)
 
     def __str__(self) -> str:
@@ -169,8 +169,9 @@ def dishonest(judged: Judged, reason: str) -> Judged:
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the findings that a worker sent. Return DISHONEST instead if they are no `Judged`, or RIGHT with an error above
-    its bound. Only a process without the kernel's code can rely on this function.
+    """Return the findings that a worker sent. Return DISHONEST instead if a kernel must have changed them: they are no
+    `Judged`, or they are RIGHT with an error above its bound. Call this only in a process that has not loaded the kernel's
+    code.
     """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))

@@ -51,7 +51,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class Pending:
-    """A submitted case. A call of this object waits until the case is judged, and returns the findings."""
+    """A case that was submitted for judging. Call this object to wait for its end and get the findings."""
 
     result: Callable[[], Judged]  # waits for the findings of the worker
     future: Future[Judged] | None = None  # None if the case is judged in this process, when `result` is called
@@ -61,12 +61,12 @@ class Pending:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if a call of this object does not wait for a worker."""
+        """Return True unless a call of this object would wait for a worker process."""
         return self.future is None or self.future.done()
 
 
 class Workers:
-    """Judges cases: in this process, or in worker processes if the implementation is given by name.
+    """The processes that judge cases: worker processes if the implementation is given by name, else this process.
 
     A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. A worker that
     loses the CUDA context still reports its findings. Each worker gets one of the visible GPUs in turn, unless the device has
@@ -123,8 +123,8 @@ class Workers:
             self._pool = self._pool_without_kernel = None
 
     def _watch(self) -> None:
-        """Until the run is over, end the pools if no case has ended within its time limit: a kernel may have damaged the pipe
-        that all workers share.
+        """Stop all workers if no case ends within its time limit, because a kernel may have damaged the pipe that all workers
+        share. Runs in a thread until the run is over.
         """
         while not self._is_over.wait(WATCHED_EVERY_S):
             limits_s = dict(self._limits_s)
@@ -135,8 +135,8 @@ class Workers:
                         future.set_exception(BrokenProcessPool("its worker does not answer"))
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call a function with the implementation as its argument in a worker, and return the result. This process does not
-        import the implementation if it is given by name.
+        """Call `function` in a worker with the implementation as its argument, and return the result. If the implementation is
+        not given by name, call it in this process.
 
         Raises:
             lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
@@ -165,12 +165,12 @@ class Workers:
         return answer
 
     def stop(self) -> None:
-        """End the cases that run in workers. The next submitted case starts new workers."""
+        """End all workers and the cases that they are judging. The next submitted case starts new workers."""
         if self.is_apart:
             self._end_pools()
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Call a function in a process that loads no implementation, and return its findings; FAILED if it raises an error."""
+        """Call `work` in a process that never loads the implementation. Return its findings; FAILED if it raises an error."""
         for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
@@ -182,8 +182,8 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case for judging by the check with the key `check`. Return a `Pending`, whose call raises TooLate if the
-        case was not begun before `end`, a time of `time.monotonic`.
+        """Submit a case for judging by the check with the key `check`, within `ranges`. Return a `Pending`. Its call raises
+        TooLate if the case was not begun before `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
@@ -243,13 +243,13 @@ class Workers:
 
 
 def _status_of(exitcode: int | None) -> int | None:
-    """Return the exit status that the kernel gave, from the exit status of its worker (`ENDED_WITH_0` stands for 0)."""
+    """Return the exit status with which a kernel ended its worker, from the worker's, in which `ENDED_WITH_0` replaces 0."""
     return 0 if exitcode == ENDED_WITH_0 else exitcode
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return a multiprocessing context. Its processes are forks of a process that has imported torch and not initialised
-    CUDA; on platforms without fork, they are new Python processes.
+    """Return a multiprocessing context whose processes start fast, as forks of a process that has imported torch but not
+    initialised CUDA. On platforms without fork, they are new Python processes.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -269,7 +269,7 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _begin(environment: dict[str, str], device: torch.device, begun: "Synchronized[int]") -> None:
-    """Initialise a worker: environment, output, signals, exit status and GPU. `begun` is the number of workers so far."""
+    """Initialise a worker's environment variables, output, signals, exit status and GPU. `begun` counts the workers so far."""
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
     os.dup2(2, 1)  # a kernel's output goes to stderr, because stdout is for the report
@@ -290,7 +290,7 @@ def _end_with_another(end: Callable[[int], NoReturn], status: int) -> NoReturn:
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
-    """Set this worker's current CUDA device to the next visible GPU in turn. `begun` is the number of workers so far."""
+    """Make the next visible GPU this worker's current CUDA device. `begun` counts the workers that have a GPU so far."""
     with begun.get_lock():
         turn, begun.value = begun.value, begun.value + 1
     torch.cuda.set_device(turn % torch.cuda.device_count())
@@ -307,9 +307,8 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If the kernel destroys the worker's CUDA context or uses up all file descriptors, write the
-    errors to the file `last_words`, one sentence a line, and end the process with `SPOILED`, so that no later case is
-    affected.
+    """Judge a case in a worker. If the kernel has destroyed the CUDA context or used up all file descriptors, the worker can
+    judge no later case: it writes the errors to the file `last_words`, one per line, and ends with the exit status `SPOILED`.
     """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
@@ -331,7 +330,7 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
 
 
 def _lost(judged: Judged, where: torch.device) -> str:
-    """Return why no later case can be judged in this worker (lost CUDA context, no file can be opened), or ""."""
+    """Return a sentence that says why this worker can judge no later case; "" if it can."""
     if judged.outcome in BROKEN and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
@@ -349,7 +348,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words that name the innermost function calls of a worker shortly before its time limit; "" without a record."""
+    """Return words that name a worker's innermost function calls shortly before its time limit; "" if not recorded."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
