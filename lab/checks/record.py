@@ -28,7 +28,7 @@ DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 
 
 class ReportError(ValueError):
-    """A file is not a report of the judge, or does not have the requested case."""
+    """The file is no report of the judge, or the report does not have the requested case."""
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
@@ -89,7 +89,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return `path` if a report may be written there: a new or empty file, or an earlier report. Create missing folders.
+    """Return `path` if a report may be written there: it is a new or empty file, or an earlier report. Create missing folders.
 
     Raises:
         ReportError: the path is another file or a pipe, or the folder is not writable.
@@ -139,8 +139,8 @@ def read_case(path: Path, number: int) -> CaseVerdict:
 
 @functools.cache
 def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
-    """Return the names that may occur in the text of a case, as two tables: from a name to a dataclass of `lab.checks`, and
-    from a repr to an enum member or dtype.
+    """Return what the text of a case may contain, as two tables: the dataclasses of `lab.checks` by name, and the enum members
+    and dtypes by their `repr`.
     """
     import lab.checks as offering
 

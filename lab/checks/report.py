@@ -33,7 +33,7 @@ LEAST_COMPARED = 0.1
 
 @dataclass(frozen=True)
 class CheckSummary:
-    """The verdicts of one check on one function."""
+    """One check on one function in a run: the verdicts on its cases, and what they say together."""
 
     check: str
     interface: Interface
@@ -55,20 +55,20 @@ class CheckSummary:
 
     @property
     def worst(self) -> CaseVerdict:
-        """Return the verdict with the largest ratio of error to bound, among the verdicts whose outcome is `self.outcome`."""
+        """Return the verdict with the largest ratio of error to bound among those with the worst outcome (`self.outcome`)."""
         of_outcome = (verdict for verdict in self.verdicts if verdict.outcome is self.outcome)
         return max(of_outcome, key=lambda verdict: verdict.judged.worst_ratio)
 
     @property
     def declines(self) -> tuple[str, ...]:
-        """Return the distinct sentences about refused calls, the most frequent first."""
+        """Return the different sentences about refused calls, the most frequent first."""
         counts = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         return tuple(reason for reason, _ in counts.most_common())
 
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of one run of the judge."""
+    """The result of one run of the judge: its settings, the verdict on each case, and what was left out."""
 
     implementation: str  #: name of the implementation
     level: Level
@@ -107,14 +107,14 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Yield the verdicts that are wrong, failed or dishonest. In a run for one engine's profile, yield only the verdicts on
-        cases that this engine sends.
+        """Yield the verdicts whose outcome is wrong, failed or dishonest. If the run is for one engine (`profile`), yield only
+        those on cases that this engine sends.
         """
         return (verdict for verdict in deciding(self.verdicts, self.profile) if verdict.outcome in BROKEN)
 
     @property
     def is_right(self) -> bool:
-        """Return True if nothing is wrong except known failures, each function (in a shard: any function) was judged, and no
+        """Return True if nothing is wrong except known failures, each function was judged (in a shard: any function), and no
         case was left out. A quick run may leave out cases that it did not begin.
         """
         return self._is_whole and bool(self.verdicts) and not any(self.wrong)
@@ -130,7 +130,7 @@ class Report:
 
     @property
     def _is_hardly_judged(self) -> bool:
-        """Return True if the run compared less than `LEAST_COMPARED` of its begun cases that an engine sends."""
+        """Return True if less than the share `LEAST_COMPARED` of the begun cases that an engine sends were judged."""
         sent = [verdict.judged.judged > 0 for verdict in self.verdicts if verdict.sent_by]
         return sum(sent) < LEAST_COMPARED * len(sent)
 
@@ -189,7 +189,7 @@ class Report:
         }
 
     def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
-        """Return a verdict as JSON data, without empty fields, and without ranges that equal the report's."""
+        """Return a verdict as JSON data, without empty fields, and without its ranges if they equal the report's."""
         record = {
             "number": verdict.number,
             "check": verdict.check,
@@ -230,8 +230,8 @@ class Report:
 
     @functools.cached_property
     def coverages(self) -> tuple[Coverage, ...]:
-        """Return for each function which parameter values and pairs of values were judged by K18, the check of combinations.
-        Return () if K18 did not run.
+        """Return for each function which parameter values and pairs of values check K18 (combinations) judged; () if K18 did
+        not run.
         """
         return coverages(self.verdicts, self.ranges)
 

@@ -37,7 +37,9 @@ MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which 
 
 @dataclass(frozen=True)
 class Literal:
-    """One test in a rule: a feature's name, one of `lab.checks.explain.feature.OPERATORS`, and a value."""
+    """A test of one feature, such as `q_len >= 2`: the feature's name, an operator (`lab.checks.explain.feature.OPERATORS`), a
+    value.
+    """
 
     feature: str
     operator: str
@@ -50,11 +52,11 @@ class Literal:
 
     @property
     def phrase(self) -> str:
-        """Return the literal in words that can follow "wherever"."""
+        """Return the test in words that can follow "wherever", such as "a window is set"."""
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return for each unit whether the literal is true, bool [units]. `units` has the features of each unit."""
+        """Return a mask of the units for which the test is true: bool [units]. `units` has the features of each unit."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -84,8 +86,8 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return a rule without the literals that few wrong results cannot support. A rule for fewer than `FEW` wrong results loses
-    each literal that excludes fewer than `FEW` results, and keeps at most one literal per wrong result.
+    """Return a rule without tests that too few wrong results support. In a rule for fewer than `FEW` wrong results, a test is
+    kept only if it excludes at least `FEW` results, and at most one test per wrong result is kept.
 
     Args:
         rule: a rule of `find_rules` for these units. If it has `FEW` wrong results or more, it is returned as it is.
@@ -124,10 +126,11 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for rules. Units (requests or whole results) form a group if the same literals hold for them.
+    """A search for failure rules. Units (requests or whole results) for which the same literals (tests) are true form a group.
 
-    `holds` is bool [literals, groups]: whether a literal holds for the units of a group. `bad` and `good` are the weights of
-    the wrong and of the right units in each group. `costs` and `alone` have the bits of each literal.
+    `holds` is bool [literals, groups]: whether a literal is true for the units of a group. `bad` and `good` are the weights of
+    the wrong and of the right units in each group. `costs` has the bits of each literal, and `alone` the bits of a rule of
+    only this one.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -142,7 +145,9 @@ class _Search:
         self.alone = _bits(inside_bad, inside_good) + outside + self.costs
 
     def rules(self) -> list[Chosen]:
-        """Return the rules, the most informative first. An empty list or an empty rule means: wrong everywhere."""
+        """Return the rules, the most informative first. No rule, or one rule without tests, means that results are wrong
+        everywhere.
+        """
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]
@@ -163,23 +168,21 @@ class _Search:
         return found
 
     def _inside(self, rules: Sequence[Chosen]) -> Bits:
-        """Return for each group of units whether at least one of the rules holds: bool [groups]."""
+        """Return a mask of the groups of units for which at least one of the rules holds: bool [groups]."""
         inside = np.zeros(len(self.bad), dtype=bool)
         for chosen in rules:
             inside |= self.holds[list(chosen)].all(axis=0)
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return both errors of the rules: the total weight of the right units for which some rule holds (false alarms),
-        and of the wrong units for which no rule holds (misses).
+        """Return (false alarms, misses): the weight of right units for which a rule holds, and of wrong units for which none
+        holds.
         """
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
-        """Return rules that are found one after another, while they save bits. A rule is searched among the units for which no
-        earlier rule holds.
-        """
+        """Return several rules. Each is searched among the units for which no earlier rule holds, as long as it saves bits."""
         rules: list[Chosen] = []
         left = np.ones(len(self.bad), dtype=bool)
         for worth in WORTHS:
@@ -194,13 +197,15 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units, by weight, among the units of the groups in `left` for which a rule holds."""
+        """Return the share of wrong units, by weight, among those units for which a rule holds. `left` has the groups to
+        count.
+        """
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove negated literals (such as `not sinks`) from a rule as long as the share of wrong units for which it holds is
-        at least `PURE`, and return the rule. Such a literal may exclude only units that are right by chance.
+        """Return a rule without negated literals (such as `not sinks`) that it does not need, because they may exclude only
+        units that are right by chance. The share of wrong units for which the rule holds must stay at least `PURE`.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -209,8 +214,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest literal "feature is true" that holds for all wrong units, if the number of right units outside
-        of it is not explained by chance; else ().
+        """Return the cheapest rule "feature is true" that holds for all wrong units, and does not hold for more right units
+        than chance explains. Return () if there is none.
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
@@ -244,7 +249,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that each rule saves; -inf for a rule if wrong units are not more frequent inside than outside."""
+        """Return the bits that each rule saves; -inf if wrong units are not more frequent inside the rule than outside."""
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)
@@ -271,7 +276,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the entropy in bits of `bad` wrong and `good` right units: the sum of n log2(total / n) over both n."""
+    """Return the entropy in bits of two counts: the sum of n log2((bad + good) / n) for n = bad and n = good."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Cost(float, Enum):
-    """The bits that a feature adds to the cost of a rule. A feature that a reader understands more easily costs fewer."""
+    """The bits that a test of a feature adds to the cost of a rule. Features that a reader understands easily cost less."""
 
     ARGUMENT = 0.0  # an argument is given, or has an unusual form
     VALUE = 0.5  # a size, a length, a dtype, what tensors contain
@@ -46,28 +46,28 @@ _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
 @dataclass(frozen=True)
 class Condition:
-    """A feature that is true or false. Its text has the words for both in braces, such as `a window is {|not }set`."""
+    """A feature that is true or false. In its text, braces have the words for true and for false: `a window is {|not }set`."""
 
     text: str  # words that can follow "wherever"
     cost: Cost = Cost.ARGUMENT
 
     def phrase(self, operator: str, value: Value) -> str:
-        """Return the test (an operator and a value) in words that can follow "wherever", such as "a window is set"."""
+        """Return a test of this feature in words that can follow "wherever", such as "a window is set"."""
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the values of the feature as a bool array. None, a missing value, becomes False."""
+        """Return the values of this feature for several units as a bool array. A missing value (None) is False."""
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests that can be useful for the values in `column`, each as (operator, value, cost in bits)."""
+        """Yield the tests of this feature that may separate units with these values, as (operator, value, cost in bits)."""
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
 
 
 @dataclass(frozen=True)
 class Number:
-    """A feature that is a number. Its text has "{}" in place of the number. `several` is the text for the test ">= 2"."""
+    """A feature that is a number. In its text, "{}" stands for the number. `several` is the text for the test ">= 2"."""
 
     text: str
     cost: Cost = Cost.ARGUMENT
@@ -93,9 +93,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """A feature whose value is a name, such as a dtype. Its text is the subject of "wherever <text> is <name>".
+    """A feature whose value is one of several names, such as a dtype. Its text is the subject in "wherever <text> is <name>".
 
-    If `kinds` is given, the names are names of its members, and the text shows a member's value up to a colon instead.
+    If `kinds` is given, the names are those of its members; the text then shows a member's value, up to a colon.
     """
 
     text: str
@@ -123,8 +123,8 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a call (`shared`) and of its requests as one mapping. A condition is true if it is true for any
-    request, and a number is the largest among the requests.
+    """Return the features of a whole call (`shared`) and of its requests in one mapping. A condition is true if it is true for
+    any request; a number is the largest among the requests.
     """
     found = dict(shared)
     for features in of_requests:
@@ -134,8 +134,8 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return at most about `MOST_THRESHOLDS` of the sorted thresholds: the first, the last, and the first above each power of
-    2, because kernels change their code at powers of 2.
+    """Return at most about `MOST_THRESHOLDS` of the sorted numbers `steps`: the first, the last, and the first above each
+    power of 2, because kernels change their code at powers of 2.
     """
     if len(steps) <= MOST_THRESHOLDS:
         return steps

@@ -42,8 +42,8 @@ def fields_of(interface: Interface) -> tuple[str, ...]:
 def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
-    """Yield `count` random cases in which the values of each parameter occur equally often. Many lengths are at ends of pages
-    and tiles. The cases use at most `num_builds` results of `builds`, and so need few compiled kernels.
+    """Yield `count` random cases. Each value of a parameter occurs equally often, and many lengths end at pages and tiles. The
+    cases need few compiled kernels, because they have at most `num_builds` combinations of compiled parameters (`builds`).
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
@@ -59,9 +59,8 @@ def balanced(
 
 
 def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:
-    """Return `count` combinations of values of the parameters for which kernels are compiled, such as dtypes and head_dims.
-
-    They are few and the same for all checks, so that few kernels are compiled.
+    """Return `count` combinations of values of the parameters for which a kernel is compiled, such as dtypes and head_dims.
+    All checks use the same ones, so that few kernels are compiled.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
     return _dealt(rng, ranges, [name for name in fields_of(interface) if name not in AT_RUN_TIME], count)
@@ -78,7 +77,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return the attention case with these lengths, window and seeds. `values` has a value for each name in `fields_of`."""
+    """Return an attention case with these lengths and seeds. `values` has its other parameters, by the names of `fields_of`."""
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -101,7 +100,7 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return the parameter values of a case, such as {"dtypes": ..., "page_sizes": 16, ...}. `case_within` takes them."""
+    """Return the parameter values of a case by the names of `fields_of`, such as {"dtypes": ..., "page_sizes": 16}."""
     found: Point = {
         "dtypes": (case.dtype, case.kv_dtype),
         "q_lens": case.q_lens[0],
@@ -125,7 +124,7 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Draw the lengths of 3 or 4 requests, the longest last. Return their numbers of query rows and their numbers of keys."""
+    """Draw lengths of 3 or 4 requests, the longest last. Return the numbers of query rows and the numbers of keys."""
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is AttentionCall.MLA_DECODE:
@@ -139,8 +138,8 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[DrawnPoint]:
-    """Yield random cases of a check without end; nothing for a function without a paged cache. `adapt` turns a random attention
-    case into a case of the check.
+    """Yield random attention cases without end, changed by `adapt` into cases of a check. Yield nothing for a function without
+    a paged cache.
     """
 
     def make(point: Point, seed: int) -> Any:
@@ -152,7 +151,9 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the parameters of random cases with their values: the result of `fields_of`, numbers of requests, and lengths."""
+    """Return the model (parameters with their values) of random attention cases: sizes, dtypes, number of requests, and
+    lengths.
+    """
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
@@ -166,8 +167,8 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
 
 
 def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the attention case of a point (a value for each axis) of `drawn_model`. The seed determines the data, and the
-    lengths of all requests except the longest.
+    """Return the attention case with the parameter values of `point`. The seed determines the data and the lengths of all
+    requests except the longest.
     """
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
@@ -180,7 +181,7 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
 
 
 def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int) -> list[Point]:
-    """Return `count` combinations of values of the fields `names` of `ranges`. Values of a field occur equally often."""
+    """Return `count` random combinations of values of these fields of `ranges`. Each value of a field occurs equally often."""
     points: list[Point] = [{} for _ in range(count)]
     for name in names:
         values = getattr(ranges, name)
@@ -192,8 +193,8 @@ def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int)
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Return the lengths up to `longest` that differ by at most one key from 1, 2, `longest`, one or two pages, or a tile of
-    64, 128, 256 or 512 keys.
+    """Return the lengths, in keys, near which kernels change their code: at most one key from 1, 2, one or two pages, a tile
+    of 64, 128, 256 or 512 keys, or `longest`. No length is above `longest`.
     """
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
@@ -205,8 +206,8 @@ def is_mostly_declined(verdicts: Sequence[CaseVerdict]) -> bool:
 
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
-    """Return `ranges` without the values that a function refuses. Each value is tried in one call: an accepted call in which
-    only this value is replaced. A value with which the call fails stays in the ranges, so that the failure is judged.
+    """Return `ranges` without the parameter values that a function refuses. Each value is tried in one call that differs only
+    in this value from an accepted call. A value with which the call fails is kept, so that the failure is judged.
 
     Args:
         submit: submits one case of a check for judging, such as `lab.checks.run.workers.Workers.submit`.
@@ -234,8 +235,8 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the values of one call that the function accepts: of a case in `taken`, or of the first accepted call among calls
-    with usual values. Return None if no call is accepted.
+    """Return the parameter values of a call that the function accepts: of a case in `taken`, or else of the first accepted
+    call among some with usual values. Return None if no call is accepted.
     """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
@@ -261,7 +262,7 @@ def _place(likely: tuple[Any, ...], value: Any) -> int:
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    """Judge one call with two short requests for each combination of values in `several`, and return the outcomes."""
+    """Make one call of two short requests for each combination of parameter values in `several`, and return the outcomes."""
     waiting = []
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1

@@ -19,14 +19,17 @@ Change = Callable[[AttentionCase], AttentionCase]  # raises ValueError for a cas
 
 @dataclass(frozen=True)
 class CallKind:
-    """A special kind of call, such as one over an NVFP4 cache."""
+    """A special kind of call, such as one over an NVFP4 cache: which functions have it, and how a plain case is changed into
+    it.
+    """
 
     interfaces: tuple[AttentionCall, ...]  # the functions that have calls of this kind
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Yield one special case for each form, at most `count` cases unless it is None. The n-th form is applied to the n-th
-        plain case, or to the first case after it that can have the form; a form that no case can have is left out.
+        """Yield a special case for each form of this kind, made from a plain case; at most `count` cases unless it is None.
+        The n-th form changes the n-th plain case or, if this case cannot have the form, another one. A form that no case can
+        have is left out.
 
         The seed of the first plain case selects the form to begin with, so that different checks begin with different forms.
         """
@@ -38,7 +41,9 @@ class CallKind:
 
 
 def _changed(change: Change, plain: Sequence[AttentionCase]) -> AttentionCase | None:
-    """Apply `change` to the first plain case for which it raises no ValueError, and return the changed case; else None."""
+    """Return the first plain case that can have a form, changed by `change`, which raises ValueError for other cases; else
+    None.
+    """
     for case in plain:
         with suppress(ValueError):
             return change(case)

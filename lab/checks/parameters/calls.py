@@ -78,8 +78,8 @@ def judge_built(run: CaseRun, call: BuiltCall) -> None:
 
 
 def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
-    """Yield a sentence for each wrong returned value: a wrong shape, an LSE that was not requested, or values other than those
-    that the call wrote into the given `out` or `lse`.
+    """Yield a sentence for each error in what a call returned: a wrong shape, an LSE that was not requested, or values other
+    than those that the call wrote into the given `out` or `lse`.
     """
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
@@ -98,7 +98,9 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
-    """Build the tensors of a configuration, and return the call with each argument in the form that the configuration says."""
+    """Build the tensors of a configuration, and return a call that passes each argument in the form that the configuration
+    names.
+    """
     family = FAMILIES[AttentionCall(of.interface)]
     inputs = family.inputs(of, ranges, device)
     sinks = inputs.sinks
@@ -117,7 +119,9 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _plain_values(call: BuiltCall) -> None:
-    """Pass the parameters that have the name of an argument and a value that is a number, bool or None, except defaults."""
+    """Pass each parameter of the configuration that is an argument of the call and a number, bool or None, unless it is the
+    default.
+    """
     for name, argument in CALL_TYPES[call.interface].__dataclass_fields__.items():
         value = call.forms.get(name, argument.default)
         if (value is None or isinstance(value, int | float)) and value != argument.default:
@@ -186,7 +190,9 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a scale as a number if `shape` is None, else as a tensor of this shape and one element, a view into NaNs."""
+    """Return a scale in the form that a configuration names: a number if `shape` is None, else a one-element tensor of this
+    shape, which is a view into a tensor of NaNs.
+    """
     if shape is None:
         return value
     return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
@@ -242,7 +248,7 @@ def _lse(call: BuiltCall) -> None:
 
 
 def _far(call: BuiltCall) -> None:
-    """Pass the argument that the parameter "far" names as a view whose rows span more than 2**31 elements."""
+    """Pass the argument that the parameter "far" names as a view with gaps, so that its rows span more than 2**31 elements."""
     if (name := call.forms.get("far", NEAR)) != NEAR:
         call.given[name] = Layout.FAR_APART.of(call.given[name])
         call.guards.pop(name, None)

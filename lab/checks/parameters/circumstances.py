@@ -54,7 +54,9 @@ AT_LIMITS: tuple[Point, ...] = (
 
 
 def at_limits(model: Model) -> Iterator[Point]:
-    """Yield a point with each combination of `AT_LIMITS` that a model and its shard have, and otherwise defaults."""
+    """Yield a point (a value for each parameter) for each combination in `AT_LIMITS` that the model and its shard contain. The
+    other parameters have their default.
+    """
     for each in AT_LIMITS:
         has = all(value in model.axes.get(name, ()) for name, value in each.items())
         if has and model.shard.has(tuple(each.items())) and (point := model.completed(each)) is not None:
@@ -63,20 +65,22 @@ def at_limits(model: Model) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Circumstance:
-    """A model of a call's parameters that has only the values of one situation, for example only long requests."""
+    """A situation for which kernels have separate code, such as a long request, as a model that allows only calls in this
+    situation.
+    """
 
     model: Model
     chosen: int  # number of axes of a case that may have other values than the default
 
     def has(self, point: Point) -> bool:
-        """Return True if a point (a value for each axis) has only values of the restricted model."""
+        """Return True if a point (a value for each axis) is in this situation: the restricted model has all its values."""
         return all(point[name] in values for name, values in self.model.axes.items())
 
     @property
     def goals(self) -> list[Values]:
-        """Return the combinations of values that the cases must contain: each single value with which a call computes
-        something, and `WINDOW` together with each position of the longest request. Combinations of other parts of the run are
-        left out.
+        """Return what the cases in this situation must contain: each single value with which a call computes something, and
+        the window `WINDOW` with each position of the longest request. What belongs to another shard (part of the run) is left
+        out.
         """
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
@@ -123,8 +127,9 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
 
 
 def _restricted(model: Model, wanted: Wanted, kept: Iterable[str], chosen: int) -> Iterator[Circumstance]:
-    """Yield the circumstance in which each axis in `wanted`, `kept` and `KEPT` has only one value: the first value in
-    `wanted` that the axis has, or its default. Yield nothing if the rules forbid these values.
+    """Yield the circumstance in which each axis of `wanted` has the first listed value that the model has, and the axes in
+    `kept` and `KEPT` have their default. At most `chosen` other axes differ from theirs. Yield nothing if the rules forbid
+    these values.
     """
     values = {
         name: next(value for value in several if value in model.axes[name])

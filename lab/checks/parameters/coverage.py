@@ -20,7 +20,7 @@ MOST_BLIND_SPOTS = 100  # in a report's file
 
 
 class Reach(NamedEnum):
-    """What happened to a value, or a combination of values, in a run."""
+    """What happened in a run to a parameter value, or to a combination of values."""
 
     JUDGED = "judged"  # a judged case has it
     DECLINED = "declined"  # only cases that the kernel declined have it
@@ -30,7 +30,9 @@ class Reach(NamedEnum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """The coverage of one function: for each value, and for the pairs and triples of values, what happened to it in a run."""
+    """Which parameter values of one function, and which pairs and triples of values, were judged, declined or left out in a
+    run.
+    """
 
     interface: Interface
     values: Mapping[str, Mapping[Any, Reach]]  # by axis and value
@@ -40,7 +42,7 @@ class Coverage:
     impossible: Mapping[str, int]  # numbers of pairs and triples that a rule forbids, by the reason of the rule
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data, with at most `MOST_BLIND_SPOTS` pairs of `blind`."""
+        """Return the coverage as JSON data. It lists at most `MOST_BLIND_SPOTS` pairs that no judged case contains."""
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
             "values": {axis: _by_reach(values) for axis, values in self.values.items()},
@@ -55,7 +57,9 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return the numbers of judged and of possible values and pairs: "40 of 42 values and 300 of 320 pairs of decode"."""
+        """Return a text such as "40 of 42 values and 300 of 320 pairs of decode": how many were judged, of those that are
+        possible.
+        """
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
@@ -96,7 +100,8 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return two sets of values, pairs and declared triples: those in judged cases, and those in declined cases.
+    """Return two sets of combinations (single values, pairs and declared triples): those in judged cases, and in declined
+    cases.
 
     A case that failed before a comparison is in neither. A group of `Model.apart`, such as an NVFP4 cache, is ignored if every
     judged case has a value of the group.
@@ -112,8 +117,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model restricted to the values that were judged, and its pairs and triples that were not judged. Return None
-    if no value of an axis was judged.
+    """Return what is left to judge: the model restricted to values that were judged, and its pairs and triples that no judged
+    case contains. Return None if an axis has no judged value.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

@@ -32,14 +32,14 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """Return the shard of a text such as "3/8"; of "", the whole run. Raise ValueError for another text."""
+        """Return the shard that a text such as "3/8" names; for "", the whole run. Raise ValueError for another text."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text or "1/1")
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"{text!r} is no shard: its number from 1, and their number, such as 3/8")
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:
-        """Return True if this shard must judge a combination of values. Exactly one shard must judge it."""
+        """Return True if this shard must judge a combination of values. Each combination belongs to exactly one shard."""
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A rule of a model: a condition on the values of some axes (parameters) that each call must meet."""
+    """A rule of a model: a condition on the values of some axes that each call must meet, and the reason for it."""
 
     fits: Callable[..., bool]  # the condition; the names of its parameters are the names of the axes
     why: str  # the reason, a sentence
@@ -64,7 +64,7 @@ class Constraint:
 
 
 def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
-    """Return a constraint for each condition in a table, which maps a reason (`why`) to one or several conditions."""
+    """Return the constraints in a table, whose keys are reasons and whose values are one or several conditions."""
     return tuple(
         Constraint(fits, why)
         for why, each in reasons.items()
@@ -120,7 +120,7 @@ class Model:
         vacuous: Group = frozenset(),
         apart: tuple[Group, ...] = (),
     ) -> "Model":
-        """Make a model without repeated values, and without rules and triples that name an axis that is not in `axes`."""
+        """Make a model. Repeated values are removed, and so are rules and triples that name an axis that is not in `axes`."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -130,13 +130,13 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model restricted to the values in `taken`, each as ((axis, value),). None if an axis keeps no value."""
+        """Return the model with only the values in `taken`, given as ((axis, value),); None if an axis keeps no value."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if a point, which may have values for only some axes, breaks no rule. A rule on an axis without a value
-        counts as met. If `added` names an axis, test only the rules on this axis.
+        """Return True if a point breaks no rule. The point may lack axes; a rule on a missing axis counts as met. If `added`
+        names an axis, test only the rules on this axis.
         """
         return next(self._broken(point, added), None) is None
 
@@ -152,7 +152,7 @@ class Model:
 
     @functools.cached_property
     def _neighbours(self) -> Mapping[str, tuple[str, ...]]:
-        """Return for each axis the axes that are in a rule with it."""
+        """Return for each axis the axes that occur together with it in a rule."""
         return {
             name: tuple(dict.fromkeys(other for rule in rules for other in rule.axes if other != name))
             for name, rules in self._rules_of.items()
@@ -160,7 +160,9 @@ class Model:
 
     @functools.cached_property
     def _largest_triples(self) -> Mapping[str, int]:
-        """Return for each axis the number of value combinations of the largest declared triple with this axis, or 0."""
+        """Return for each axis the number of combinations of values of the largest declared triple that contains it; 0 without
+        one.
+        """
         sizes = {triple: math.prod(len(self.axes[name]) for name in triple) for triple in self.triples}
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
@@ -176,8 +178,8 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the axes that are not in `names`, ordered by how directly rules connect them to `names`. A search in this
-        order finds conflicts early.
+        """Return the axes that are not in `names`, first those that share a rule with them, then those that share a rule with
+        these, and so on. A search in this order finds conflicts early.
         """
         reached = list(names)
         found = set(reached)
@@ -188,8 +190,8 @@ class Model:
         return [name for name in (*reached, *self.axes) if name not in names]
 
     def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
-        """Add a value for each axis in `names` to the point: the first values that break no rule. Return None on success. If no
-        values fit, leave the point unchanged and return the axes that conflict.
+        """Add a value for each axis in `names` to the point: the first values that together break no rule. Return None on
+        success. If no values fit, leave the point unchanged and return the axes that conflict.
 
         The search backjumps: if an axis is not among the conflicting ones, its other values are not tried.
         """
@@ -211,9 +213,9 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point, then one point for each other value of each axis, with defaults for the remaining axes as
-        far as the rules permit. Values that belong to another shard (part of the run) are left out, except values of the axes
-        in `of_all`.
+        """Yield the default point, and for each other value of each axis a point with this value and otherwise defaults, as
+        far as the rules permit. A value that belongs to another shard (part of the run) is left out, unless its axis is in
+        `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -240,12 +242,14 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return for each pair and declared triple the reason of the rule that forbids it; "" if an allowed point has it."""
+        """Return for each pair and declared triple the reason why the rules forbid it, or "" if they allow it."""
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     @functools.cached_property
     def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
-        """Return for each (axis, value) pair the point with this value and otherwise defaults, or None if rules forbid it."""
+        """Return for each (axis, value) pair the point with this value and otherwise defaults; None if the rules forbid the
+        value.
+        """
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     @functools.cached_property
@@ -347,7 +351,7 @@ class Model:
 
 
 class _Left:
-    """The goals (combinations of values) that no point covers yet."""
+    """The goals (combinations of values) that no point contains yet, counted down while points are built."""
 
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)
@@ -364,8 +368,8 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
-        """Return how many more goals `point` covers if `axis` gets this value. Only goals that contain an (axis, value) pair
-        of each group in `groups` count.
+        """Return how many more goals `point` contains if `axis` gets this value. A goal counts only if it has an (axis, value)
+        pair of each group in `groups`.
         """
         has = point.items()
         goals = self._others.get((axis, value), {})

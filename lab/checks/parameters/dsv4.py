@@ -106,22 +106,22 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 
 
 def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs:
-    """Return the tensors of the call that a configuration describes."""
+    """Return the tensors of the DeepSeek-V4 call that the configuration `of` describes."""
     return _inputs(of, device, lens_of(of), of.seed, of.seed, of["sinks"] != "none")
 
 
 def redrawn_dsv4(
     of: Chosen, _ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors of a configuration with the lengths `lens` and sinks. `seed` changes the data, and `moved` the pages
-    of both pools.
+    """Return the tensors of the call that the configuration `of` describes, but with the lengths `lens` and with sinks. `seed`
+    selects other data, and `moved` other pages.
     """
     return _inputs(of, device, lens, of.seed + 2 * seed, of.seed + moved, True)
 
 
 def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_by: int, has_sinks: bool) -> DSV4Inputs:
-    """Return the tensors of a configuration with these lengths. `drawn_by` and `pages_by` are the seeds of the data and of the
-    page order of the window pool; the compressed pool gets these seeds plus 1.
+    """Return the tensors of the configuration `of` with these lengths. `drawn_by` is the seed of the data, and `pages_by` the
+    seed of the order of pages, in the window pool. The compressed pool has these seeds plus 1.
     """
     columns = of["columns"] - WINDOW_COLUMNS
     compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in lens.kv_lens)
@@ -155,7 +155,7 @@ def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_b
 
 
 def _pools(call: BuiltCall) -> None:
-    """Pass both pools with the strides and number of axes, and the remaining arguments in the form, of the configuration."""
+    """Pass both pools with the strides and axes of the configuration, and `sparse_indices` and `backend` in its form."""
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
     for name in POOLS:
         pages = call.given[name]
@@ -175,7 +175,7 @@ def _pools(call: BuiltCall) -> None:
 
 
 def _last_page(call: BuiltCall, of_window: bool) -> int:
-    """Return the last page of a pool in which an entry lies that a row uses; 0 if none does."""
+    """Return the index of the last page that the call's rows read, in the window pool or in the compressed pool; 0 if none."""
     problem = DSV4DecodeCall(**call.given).problem()
     pool = problem.window_cache if of_window else problem.k_cache
     is_window = torch.arange(problem.selected.shape[1], device=problem.selected.device) < WINDOW_COLUMNS

@@ -50,7 +50,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
-    """Return the prefix length of each request. `prefixes` describes them, such as "at page edges", or is the longest one."""
+    """Return the prefix length of each request in tokens. `prefixes` is a text such as "at page edges", or the longest one."""
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),
@@ -64,7 +64,7 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-    """Return the condition of a rule: `count(case)`, such as the number of list cells of a draft, is at most `most`."""
+    """Return a condition for a rule of the model: `count` of a draft, such as its number of list cells, is at most `most`."""
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)

@@ -38,7 +38,7 @@ SLOTS = 3  # padding requests of a padded batch; also its number of padding rows
 
 @dataclass(frozen=True)
 class MetadataCase(PassLens):
-    """The requests of a forward pass as lengths, without tensors. `PassCase` documents the fields of the same names."""
+    """The lengths of the requests in a forward pass, without tensors. `PassCase` documents the fields of the same names."""
 
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
@@ -48,7 +48,7 @@ class MetadataCase(PassLens):
     rows: int = 1  # query rows per request in a verification; needed for an empty batch
 
     def later(self, how: Later) -> "MetadataCase":
-        """Return the requests of the second pass, which differs from this one as `how` says."""
+        """Return the lengths in the second pass of the case. `how` says in what the second pass differs from this one."""
         prefix_lens, q_lens, half = self.prefix_lens, self.q_lens, len(self.q_lens) // 2
         if how == Later.LONGER:
             prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
@@ -64,7 +64,7 @@ class MetadataCase(PassLens):
 
 
 def metadata_case(of: Configuration) -> MetadataCase:
-    """Return the requests of the first pass of a configuration (a value for each parameter of a builder)."""
+    """Return the lengths of the requests in the first pass of a configuration (a value for each parameter of a builder)."""
     page_size, requests = of["page_size"], of["requests"]
     in_turn = {
         Prefixes.NONE: (0,),
@@ -87,7 +87,7 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 
 class Snapshot:
-    """Copies of the tensors that the attributes of some objects have at this moment. `changed` compares them later."""
+    """Copies of all tensors in the attributes of some objects. `changed` finds the tensors that were written since."""
 
     def __init__(self, *of: Any) -> None:
         self._of = of
@@ -98,7 +98,7 @@ class Snapshot:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def changed(self) -> list[str]:
-        """Return the names of the tensors that differ from their copies."""
+        """Return the names of the tensors that now differ from their copies."""
         now = self.tensors()
         return [name for name, tensor in self.before.items() if not torch.equal(tensor, now[name])]
 
@@ -106,14 +106,15 @@ class Snapshot:
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation's metadata builder, wrapped so that it cannot change its inputs: a changed tensor of the
-    batch or pool is recorded as an error and restored. The expected metadata is computed from the inputs afterwards.
+    """Return the implementation's metadata builder, wrapped so that it cannot change its inputs: if it changes a tensor of the
+    batch or pool, an error is recorded and the tensor is restored. The expected metadata is computed from the inputs
+    afterwards.
 
     Args:
         run: the run of the case.
         interface: which builder.
-        what: name of the metadata in the sentences of errors.
-        features: features of the pass, for the diagnosis.
+        what: name of the metadata in error messages.
+        features: features (named properties) of the pass, for the diagnosis.
     """
     function = run.function(interface)
 
@@ -130,7 +131,8 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata that the implementation builds for a pass and for a later pass, against loops over requests.
+    """Judge the metadata that the implementation builds for a pass and then for a later pass: compare it with loops over
+    requests.
 
     A build must not change its inputs or the first pass's metadata. The metadata must not share memory with the batch or pool.
     """
@@ -154,7 +156,7 @@ def judge_metadata(run: CaseRun) -> None:
 def expect_own_tensors(
     run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
 ) -> None:
-    """Change the tensors of a batch and its pool in place, one after another. Expect that the metadata does not change."""
+    """Change each tensor of a batch and its pool in place. Expect that the metadata, which must own its memory, stays equal."""
     built = Snapshot(metadata)
     for name, tensor in Snapshot(batch, pool).tensors().items():
         tensor.add_(1)  # an engine writes the numbers of its next batch into the same tensors
@@ -179,7 +181,7 @@ def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features:
 
 
 def _options(of: Configuration) -> dict[str, Any]:
-    """Return the further keyword arguments of the builder call that a configuration describes."""
+    """Return the keyword arguments with which the configuration `of` calls the builder, without the batch and the pool."""
     if of.interface is MetadataFunction.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
     if of.interface is MetadataFunction.MLA_PREFILL:
@@ -191,7 +193,7 @@ def _options(of: Configuration) -> dict[str, Any]:
 
 
 def _wrong(of: Configuration, batch: ForwardBatch, pool: KVPool, metadata: Any) -> Iterable[str | None]:
-    """Return a sentence for each error in the metadata of a pass. Entries of None and "" mean no error."""
+    """Return a sentence for each error in the metadata of a pass; None or "" where a comparison found no error."""
     where, options = (_on_cpu(batch), _on_cpu(pool), metadata), _options(of)
     if of.interface is MetadataFunction.MLA_METADATA:
         return wrong_eager_mla_metadata(*where, **options)
@@ -211,7 +213,7 @@ def _on_cpu(of: Any) -> Any:
 
 
 def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
-    """Return a K/V pool with room for both passes, and with spare pages and columns."""
+    """Return a K/V pool with room for both passes, and with the spare pages and table columns of the configuration."""
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
     spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
     pool = new_pool(
@@ -268,8 +270,8 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
 
 
 def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
-    """Set the slots of one page of each request to -1. In a pool with virtual slots, every second request instead has its page
-    set to -1 in v2p.
+    """Set the slots of one page of each request to -1, as if it had no memory. In a pool with virtual slots, every second
+    request has its page set to -1 in v2p (virtual to physical) instead.
     """
     for number, row in enumerate(rows):
         first = number % 3 * pool.page_size
@@ -304,7 +306,7 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo with other numbers of rows and draft tokens than the pass has, as in a larger CUDA graph."""
+    """Return a SpecInfo with larger numbers of rows and draft tokens than the pass has, as in a larger CUDA graph."""
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()
@@ -340,7 +342,7 @@ def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
 def _renumbering(
     num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps each slot to the same offset in a permuted page, and -1 to -1."""
+    """Return a function on tensors of slots. It moves each slot to a permuted page, at the same offset, and keeps -1."""
     others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
     others = others.to(device)
 

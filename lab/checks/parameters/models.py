@@ -25,7 +25,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 @dataclass(frozen=True)
 class CallFamily:
-    """The functions with which the judge makes the calls of one attention function."""
+    """What the judge needs of one attention function: its model, and functions that build its calls from configurations."""
 
     model: Callable[[Ranges], Model]  # returns the model with the values in the ranges
     inputs: Callable[..., Any]  # returns the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
@@ -57,8 +57,8 @@ MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Configuration(Chosen):
-    """One call as a value for each axis (parameter) of the function's model. The `repr` is an expression that builds an equal
-    configuration; it leaves out default values.
+    """One call, as a value for each axis (parameter) of the function's model. Its `repr` is an expression that builds an equal
+    one, and leaves out defaults.
 
     Raises:
         ValueError: `values` names an axis that the function's model does not have.
@@ -73,7 +73,7 @@ class Configuration(Chosen):
 
     @property
     def non_default(self) -> dict[str, Any]:
-        """Return the values that are not the defaults, by the names of their axes."""
+        """Return the values that differ from their defaults, by the names of their axes."""
         default, _ = _declared(self.interface)
         return {name: value for name, value in self.values.items() if value != default[name]}
 
@@ -84,16 +84,16 @@ class Configuration(Chosen):
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return two mappings for a function's model in the default ranges: from an axis to its default, and from an axis to all
-    its values. The values of an axis are a dict from each value to itself, so that an equal text finds the value.
+    """Return, for the model of a function, its defaults by axis, and the values of each axis. These are a dict from each value
+    to itself, so that a text finds the enum member that is equal to it.
     """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
-    """Return the value of an axis that `value` stands for, which may be a text: the equal value in `declared`, or a new
-    DtypePair or HeadDims for an axis with such values, or else `value`.
+    """Return the value of an axis that `value` stands for: the equal one in `declared`, so that a text becomes an enum member;
+    or a new DtypePair or HeadDims if the axis has such values; or else `value` itself.
     """
     first = next(iter(declared))
     if value in declared or not isinstance(value, str):

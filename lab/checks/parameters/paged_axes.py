@@ -158,7 +158,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
 
 
 def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    """Return the axes of the arguments that change the softmax: sinks, the two scales, and skip-softmax."""
+    """Return the axes, with their values, of the arguments that change the softmax: sinks, both scales, and skip-softmax."""
     sinks = [each for each in Sinks if call is AttentionCall.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
     return {
         "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
@@ -171,12 +171,12 @@ def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]
 
 
 def _longest(lengths: Any) -> int:
-    """Return about how many keys the longest request has, for a value of the axis "lengths"."""
+    """Return the approximate number of keys of the longest request, for a value of the axis "lengths"."""
     return lengths if isinstance(lengths, int) else SHORT
 
 
 def _prompt(rows: Any) -> int:
-    """Estimate the query rows per request of a context call, for a value of the axis "rows"."""
+    """Return the approximate number of query rows of a request in a context call, for a value of the axis "rows"."""
     return rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 5
 
 

@@ -66,7 +66,7 @@ class Lens:
 
 
 def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
-    """Return the attention case of a paged call's configuration: its sizes, dtypes, lengths, contents and storage."""
+    """Return the attention case that the configuration `of` describes: its sizes, dtypes, lengths, contents and storage."""
     interface, page_size, dtypes = AttentionCall(of.interface), of["page_size"], of["dtypes"]
     lens = lens_of(of)
     width = max(-(-kv_len // page_size) for kv_len in lens.kv_lens)
@@ -105,13 +105,13 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
 
 
 def lens_of(of: Chosen) -> Lens:
-    """Return the number of keys and of query rows of each request in a paged call."""
+    """Return the number of keys and of query rows of each request in the call that the configuration `of` describes."""
     q_lens = q_lens_of(of)
     return Lens(kv_lens_of(of, q_lens), q_lens)
 
 
 def q_lens_of(of: Chosen) -> tuple[int, ...]:
-    """Return the number of query rows of each request in a paged call."""
+    """Return the number of query rows of each request in the call that the configuration `of` describes."""
     if of.interface is AttentionCall.CONTEXT:
         return rows_of_prompts(of)
     is_unequal, most = of["offsets"] == Offsets.UNEQUAL, of["q_len"]
@@ -120,7 +120,7 @@ def q_lens_of(of: Chosen) -> tuple[int, ...]:
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
-    """Return the number of query rows of each request in a context or ragged call, as the axis "rows" says."""
+    """Return the number of query rows of each request in a context or ragged call: the axis "rows" of a configuration."""
     unequal = CONTEXT_ROWS if of["requests"] <= REQUESTS else (1, 2, 3)
     rows = {Rows.UNEQUAL: unequal, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     q_lens = [rows[request % len(rows)] for request in range(of["requests"])]
@@ -131,8 +131,8 @@ def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
 
 
 def longest_requests(of: Chosen) -> list[int]:
-    """Return the indexes of the requests that the axis "longest_request" names and that have rows and keys; if there are none,
-    the index of the last request.
+    """Return the indexes of the longest requests: those in the axis "longest_request" of the configuration that have rows and
+    keys. If there are none, it is the last request.
     """
     count = of["requests"]
     empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
@@ -141,19 +141,19 @@ def longest_requests(of: Chosen) -> list[int]:
 
 
 def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return the lengths, with 0 for the requests that `without` names. Nothing changes if `without` is no `Without`."""
+    """Return the lengths with 0 for the requests that `without`, a `Without`, names. Another value of it changes nothing."""
     empty = empty_requests(without, len(lens))
     return tuple(0 if request in empty else length for request, length in enumerate(lens))
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the numbers of keys of the longest requests to results of `longest()`; for every second of them, to half a result."""
+    """Set the numbers of keys of the longest requests in place: in turn to a result of `longest()` and to half of one."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
 
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
-    """Return a number of keys for each request: in turn one and two fewer than its rows, but at least 1 for several rows."""
+    """Return a number of keys for each request, 1 or 2 fewer than its query rows; at least 1 if it has several rows."""
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 
@@ -162,7 +162,7 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Draw the number of keys of each request near ends of tiles. In a large batch, return `least` keys or some more."""
+    """Draw a number of keys for each request: near an end of a tile or, in a large batch, at least its number in `least`."""
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
     edges = edge_lengths(tile, EQUAL)
@@ -170,7 +170,7 @@ def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]
 
 
 def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of keys of each request in a paged call, as the axis "lengths" says."""
+    """Return the number of keys of each request, as the axis "lengths" of the configuration `of` says."""
     lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], generator(of)
     kv_lens = short_lens(rng, page_size, [8] * count)
     if isinstance(lengths, int):
@@ -193,7 +193,7 @@ def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionInputs:
-    """Return the tensors of the paged call that a configuration describes."""
+    """Return the tensors of the paged call that the configuration `of` describes."""
     inputs = _stored(build_attention(attention_case(of, ranges), device), of)
     mask: Mask = of.get("mask", Mask.NONE)
     if mask == Mask.NONE:
@@ -205,8 +205,8 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the tensors of a case with the lengths `lens`, a random mask, and sinks if the case has them or is an MLA call.
-    `seed` changes the data, and `moved` the pages.
+    """Return the tensors of a case, but with the lengths `lens`, a random mask, and sinks if the case has them or is an MLA
+    call. `seed` selects other data, and `moved` other pages.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
@@ -217,7 +217,7 @@ def redrawn_paged(
 
 
 def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
-    """Return the inputs with the strides of the cache and the page table that a configuration says."""
+    """Return the inputs with the strides of the cache, and the form of the page table, of the configuration `of`."""
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
     form, case, k_pages, v_pages = of["cache"], inputs.case, inputs.k_pages, inputs.v_pages
@@ -237,9 +237,7 @@ def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with page tables that name one page twice: the last page of each request with several pages is replaced
-    by the page before it.
-    """
+    """Return the inputs with a page table in which the last page of each long request is the same as the page before it."""
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)
     for request, kv_len in enumerate(inputs.case.kv_lens):
@@ -254,7 +252,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Pass the backend's name unless it is "auto", the counter buffer of an engine, and arguments that select a kernel."""
+    """Pass the name of the backend unless it is "auto", hints that select a kernel, and the counter buffer of an engine."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]
@@ -272,7 +270,7 @@ def _backend(call: BuiltCall) -> None:
 
 
 def _hints(call: BuiltCall) -> dict[str, Any]:
-    """Return arguments that select another kernel, whose results must be equal."""
+    """Return arguments that only select which kernel runs. They must not change the result of the call."""
     if call.interface is AttentionCall.DECODE:
         return {"bf16q_fp8kv_transform_mode": "k_only"}
     is_var_seq = len(set(call.inputs.kv_lens)) > 1
@@ -311,8 +309,8 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _selection(call: BuiltCall) -> None:
-    """For sparse MLA: give padding rows entries far outside the pool, and pass `sparse_mla_top_k_lens` as a view of a larger
-    tensor, if the configuration says so.
+    """For sparse MLA, as the configuration says: give padding rows cache entries far outside the pool, and pass
+    `sparse_mla_top_k_lens` as a view of a larger tensor.
     """
     if not call.inputs.case.top_k:
         return

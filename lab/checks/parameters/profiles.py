@@ -30,7 +30,7 @@ OF_LENGTHS = ("no_keys", "fewer_keys", "no_rows")  # features that count only fo
 
 @dataclass(frozen=True)
 class Parameter:
-    """The values that an engine passes for one parameter."""
+    """The values that an engine passes for one parameter, and the lines of its sources that show this."""
 
     values: str  # texts separated by " | ", alone or after "any but "; "any" for every value, "" for none
     source: str  # file and lines in the engine's folder
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Profile:
-    """The values that one release of a serving engine passes for the parameters of the judged functions."""
+    """One release of a serving engine: which judged functions it calls, and which values it passes to them."""
 
     name: str
     version: str
@@ -56,18 +56,18 @@ class Profile:
         return f"{self.name} {self.version}"
 
     def of(self, interface: Interface) -> Mapping[str, Parameter]:
-        """Return the parameters of a function; {} if the engine does not call it."""
+        """Return the values that the engine passes to a function, by parameter; {} if it does not call the function."""
         own = [rows for names, rows in self.functions.items() if interface.name.lower() in names.split()]
         every = self.functions[EVERY] if own else {}
         return {name: parameter for rows in (every, *own) for name, parameter in rows.items()}
 
     def passes(self, interface: Interface, values: Iterable[tuple[str, Any]]) -> bool:
-        """Return True if the engine calls the function and passes these values, given as (parameter, value) pairs."""
+        """Return True if the engine calls the function and may pass all of these values, given as (parameter, value) pairs."""
         parameters = self.of(interface)
         return bool(parameters) and all(parameters[name].has(value) for name, value in values if name in parameters)
 
     def sends(self, interface: Interface, case: Any) -> bool:
-        """Return True if the engine makes the call or the pass that a case describes."""
+        """Return True if the engine may make the call, or the forward pass, that a case describes."""
         if isinstance(case, Configuration):
             return self.passes(interface, case.values.items())
         found = features_of_case(case)
@@ -92,7 +92,7 @@ class Profile:
 
 
 def _values(interface: Interface, features: Features) -> Iterator[tuple[str, Any]]:
-    """Yield (parameter, value) for each parameter whose value can be read from the features of a call or case."""
+    """Yield (parameter, value) for each parameter whose value follows from the features (named properties) of a call."""
     is_call = isinstance(interface, AttentionCall)
     if is_call and "dtype" in features:
         query = features.get("query_dtype", features["dtype"])

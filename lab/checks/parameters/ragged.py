@@ -122,14 +122,14 @@ def ragged_model(ranges: Ranges) -> Model:
 
 
 def _keys(requests: int, lengths: Any) -> int:
-    """Estimate the number of keys of a call."""
+    """Return the approximate number of keys of a call, for its number of requests and a value of the axis "lengths"."""
     return (
         requests * FEW_KEYS if requests > REQUESTS else REQUESTS * SHORT + (lengths if isinstance(lengths, int) else 0)
     )
 
 
 def _pairs(rows: Any, lengths: Any) -> int:
-    """Estimate the number of (query row, key) pairs of a call with few requests, for values of these two axes."""
+    """Return the approximate number of (query row, key) pairs of a call with few requests, for values of these two axes."""
     prompt = rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 10
     return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
 
@@ -188,7 +188,7 @@ TRIPLES = (
 
 
 def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInputs:
-    """Return the tensors of the ragged call that a configuration describes, without padding (`RAGGED_FORMS` adds it)."""
+    """Return the tensors of the ragged call that the configuration `of` describes, without its padding."""
     inputs = build_ragged(ragged_case(of), device)
     inputs = _below_zero(inputs) if of["contents"] == BELOW_ZERO else inputs
     sinks = None if of["sinks"] == Sinks.NONE else torch.linspace(1.0, 4.0, inputs.query.shape[1], device=device)
@@ -196,7 +196,7 @@ def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInp
 
 
 def ragged_case(of: Chosen) -> RaggedCase:
-    """Return the case of a ragged call's configuration: its sizes, dtype, lengths and contents."""
+    """Return the case that the configuration `of` of a ragged call describes: its sizes, dtype, lengths and contents."""
     q_lens, dims = rows_of_prompts(of), of["head_dims"]
     kv_lens = _ragged_kv_lens(of, q_lens)
     return RaggedCase(
@@ -215,7 +215,7 @@ def ragged_case(of: Chosen) -> RaggedCase:
 
 
 def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of keys of each request in a ragged call, as the axis "lengths" says."""
+    """Return the number of keys of each request, as the axis "lengths" of the configuration `of` says."""
     lengths, rng = of["lengths"], generator(of)
     kv_lens = short_lens(rng, TILE, q_lens)
     longest = lengths if isinstance(lengths, int) else SHORT - 20  # long enough that a window hides keys
@@ -231,7 +231,9 @@ def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Return the inputs with element 0 of each query and key vector replaced, so that all logits are near LOWEST to HIGHEST."""
+    """Return inputs whose logits (query·key products times the scale) are all negative, about LOWEST to HIGHEST. For this,
+    element 0 of each query and key vector is replaced.
+    """
     query, parts = inputs.query.float(), []
     query[..., 0] = QUERY_COORDINATE
     for keys, values in inputs.parts:
@@ -283,7 +285,7 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors of a call with sinks and LSE for the lengths `lens`. `seed` and `moved` change the data."""
+    """Return the tensors of a case with the lengths `lens`, and with sinks and LSE. `seed` and `moved` select other data."""
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
     sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0

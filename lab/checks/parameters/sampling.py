@@ -17,7 +17,7 @@ SEEDS = 2**30
 
 @dataclass(frozen=True)
 class DrawnPoint:
-    """A random point of a model (a value for each axis), and the function that makes a case from it."""
+    """A random point of a model (a value for each axis), with a seed, and the function that makes a case from both."""
 
     model: Model
     point: Mapping[str, Any]
@@ -29,8 +29,8 @@ class DrawnPoint:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["DrawnPoint"]:
-        """Yield samples with a simpler value of an axis: its default, then smaller numbers, the smallest first. Points that
-        break a rule are left out. Nothing is yielded if the axis has its default.
+        """Yield points that are simpler in one axis: first with its default value, then with smaller numbers, the smallest
+        first. Points that break a rule are left out. If the axis has its default, nothing is yielded.
         """
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
@@ -67,8 +67,8 @@ def samples(
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Return a simpler sample for which `stays_wrong(case)` is still True: values are reset to their defaults, numbers are
-    reduced, and the seed becomes 0 if possible.
+    """Return a simpler point whose case is still wrong, as `stays_wrong(case)` says. Values are reset to their defaults,
+    numbers are reduced, and the seed becomes 0 if possible.
     """
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))

@@ -15,7 +15,7 @@ from lab.workloads.interfaces import Interface
 
 @dataclass(frozen=True)
 class Chosen:
-    """A value for each axis (parameter) of a function's model, and a seed. Base class of `Configuration`."""
+    """A value for each axis (parameter) of a function's model, and the seed of the data. Base class of `Configuration`."""
 
     interface: Interface
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # by axis; default values may be left out
@@ -58,7 +58,7 @@ class HeadDims(str):
 
 
 class Lengths(TextEnum):
-    """How many keys the requests have. LONGER, AS_ROWS and OF_THE_NEXT belong to the ragged call."""
+    """How many keys the requests have. LONGER, AS_ROWS and OF_THE_NEXT are only for the ragged call."""
 
     UNEQUAL = "unequal"
     EQUAL = "equal"
@@ -69,9 +69,9 @@ class Lengths(TextEnum):
 
 
 class Without(TextEnum):
-    """Which requests are empty: without query rows as a value of "offsets", without keys as a value of "lengths".
+    """Which requests of a batch are empty: they have no query rows (a value of "offsets") or no keys (a value of "lengths").
 
-    `requests` returns the indexes of the empty requests for a number of requests.
+    `requests(n)` returns the indexes of the empty requests in a batch of n requests.
     """
 
     FIRST = "none first", lambda count: range(1)
@@ -86,7 +86,7 @@ class Without(TextEnum):
 
 
 class LongestRequest(TextEnum):
-    """Which requests are the longest ones. `requests` returns the indexes of these requests for a number of requests."""
+    """Which requests of a batch are the longest. `requests(n)` returns their indexes in a batch of n requests."""
 
     LAST = "last", lambda count: (count - 1,)
     FIRST = "first", lambda count: (0,)
@@ -106,7 +106,7 @@ def empty_requests(without: Any, requests: int) -> frozenset[int]:
 
 @functools.cache
 def is_outside(place: LongestRequest, without: Any, requests: int) -> bool:
-    """Return True if the longest requests (`place`) are not among the empty ones (`without`), or if all requests are empty."""
+    """Return True if no longest request (`place`) is among the empty ones (`without`), or if all requests are empty."""
     return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 
@@ -154,7 +154,7 @@ class Sinks(TextEnum):
 
 
 class LogitScale(TextEnum):
-    """How `bmm1_scale` is passed: as a number or tensor, with which factor of the usual scale, and in base e or 2."""
+    """How `bmm1_scale`, the scale of the logits, is passed: as a number or tensor, in base e or 2, and times which factor."""
 
     NUMBER = "number", None, 1.0
     TENSOR_1D = "tensor [1]", (1,)
@@ -179,12 +179,14 @@ class LogitScale(TextEnum):
 
     @property
     def query_factor(self) -> float:
-        """Return the factor of the query's elements. With SMALL, products q·k exceed float16's 65,504, and logits are usual."""
+        """Return the factor for the query. With SMALL, products q·k exceed float16's 65,504, and their scaled logits are
+        usual.
+        """
         return 1.0 / self.factor if self is LogitScale.SMALL else 1.0
 
 
 class ValueScale(TextEnum):
-    """How `bmm2_scale` is passed. 0.9 has many mantissa bits, so that a rounded scale gives a wrong result."""
+    """How `bmm2_scale`, the scale of the output, is passed. A rounded 0.9 shows, because it has many mantissa bits."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None
@@ -254,7 +256,7 @@ class KeyOffsets(TextEnum):
 
 
 class Bound(TextEnum):
-    """Which value is passed as an upper bound of lengths, such as `max_kv_len`."""
+    """Which upper bound of lengths is passed as a host number, such as `max_kv_len`."""
 
     OF_THE_TABLE = "of the table"  # the tokens in a row of the page table
     EXACT = "exact"  # the longest length
@@ -332,7 +334,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How the batch of a metadata builder is padded: with requests (slots) of length 0 or 1, or only with query rows."""
+    """How a forward pass's batch is padded: with padding requests (slots) of length 0 or 1, or only with query rows."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0
@@ -344,7 +346,7 @@ class BatchPadding(TextEnum):
 
 
 class Later(TextEnum):
-    """How the second pass of a metadata builder's case differs from the first pass."""
+    """How the second pass of a metadata builder's case differs from the first one."""
 
     SAME = "the same"
     LONGER = "longer"

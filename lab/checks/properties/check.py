@@ -32,7 +32,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """The function, values and level for which a check makes its cases that are not random."""
+    """What a check needs to make its fixed cases: the function to judge, the values of each parameter, and the level."""
 
     interface: Interface  # the function to judge
     ranges: Ranges  # the values that each parameter may have
@@ -97,8 +97,9 @@ class Check:
         return (self.doc or "").split("\n", 1)[0]
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed cases of the check for a function, with the values in `ranges`, at a level. For a check with `more`
-        (K18), return only the cases of the shard; for another check, the cases of all shards.
+        """Return the fixed (not random) cases of the check for a function at a level, with the parameter values in `ranges`.
+        For a check with `more` (K18), return only the cases of the shard (part of a run); for another check, those of all
+        shards.
         """
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
@@ -113,10 +114,10 @@ class Check:
         return [cases[at * len(cases) // count] for at in range(count)]
 
     def draw(self, interface: Interface, ranges: Ranges) -> Iterable[DrawnPoint]:
-        """Return random cases without end; () if `drawn` is None."""
+        """Return random cases for a function, without end; () if the check has none."""
         return () if self.drawn is None else drawn_cases(interface, ranges, self.drawn)
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    """Return a function from a scope to `scope.balanced(smoke, full, seed)`, for `Check.fixed`."""
+    """Return a function for `Check.fixed`. It returns the cases of `Scope.balanced(smoke, full, seed)`."""
     return lambda scope: scope.balanced(smoke, full, seed)

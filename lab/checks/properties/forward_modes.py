@@ -261,9 +261,8 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield further ways to make the calls of a pass, each as (description, function that runs the pass into a given output).
-
-    The ways are: direct calls, and calls that were prepared or planned while query, K and V were zeros.
+    """Yield other ways to make the calls of a pass, each as (name, function that runs the pass and writes a given output):
+    directly, or prepared or planned while query, K and V were zeros.
     """
     if CallForm.PREPARED in run.forms:
         yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))
@@ -274,7 +273,7 @@ def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Calla
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
-    """Run the pass with calls that were prepared or planned while query, K and V were zeros."""
+    """Prepare or plan the calls of a pass while query, K and V are zeros; then run the pass with its real data."""
     tensors = (forward.query, forward.cache.storage)
     held = [tensor.clone() for tensor in tensors]
     for tensor in tensors:

@@ -1,9 +1,9 @@
 """A pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
 
-Each case is one replay sequence: a short series of graph replays, eager passes and overwritten buffers, in a forward mode
-that an engine captures. Each replay must give the metadata of `lab.references.forward_metadata` and the output that is
-computed from the requests' K/V histories, whatever ran before it. On a CPU a replay is simulated: the calls are made again on
-the same buffers.
+Each case is one replay sequence: a short series of graph replays, eager passes and overwritten buffers, in a forward mode that
+an engine captures. Its requests have four K/V lengths: `short`, `edge` (at the end of a page), `across` (one token into a
+page) and `longest`. Each replay must give the metadata of `lab.references.forward_metadata` and the output that is computed
+from the requests' K/V histories, whatever ran before it. On a CPU a replay is simulated: the calls are made again.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (mode, sequence, turn) for the forward modes that run in graphs and the replay sequences. `turn` is a number by
-    which further settings, such as the sliding window, can alternate.
+    """Yield (mode, sequence, turn): forward modes that run in CUDA graphs, and the replay sequences to run in them. A caller
+    alternates further settings, such as the sliding window, by the number `turn`.
 
     The full level has every sequence in every mode, with all numbers of query rows per request and several draft steps. The
     smoke level has each sequence in two modes. Nothing is yielded if the ranges lack bfloat16. `more` are further modes.
@@ -83,7 +83,7 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
-    """Run the replay sequence of a case on new requests and a new graph runner from `make`. Record the first error.
+    """Run the replay sequence of a case on new requests and a new graph runner, which `make` returns. Record the first error.
 
     If the implementation refuses a call at capture, the case is declined. If it refuses a later call with ValueError or
     AssertionError, the case is wrong, because the metadata of a replay has given the call invalid arguments.
@@ -122,8 +122,8 @@ def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
 
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Expect no NaN in the output of the capture, and a right replay of a full batch after it. All requests of a capture are
-    padding requests. In a draft extend, their length is less than their number of query rows.
+    """Expect no NaN in the output of the capture, whose requests are all padding; in a draft extend, they have fewer keys than
+    query rows. Then expect a right replay of a full batch.
     """
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
         yield f"{wrong} output vectors of the capture itself are not finite"
@@ -138,8 +138,8 @@ def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: 
 
 
 def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay a batch of short requests after a batch of long requests. Page tables and running sums still have values of the
-    long batch after the live cells, so that a kernel with a stale length reads wrong tokens.
+    """Replay a batch of short requests after a batch of long ones. Page tables and running sums still have the long batch's
+    values after the cells that the short batch uses, so that a kernel with a stale length reads wrong tokens.
     """
     longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
     yield from _replayed(fixture, longer, shorter)

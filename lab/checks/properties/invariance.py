@@ -45,7 +45,7 @@ Variants = Callable[[CaseRun, CallInputs], Iterator[Variant]]
 
 
 def _cases(scope: Scope) -> Iterator[Any]:
-    """Yield cases for each pair of dtypes, in turn with short requests and with a long first request, which kernels split."""
+    """Yield cases for each pair of dtypes. In some cases, the first request is so long that kernels split its keys."""
     ranges, short = scope.ranges, 3 * scope.ranges.longest + 1
     lengths = (short, *ranges.long_requests[: scope.counted(1, 2)])
     if scope.interface not in PAGED_CALLS:
@@ -69,7 +69,7 @@ def _of_several_rows(scope: Scope) -> Iterator[Any]:
 
 
 def _judge(run: CaseRun, variants: Variants) -> None:
-    """Make the base call of a case and its variants. Record each variant with other bits, and each error beyond its bound."""
+    """Make the base call of a case and its variants. Record each variant with other bits, and errors beyond the bound."""
     inputs = build_ragged(run.case, run.device) if isinstance(run.case, RaggedCase) else run.build()
     truth, found = inputs.truth(), list[tuple[Variant, Result]]()
     held = {} if variants is bounds else {inputs.kv_bound: max(*inputs.kv_lens, 1)}
@@ -140,7 +140,7 @@ def _graphs(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with each backend, and with each value of the arguments that select one of several equivalent kernels."""
+    """Yield the call with each backend, and with each value of the arguments that select among equivalent kernels."""
     values = {name: CHOICES[name] for name in CALL_TYPES[inputs.interface].__dataclass_fields__ if name in CHOICES}
     if "backend" not in inputs.arguments():  # an NVFP4 cache is stored as one backend reads it
         values["backend"] = tuple(FAMILIES[inputs.interface].model(run.ranges).axes["backend"])

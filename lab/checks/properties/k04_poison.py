@@ -31,8 +31,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Make the call with the values that `dead` names (huge or NaN) in all cache entries that no row selects. Expect the bits
-    of the result `expected`.
+    """Make the call while all cache entries that no row selects are huge or NaN, as `dead` says. Expect the bits of the result
+    `expected`.
     """
     inputs = run.build(dead=dead)
     places, entries = inputs.places(), inputs.k_pages.flatten(0, 1)
@@ -44,8 +44,9 @@ def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
 
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Make the call as if an engine had freed the pages before the window of every row. The page table names an unused page of
-    dead values instead. The tokens before the window in the window's first page are huge. Expect the bits of `expected`.
+    """Make the call as if an engine had freed the pages before all windows: the page table names an unused page of huge or NaN
+    values (`dead`) instead. In a window's first page, the tokens before the window are huge. Expect the bits of the result
+    `expected`.
     """
     case = run.case
     inputs = run.build(dead=dead)

@@ -50,7 +50,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Return the case with longer requests in reversed order: twice as many if the seed is odd, otherwise half as many."""
+    """Return the case with longer requests in reversed order; with an odd seed twice as many requests, else half as many."""
     count = len(case.kv_lens)
     keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))
@@ -58,7 +58,7 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
 
 
 def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
-    """Record an error for each buffer in `counters` (by name) that is not zero. `what` names the call that was made."""
+    """Record an error for each of these buffers of counters that is not zero after a call. `what` names the call."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
@@ -68,8 +68,8 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
     """Repeat a call with scratch full of NaN, and with scratch full of large values. Expect the bits of the result `first`.
 
-    Return the scratch: the part of the call's workspace that was overwritten. `counts` says whether the workspace begins with
-    counters of the kernel, which are not overwritten.
+    Return the scratch: the part of the call's workspace whose contents do not matter. `counts` says whether the workspace
+    begins with counters of the kernel, which are no scratch.
     """
     scratch = scratch_of(call.given["workspace_buffer"], counts)
     for what in filled(scratch):
@@ -78,8 +78,8 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
-    """Return the part of a workspace whose contents may not change a result, after a call with the workspace: the bytes after
-    the counters, or all bytes if the kernel keeps no counters in the workspace (`counts`) and wrote to the first bytes.
+    """Return the scratch of a workspace, whose contents may not change a result: the bytes after the counters. If the kernel
+    keeps no counters there (not `counts`) and has written to the first bytes, return the whole workspace.
     """
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not counts and semaphores.any() else scratch
@@ -93,8 +93,8 @@ def filled(scratch: Tensor) -> Iterator[str]:
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Repeat a call with a new workspace. Expect the bits of the result `first`, and no write to `scratch`, a part of the
-    call's earlier workspace.
+    """Repeat a call with another workspace. Expect the bits of the result `first`, and that the call does not write to
+    `scratch`, a part of the workspace that it had before.
     """
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))

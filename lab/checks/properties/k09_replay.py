@@ -72,8 +72,8 @@ def _of_two_pools(scope: Scope) -> Iterator[Configuration]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Return the case with at least as many keys in each request as the largest number of query rows. A decode call whose
-    seed is a multiple of 3 gets cum_seq_lens_q.
+    """Return the case with enough keys in each request that its query rows may be exchanged. A decode call whose seed is a
+    multiple of 3 gets cum_seq_lens_q.
     """
     offsets = case.offsets or (case.interface is not AttentionCall.CONTEXT and case.seed % 3 == 0)
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
@@ -105,7 +105,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Judge a captured call in replays of several batches, and calls that are made eagerly, prepared or planned.
+    """Judge a captured call in replays of several batches, and the same call made eagerly, prepared or planned.
 
     Args:
         run: the run of the case.
@@ -153,14 +153,14 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
 
 def maker_of(run: CaseRun, case: Any) -> Make:
-    """Return a function (lens, seed, moved) that returns the tensors of a case with these lengths, other data and, if `moved`,
+    """Return a function (lens, seed, moved) that builds the tensors of a case with other lengths, other data and, if `moved`,
     other pages. The tensors include sinks and a mask if the function has these arguments.
     """
     return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the optional arguments and the forms of arguments, such as a mask, that a case tries. The seed selects some."""
+    """Return the optional arguments (such as a mask) and forms of arguments that a case tries. Its seed selects some."""
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
@@ -202,7 +202,7 @@ def _short(room: Lens, waits: bool) -> Lens:
 
 
 def shrunk(room: Lens) -> Lens:
-    """Return lengths with the numbers of query rows reversed, and half the numbers of keys, but at least one key per row."""
+    """Return the lengths of a batch with the query rows in reversed order and half the keys, but at least one key per row."""
     q_lens = room.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in room.kv_lens))), q_lens)
 
@@ -214,7 +214,7 @@ def another(room: Lens) -> Lens:
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes a call eagerly with the same tensors. A refusal after the first call is a failure."""
+    """Return a function that makes a call eagerly, with the same tensors each time. A later refusal counts as a failure."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
@@ -244,7 +244,7 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Prepare or plan a call once, and return a function that makes the call in this form."""
+    """Prepare or plan a call once, as `form` says, and return a function that makes the prepared call."""
     ready = run.prepare(form, call.interface, call.given)
 
     def make() -> Result:
@@ -280,14 +280,14 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Copy a batch into the tensors, replay, and expect the output and LSE of the batch. Return copies of both."""
+        """Copy a batch into the call's tensors, replay, and judge the output and LSE. Return copies of both."""
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Copy a batch into the tensors, and make the call eagerly. The host bound of the keys (max_seq_len or max_kv_len) is
-        the longest length of the batch. Expect the output of the batch.
+        """Copy a batch into the call's tensors, and make the call eagerly with the smallest host bound of the keys
+        (max_seq_len or max_kv_len): the longest length of the batch. Judge the output.
         """
         self._load(batch)
         self._clear_out()
@@ -296,12 +296,12 @@ class Replay:
         self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
     def of(self, batch: BuiltCall) -> Result:
-        """Copy a batch into the tensors, replay, and return copies of the output and LSE."""
+        """Copy a batch into the call's tensors, replay, and return copies of the output and LSE."""
         self._load(batch)
         return self.again()
 
     def again(self) -> Result:
-        """Replay the batch that is in the tensors, and return copies of the output and LSE."""
+        """Replay without copying a batch, and return copies of the output and LSE."""
         self._clear_out()
         call = self.run.note_call(self.call.interface, self.call.given)
         out, lse, _ = self._replay().leading(self._rows)
@@ -312,7 +312,7 @@ class Replay:
             unwritten(out)
 
     def _load(self, batch: BuiltCall) -> None:
-        """Copy the tensors of a batch into the beginning of the call's tensors. Equal tensors are not written."""
+        """Copy a batch into the beginning of the call's tensors. Tensors that are equal already are not written."""
         self._rows = batch.rows
         for name, new in batch.given.items():
             if name not in KEPT:
@@ -326,7 +326,7 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 def _overwrite(kept: Tensor, new: Tensor) -> None:
-    """Copy `new` into the beginning of `kept`, unless both are equal there."""
+    """Copy `new` into the beginning of `kept` along each axis, unless this part is equal already."""
     if new.dtype.itemsize == 1:  # float8 has no comparison
         kept, new = kept.view(torch.uint8), new.view(torch.uint8)
     part = kept[tuple(map(slice, new.shape))]

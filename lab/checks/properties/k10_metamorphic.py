@@ -75,8 +75,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Make the call with the same keys in other pages, page sizes and layouts. Expect results within the bound, not equal
-    bits: a kernel may sum pages in another order.
+    """Make the call with the same keys in other pages, page sizes and layouts. Expect results within the error bound, not
+    equal bits: a kernel may add the pages in another order.
     """
     for variant in chain([other_pages(run)], page_sizes(run)):
         # In some cases the page size decides which keys rows see, and where needles are.
@@ -92,7 +92,7 @@ def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
 
 
 def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:
-    """Return True if two calls have the same query, keys and values, and `inputs` selects no pages or entries."""
+    """Return True if two calls have the same query, keys and values, and the rows of `inputs` see all pages and entries."""
     if not isinstance(inputs, AttentionInputs) or inputs.selected is not None or inputs.seen is not None:
         return False
     sides, of_other = ([each.query, *chain(*each.histories)] for each in (inputs, other))
@@ -105,7 +105,7 @@ def other_pages(run: CaseRun) -> Variant:
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of each size in the ranges, and with 128 also of `LARGE_PAGE` tokens."""
+    """Yield the call with the same keys in pages of each size in the ranges, and of `LARGE_PAGE` tokens if 128 is one."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)
@@ -131,7 +131,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return an equal tensor with gaps in memory: large values, more than one row of them, follow each row."""
+    """Return an equal tensor whose rows have gaps in memory between them. A gap is longer than a row and has large values."""
     rows = tensor.flatten(1)
     large = torch.finfo(E4M3).max if tensor.dtype == E4M3 else 2**15
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), large, dtype=tensor.dtype, device=tensor.device)
@@ -140,7 +140,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """Return an equal tensor of pages with gaps in memory: a page of zeros follows each page."""
+    """Return an equal tensor of pages with gaps in memory between them. A gap is a page of zeros."""
     return torch.stack((pages, torch.zeros_like(pages)), dim=1)[:, 0]
 
 
@@ -163,7 +163,7 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with other bounds of lengths on the host (such as max_seq_len), and with wider page tables."""
+    """Yield the call with other host bounds of lengths (such as max_seq_len), and with wider page tables."""
     longest = max(*inputs.kv_lens, 1)
     room = longest if isinstance(inputs, RaggedInputs) else inputs.max_seq_len
     for value in (longest, 4 * room):
@@ -175,7 +175,7 @@ def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make the call with windows that hide no key, and with sinks of minus infinity. Expect the output without them."""
+    """Make the call with windows that hide no key, and with sinks of minus infinity. Expect the same output as without them."""
     if not run.case.has_window_argument:
         return
     longest = max(max(run.case.kv_lens), 1)

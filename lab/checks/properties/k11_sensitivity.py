@@ -74,9 +74,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
-    """Return changes of optional arguments, by a name for reports. A change is a pair: the new arguments, and the rules by
-    which the expected result is computed then (such as the scale). Windows and sinks are changed only if the ranges have
-    them.
+    """Return changes of optional arguments, each by a name for reports. A change is a pair: the new arguments, and the rules
+    (such as the scale) by which its expected result is computed. Windows and sinks are changed only if the ranges have them.
     """
 
     def both(**changes: Any) -> Change:
@@ -121,19 +120,19 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a negative bmm1_scale. The smallest product q·k then has the largest weight. exp overflows in a kernel that takes
-    the largest product as the maximum.
+    """Return a negative bmm1_scale. Then the smallest product q·k has the largest weight, and exp overflows in a kernel that
+    takes the largest product as the maximum.
 
     The usual scale is multiplied by -25, or by -8 if the kernel rounds Q to e4m3. With -25, this rounding could give another
-    key the largest weight: plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error
-    of plain torch is at most 0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh
-    all keys.
+    key the largest weight: plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error of
+    plain torch is at most 0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh all
+    keys.
     """
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
-    """Return the case with the query rows of a masked draft in each request. The first request has no keys before its draft."""
+    """Return the case with as many query rows per request as a masked draft. The first request has no keys before its draft."""
     rows = run.ranges.masked_rows
     q_len = rows[run.case.seed % len(rows)]
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
@@ -141,7 +140,7 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return the arguments `sinks` and `window_left`, each by its text for reports, if the ranges have sinks or windows."""
+    """Return arguments with sinks, and with a window, if the ranges have them. The keys are words such as " with sinks"."""
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:
         found[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
@@ -151,7 +150,7 @@ def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[s
 
 
 def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make calls with unequal numbers of query rows per request (cum_seq_lens_q): plain, with sinks, and with a window; each
+    """Judge calls with unequal numbers of query rows per request (cum_seq_lens_q): plain, with sinks, and with a window; each
     with and without the LSE.
     """
     case = run.case
@@ -183,7 +182,7 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs, changes: dict[str, Any]) -> None:
-    """Request the LSE in base e by these arguments, as a return value and in a given `lse` tensor."""
+    """Request the LSE in base e by the arguments `changes`. Judge it as a return value and in a given `lse` tensor."""
     what, truth = ", ".join(f"{name}={value!r}" for name, value in changes.items()), inputs.truth()
     result = run.vary(what, inputs, return_lse=True, **changes)
     if result is None:
@@ -208,9 +207,7 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
-    """Run the implementation without a mask, with each kind of draft mask, and with a tree mask combined with the LSE, with
-    sinks or with a window.
-    """
+    """Judge calls without a mask, with each kind of draft mask, and with a tree mask and the LSE, sinks or a window."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, inputs.truth())

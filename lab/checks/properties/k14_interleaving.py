@@ -80,8 +80,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _one_by_one(run: CaseRun) -> None:
-    """Judge a call A, then calls B that differ from A in one argument, then A again. The attention calls B have the tensors
-    of A for all equal arguments. A refused call is not recorded, because check K18 reports what is declined.
+    """Judge a call A, then calls B that each differ from A in one argument, then A again. B has A's tensors for all equal
+    arguments of an attention call. A refused call B is not recorded, because check K18 reports what is declined.
     """
     first, model = run.case, MODELS[run.case.interface](run.ranges)
     built = built_call(first, run.ranges, run.device) if first.interface in FAMILIES else None
@@ -106,8 +106,8 @@ def _one_by_one(run: CaseRun) -> None:
 
 
 def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
-    """Judge the configuration `run.case` like check K18. An attention call uses the tensors of `first` for equal arguments.
-    `what` precedes the sentences about errors.
+    """Judge the call that `run.case` describes, with the tensors of the call `first` where arguments are equal; without a
+    `first`, with new tensors. Error messages begin with `what`.
     """
     known = len(run.wrongs)
     if first is None:
@@ -120,8 +120,8 @@ def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
 
 
 def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
-    """Make calls of several inputs at the same time, each on its own stream with its own workspace. Expect the bits of the same
-    calls without concurrency.
+    """Make the calls of two or more inputs at the same time, each on its own stream with its own workspace. Expect the same
+    bits as from calls one after another.
     """
     calls = [(each, each.arguments(), torch.cuda.Stream(run.device)) for each in inputs]
     results = [run.again(each, **arguments) for each, arguments, _ in calls]
@@ -166,7 +166,7 @@ def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, At
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:
-    """Return the value after `value` in a tuple; the first value if `value` is the last or not in the tuple."""
+    """Return the value after `value` in a tuple, which is cyclic; the first value if `value` is not in it."""
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 

@@ -55,8 +55,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any], forward: EnginePass) -> None:
-    """Build the metadata of a pass from int32 lengths, which a builder could store without a copy. Then change the batch and
-    the pool in place, as an engine does for its next pass. Expect that the metadata does not change.
+    """Build the metadata of a pass from int32 lengths, which a builder could keep without a copy. Then change the batch and
+    pool in place, as an engine does for its next pass. Expect that the metadata does not change.
     """
     names = ("seq_lens", "req_pool_indices")
     of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
@@ -66,7 +66,7 @@ def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any]
 
 
 def expect_attention(run: CaseRun, forward: EnginePass) -> None:
-    """Expect that reference attention with the metadata of a pass gives the output that the requests' K/V histories give."""
+    """Run reference attention with the metadata of a pass. Expect the output that follows from the requests' K/V histories."""
     out, what = forward.new_out(), "attention by this metadata"
     if run.expect_readable(what, partial(forward.run, references, out)):
         run.expect_close(what, Result(forward.rows_of_requests(out), None), forward.truth())

@@ -51,7 +51,7 @@ E4M3_QUERIES = DtypePair("e4m3/e4m3")  # a value of the axis "dtypes"
 
 
 class UsualRanges(Ranges):
-    """Ranges without the unusual values that K18 adds to default ranges. Kernels for common sizes decline many of these."""
+    """Parameter values without the unusual ones that K18 adds to default ranges and that kernels often decline."""
 
     def widened(self, name: str) -> tuple[Any, ...]:
         values: tuple[Any, ...] = getattr(self, name)
@@ -82,7 +82,7 @@ def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> 
 
 
 def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    """Return the model of a function with the shard (part of the run) whose combinations of values are to be covered."""
+    """Return the model (parameters with their values) of a function, restricted to the goals of a shard (part of the run)."""
     model = MODELS[interface](ranges)
     return model if shard == model.shard else replace(model, shard=shard)
 
@@ -90,8 +90,8 @@ def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
 def _with_declined_values(
     interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that combine each value that was only declined with every value that was judged. If an axis has no judged
-    value, yield cases that cover all pairs and declared triples instead.
+    """Yield cases that combine each value that was always declined so far with every value that was judged. If an axis has no
+    judged value, yield cases that contain all pairs and declared triples instead.
     """
     model = _model(interface, ranges, shard)
     judged, declined = tuples_by_outcome(model, verdicts)
@@ -109,8 +109,9 @@ def _with_declined_values(
 def _left_in_circumstances(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases for the values that were judged, but not yet in each circumstance: a case that was declined for one of its
-    values has tested none of them. At most `chosen` axes of a case differ from their default; None: the circumstance's number.
+    """Yield cases for values that were judged, but not in each circumstance (such as long requests), because a case was
+    declined for another of its values. At most `chosen` axes of a case differ from their default; None: the circumstance's own
+    number.
     """
     model = _model(interface, ranges, shard)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
@@ -124,8 +125,8 @@ def _left_in_circumstances(
 def _again(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain the shard's pairs and triples of judged values that no judged case contains yet. At
-    most `chosen` axes of a case differ from their default; None for all axes.
+    """Yield cases that together contain all pairs and triples of judged values that no judged case contains yet. At most
+    `chosen` axes of a case differ from their default; None for all axes.
     """
     if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
         taken, goals = found
@@ -135,8 +136,8 @@ def _again(
 def _alone(
     interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield one case for each of the shard's pairs and triples of judged values that no judged case contains yet, with all
-    other axes at their default. A triple is left out if one of its pairs gets a case.
+    """Yield a case for each pair and triple of judged values that no judged case contains yet, with all other axes at their
+    default. A triple is left out if one of its pairs gets a case.
     """
     if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
         taken, goals = found
@@ -153,7 +154,7 @@ def _usual_model(interface: Interface, ranges: Ranges) -> Model:
 def _usual_values(
     interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases of only usual values (`UsualRanges`) that together contain each usual value that was not judged yet."""
+    """Yield cases that together contain each usual value (`UsualRanges`) that was not judged yet, and no unusual value."""
     usual = _usual_model(interface, ranges)
     judged, _ = tuples_by_outcome(MODELS[interface](ranges), verdicts)
     points = usual.covering(ranges.seed, [goal for goal in usual.values() if goal not in judged])
@@ -163,9 +164,9 @@ def _usual_values(
 def _left_values(
     chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain each value that no judged case contains so far, and each usual size with e4m3
-    queries if the kernel takes these. At most `chosen` values of a case are not defaults. The first value that the kernel
-    takes replaces a default that it declines.
+    """Yield cases that together contain each value that no judged case contains yet, and each usual size with e4m3 queries if
+    the kernel accepts these. At most `chosen` values of a case are not defaults. If the kernel declines a default, the first
+    value that it accepts replaces it.
     """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)
@@ -183,14 +184,14 @@ def _left_values(
 
 
 def _e4m3_queries_with_sizes(model: Model) -> Iterator[Values]:
-    """Yield the pairs of e4m3 queries with a size of a head or of a page."""
+    """Yield pairs of values: e4m3 queries together with each head dimension and each page size."""
     for name in ("head_dims", "head_dim", "page_size"):
         yield from ((("dtypes", E4M3_QUERIES), (name, size)) for size in model.axes.get(name, ()))
 
 
 def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:
-    """Return the cases sorted by their number of multiplications of Q·K^T, without cases of more than `most`. Only cases of
-    paged calls are sorted and left out.
+    """Sort cases by the number of multiplications in Q·K^T, and leave out those above `most`. Cases without a paged call count
+    as 0.
     """
 
     def num_products(case: Configuration) -> int:
@@ -206,8 +207,8 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float 
 def _new_cases(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield a case for each point, without cases that have a verdict and without repeated cases. Cases that differ only in
-    their seed count as equal.
+    """Yield a case for each point, except cases that have a verdict and repeated cases. Cases that differ only in their seed
+    are equal.
     """
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
     for case in _numbered(interface, ranges, points):
@@ -217,7 +218,7 @@ def _new_cases(
 
 
 def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
-    """Yield random cases of values that were judged. At least two axes of a case get random values."""
+    """Yield random cases without end, of values that were judged. At least two axes of a case get random values."""
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"
         yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)

@@ -99,7 +99,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _between(parts: Parts, starts: Sequence[int], ends: Sequence[int]) -> Parts:
-    """Return the keys and values of each request from position `starts[request]` to before `ends[request]`."""
+    """Return the keys and values of each request from position `starts[request]` to `ends[request]`, which is excluded."""
     return [
         (keys[:end][start:], values[:end][start:])
         for (keys, values), start, end in zip(parts, starts, ends, strict=True)
@@ -111,7 +111,7 @@ def _call(inputs: RaggedInputs) -> GivenCall:
 
 
 class _Backend:
-    """The prefill calls that a serving engine's MLA backend makes for the requests of a case."""
+    """An MLA backend as in a serving engine. It makes the prefill calls for the requests of a case."""
 
     def __init__(self, run: CaseRun) -> None:
         case = self.case = run.case
@@ -132,7 +132,7 @@ class _Backend:
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
-        """Compute the causal attention of the new tokens over the new tokens.
+        """Compute causal attention of the new tokens' query rows over the keys of the new tokens.
 
         Args:
             query: the query rows of all new tokens.
@@ -147,8 +147,8 @@ class _Backend:
         return as_result(call(), AttentionCall.RAGGED_CONTEXT)
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
-        """Compute the attention of the new tokens over all keys: merge the result over the new tokens with the results over the
-        chunks of the prefix. The engine's planner makes the chunks.
+        """Compute attention of the new tokens' query rows over all keys: merge the result over the new tokens with results
+        over chunks of the prefix, which the engine's planner makes.
 
         Args:
             query: the query rows of all new tokens.
@@ -177,7 +177,7 @@ class _Backend:
 
 
 def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
-    """Make the call with one changed argument after another (scales, window, sinks, out). Expect the documented effect."""
+    """Make the call with changed scales, window, sinks or `out`, one change at a time. Expect the documented effect."""
     case, scale = run.case, 0.7 * run.case.softmax_scale
     tensor = torch.tensor([scale], dtype=torch.float32, device=run.device)
     sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
@@ -203,8 +203,8 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
 
 
 def _workspaces(run: CaseRun, call: GivenCall) -> None:
-    """Repeat a call after its workspace was overwritten, and after calls with another workspace. Expect equal bits, counters of
-    zero after each call, and no write to a workspace that was not passed.
+    """Repeat a call after its workspace was overwritten, and after a call with another workspace. Expect equal bits, counters
+    that are zero again, and no write to a workspace that the call did not get.
     """
     query = torch.cat((call.given["query"], call.given["query"][:2]))  # two more padding rows, for a new shape
     workspace = new_workspace(run.device)

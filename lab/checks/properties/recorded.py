@@ -51,7 +51,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
-    """Return a sentence for each documented failure of FlashInfer's XQA on SM90 that may explain the wrong output of a call."""
+    """Return a sentence for each documented failure of FlashInfer's XQA on SM90 that may explain a wrong recorded output."""
     if call.function is not AttentionCall.DECODE or not call.versions.get("flashinfer"):
         return []
     lens, found = list(zip(problem.q_lens(), problem.kv_lens(), strict=True)), list[str]()
@@ -64,7 +64,7 @@ def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
 
 
 def _result(run: CaseRun, call: RecordedCall) -> Result:
-    """Return the output and LSE to judge, on the CPU: the recorded ones if `run.implementation` is OUTPUTS, else the ones that
+    """Return the output and LSE to judge, on the CPU: the recorded ones if `run.implementation` is OUTPUTS, else those that
     the implementation computes from the recorded inputs. Raise KernelError if the recorded call raised or did not return.
     """
     interface: AttentionCall = run.case.interface
@@ -83,5 +83,5 @@ RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, in
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:
-    """Return R1, the check of recorded calls, with these calls as cases."""
+    """Return the check R1 (recorded calls) with these calls as its cases."""
     return replace(RECORDED_CALLS, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])

@@ -20,7 +20,7 @@ def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A call that differs from a base call in one factor."""
+    """A call that differs from a base call in one factor, such as the batch size. Its rows should have equal results."""
 
     what: str  #: the difference in words, such as "request 0 alone"
     inputs: CallInputs  #: the tensors of the call
@@ -38,7 +38,7 @@ def part(
     rows: Sequence[range] | None = None,
     kv_lens: Sequence[int] | None = None,
 ) -> Variant:
-    """Return the variant that has only some requests of a call, in any order, or only some rows of the requests.
+    """Return a variant with a part of the base call: some requests, in any order, or some query rows of the requests.
 
     Args:
         inputs: the tensors of the base call.

@@ -27,7 +27,7 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Choose up to `AUDITED` RIGHT verdicts of each function at random, and give their cases new secret seeds."""
+    """Choose up to `AUDITED` right verdicts of each function at random, and give their cases new, secret seeds."""
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -41,10 +41,10 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Yield the audit's verdicts on some right cases among `verdicts`. Once `is_over` returns True, only the first is audited.
+    """Audit some of the right cases in `verdicts`, and yield the audit's verdicts. Once `is_over` returns True, stop after the
+    first.
 
-    If a worker reports for every case that the lab cannot judge it, the last verdict is FAILED: nothing confirms the right
-    cases.
+    If the lab could judge no case of the audit, the last verdict is FAILED, because nothing confirms the right cases.
     """
     is_confirmed, again = False, chosen(verdicts)
     for number, verdict in enumerate(again, 1):
@@ -58,8 +58,8 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case in a worker. If it is right, judge the same output again in a process without the kernel's code. If the
-    kernel now declines the case, which was right before with other data, the outcome is DISHONEST.
+    """Judge a case with new data in a worker. If it is right, judge the same output again in a process without the kernel's
+    code. If the kernel declines the case, the outcome is DISHONEST, because it was right with other data.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:
@@ -70,9 +70,10 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput | None) -> Judged:
-    """Compare the output that a worker saved with the expected output of the case. Without an output the outcome is
-    DISHONEST, or DECLINED if the output is too large to be sent. The lab cannot judge the case if the memory does not suffice
-    for the expected output, which is computed before the saved one is read.
+    """Compare the output that a worker saved with the expected output of the case.
+
+    Without an output, the outcome is DECLINED if the output is too large to be sent, else DISHONEST. It is DECLINED by the lab
+    if the memory does not suffice for the expected output.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)

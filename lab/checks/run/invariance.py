@@ -19,7 +19,7 @@ from lab.ranges import text_of
 
 
 class Answer(NamedEnum):
-    """What happens to the bits of an output if a factor, such as the batch size, changes. The worst answer is first."""
+    """How the bits of an output depend on a factor, such as the batch size. The worst answer is first."""
 
     WRONG = "wrong"  # a result exceeds its bound, or a call failed
     WITHIN = "within the bound"  # the bits differ, and every result is within its bound
@@ -29,7 +29,7 @@ class Answer(NamedEnum):
 
     @classmethod
     def of(cls, verdict: CaseVerdict) -> "Answer":
-        """Return the answer of one case by its verdict."""
+        """Return the answer that the verdict on one case gives."""
         if verdict.outcome in BROKEN:
             return cls.WRONG
         if verdict.outcome is Outcome.DECLINED:
@@ -39,8 +39,8 @@ class Answer(NamedEnum):
 
 @dataclass(frozen=True)
 class Dependence(CheckSummary):
-    """The verdicts on one factor, such as the batch size, for one function and one pair of dtypes. `check` is the key of the
-    factor.
+    """How the bits of one function's outputs, for one pair of dtypes, depend on one factor, such as the batch size. `check` is
+    the key of the factor.
     """
 
     dtypes: str  # dtypes of query and keys, such as "bf16/e4m3"
@@ -55,17 +55,17 @@ class Dependence(CheckSummary):
 
     @property
     def required_answer(self) -> Answer:
-        """Return the answer for a factor that must not change bits: NOT_TRIED instead of SAME if some cases were not tried."""
+        """Return the answer for a factor that must not change bits: NOT_TRIED instead of SAME if a case was not tried."""
         not_tried = self.answer is Answer.SAME and self.answers[Answer.NOT_TRIED]
         return Answer.NOT_TRIED if not_tried else self.answer
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference between outputs, in units in the last place of the vector's largest element."""
+        """Return the largest difference between two outputs, in units in the last place of the largest element of a vector."""
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
     def smallest(self, answer: Answer) -> CaseVerdict | None:
-        """Return the verdict with this answer on the case with the fewest keys; None if there is no such case."""
+        """Return the verdict with this answer whose case has the fewest keys; None if no case has this answer."""
         found = (verdict for verdict in self.verdicts if Answer.of(verdict) is answer)
         return min(found, key=lambda verdict: (sum(verdict.case.kv_lens), verdict.case.head_dim), default=None)
 
@@ -84,7 +84,7 @@ class Dependence(CheckSummary):
 
 @dataclass(frozen=True)
 class Invariance:
-    """The report of one run over factors, and the keys of the factors that are required to change no bit."""
+    """The report of a run over factors, and the keys of those factors that are required to change no bit of an output."""
 
     report: Report
     required: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return each required factor whose answer is not SAME, for functions and dtypes that the kernel accepts."""
+        """Return the required factors whose answer is not SAME, for functions and dtypes that the kernel accepts."""
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)
@@ -115,7 +115,7 @@ class Invariance:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return the exit status of the report, or WRONG if a required factor changes bits or was not tried."""
+        """Return the report's exit status, but WRONG if a required factor changes bits or was not tried."""
         status = self.report.exit_status
         is_over = status in (ExitStatus.REFUSED, ExitStatus.INTERRUPTED)
         is_unmet = self.unmet or (status is ExitStatus.DONE and self.without_cases)
@@ -130,11 +130,11 @@ class Invariance:
 def invariance(
     implementation: Any, *, factors: Sequence[str] = (), require: Sequence[str] = (), **settings: Any
 ) -> Invariance:
-    """Find out which bits of an implementation's outputs depend on the batch size, the workspace and so on (`FACTORS`).
+    """Find out on which factors, such as the batch size or the workspace, the bits of an implementation's outputs depend.
 
     Args:
         implementation: as in `judge`.
-        factors: keys of the factors to try; all if empty.
+        factors: keys of the factors to try, from `FACTORS`; all if empty.
         require: keys of the factors that must not change a bit. They are tried too.
         settings: other settings of `judge`, such as `level`, `ranges` and `functions`.
 

@@ -222,8 +222,8 @@ def _refusals(given: Sequence[type[BaseException]] | RefusalNames | None) -> Ref
 
 
 def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
-    """Return the names of the refusals in a report, or None. Raise ReportError for a name outside the kernel's package and
-    Python, because the report's file must not decide which modules are imported.
+    """Return the names of exceptions that count as refusals in a report, or None. Raise ReportError for a name outside Python
+    and the package of `kernel`, because a report's file must not decide which modules are imported.
     """
     names = list(map(str, read_record(path).get("refusals") or ()))
     own = kernel.partition(":")[0]
@@ -280,9 +280,8 @@ def _offered(
     refusals: Refusals | RefusalNames | None,
     settings: tuple[Any, ...],
 ) -> tuple[list[Interface], Report]:
-    """Return the wanted functions that an implementation has, and `report` with the fields `refusals` and `run`. `run` is a
-    digest of the sources, `settings` and the fields of the report; it is "" unless the implementation is given by name
-    (`is_named`).
+    """Return the wanted functions that an implementation has, and `report` with its fields `refusals` and `run`. `run` is a
+    digest of the sources and all settings; it is "" unless the implementation is given by name (`is_named`).
 
     Raises:
         ValueError: the implementation has none of the wanted functions.
@@ -327,15 +326,15 @@ def _check_settings(
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
-    """Return the name of an implementation, and the implementation. Import it if `implementation` is a name."""
+    """Return (name, implementation). If `implementation` is a name, import it."""
     if isinstance(implementation, str):
         return implementation, load(implementation)
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
 
 
 def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that `only` names by key or name, in the order of keys, and then the `Check` objects in it. Return all
-    checks if `only` is empty.
+    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in it. If
+    `only` is empty, return all checks.
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
@@ -351,7 +350,7 @@ def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
 
 
 def _of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the level, check or function (`kind`) that is called `name`. Raise ValueError if there is none."""
+    """Return the key of `named`, a check for example (`kind`), that has this name. Raise ValueError if there is none."""
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
             return each

@@ -29,7 +29,7 @@ Condition = Callable[[Any, str], bool]
 
 
 class FailingKernel(NamedTuple):
-    """A kernel that fails, on one kind of GPU and in some releases."""
+    """A kernel with a known failure: its implementations, the GPU on which it fails, and the releases in which it does."""
 
     implementations: tuple[str, ...]  #: names of implementations that run the kernel
     #: (major, minor) of the GPU on which it failed, because other GPUs run other kernels; None: a CPU
@@ -38,14 +38,14 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if the installed release is one of `releases`. A local version suffix, such as "+cu130", is ignored."""
+        """Return True if one of the failing releases is installed. A local version suffix, such as "+cu130", is ignored."""
         release = release_of(self.package) if self.package else ""
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """An entry for a known failure: a kernel, and conditions on the cases and error sentences that the failure explains."""
+    """A known failure of a kernel: the checks that show it, and conditions on the cases and error sentences it explains."""
 
     kernel: FailingKernel  #: the kernel that fails
     checks: tuple[str, ...]  #: keys of the checks that show the failure, such as "K2"
@@ -53,7 +53,7 @@ class KnownFailure:
     where: tuple[Condition, ...] = ()  #: conditions on the case and the sentence, which must all hold
 
     def explains(self, case: Any, sentence: str) -> bool:
-        """Return True if this failure explains an error sentence of a case: the pattern matches, and all conditions hold."""
+        """Return True if this failure explains an error sentence: it matches the pattern, and all conditions are true."""
         return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
 
 
@@ -67,7 +67,7 @@ def known(
     capability: Capability | None,
     release_of: Callable[[str], str | None] = version_of,
 ) -> CaseVerdict:
-    """Return the verdict, with the outcome KNOWN if known failures explain all sentences about its errors.
+    """Return the verdict, changed to KNOWN if it is WRONG and known failures explain all its error sentences.
 
     Args:
         verdict: the verdict on a case.
@@ -97,35 +97,36 @@ def known(
 
 
 def wrong_requests(sentence: str) -> list[int]:
-    """Return the indices of the wrong requests that a sentence lists, as in "of requests [0, 3]"; [] if it lists none."""
+    """Return the indices of wrong requests in an error sentence, from words such as "of requests [0, 3]"; else []."""
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
 def has_heads_without_pages(case: Any, _: str) -> bool:
-    """Return True if some K/V heads of a block-sparse call select no page of a request."""
+    """Return True if the case is a block-sparse call in which some K/V heads of a request select no page."""
     return getattr(call_of(case), "head_pages", None) is HeadPages.SOME_NONE
 
 
 def call_of(case: Any) -> Any:
-    """Return the attention case that a `Configuration` (a value for each parameter) describes; another case unchanged."""
+    """Return the attention case of a `Configuration` (a value for each parameter). Return any other case unchanged."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
 def of_case(holds: Callable[[AttentionCase], bool]) -> Condition:
-    """Return the `Condition` that `holds` is true for the attention case. It ignores the sentence."""
+    """Return a `Condition` that is true if `holds` is true for the attention case. It does not read the error sentence."""
     return lambda case, sentence: holds(call_of(case))
 
 
 def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
-    """Return the `Condition` that `is_so(case, request)` is true for at least one request of the case."""
+    """Return a `Condition` that is true if `is_so(case, request)` is true for at least one request of the case."""
     return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
-    """Return the `Condition` that `is_so(case, request)` is true for each request that the sentence lists as wrong.
+    """Return a `Condition` that is true if `is_so(case, request)` is true for each request that the error sentence lists as
+    wrong.
 
-    If the sentence lists no request, the condition is false, or with `some_if_unnamed` the condition of `some_request`.
+    If the sentence lists no request, the condition is false; with `some_if_unnamed`, it is then that of `some_request`.
     """
 
     def holds(case: Any, sentence: str) -> bool:
@@ -147,7 +148,7 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Return True if a request has fewer keys than rows, but at least 32 keys: FA2 omits the causal mask for whole tiles."""
+    """Return True if a request has at least 32 keys, but fewer than rows. FA2 then omits the causal mask for whole tiles."""
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 
@@ -170,8 +171,8 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with several query rows per request, according to the case or, for check
-    K11 (sensitivity), to words such as "mask of 4 rows" in the sentence.
+    """Return True if the wrong call is a decode call with several query rows per request. The case says so or, in check K11
+    (sensitivity), words such as "mask of 4 rows" in the error sentence.
     """
     mode = getattr(case, "mode", None)
     if mode is not None:  # a forward pass or a graph replay
@@ -198,7 +199,7 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """Return True if the draft mask hides the own key of each row, and no wrong request has keys before its draft."""
+    """Return True if the draft mask hides each row's own key, and the wrong requests have no keys before the draft."""
     hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
     only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
     return hides and only_rows(case, sentence)
@@ -238,7 +239,7 @@ def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
 
 
 def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
-    """Return the kernel of a package's release on SM90. `peers` are the modules of `lab.kernels.peers` that call the kernel."""
+    """Return a package's kernel in this release on SM90. `peers` are the modules of `lab.kernels.peers` that call it."""
     return FailingKernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
 
 

@@ -33,7 +33,7 @@ def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
 
     Args:
         paths: the reports of all shards, in any order.
-        out: the file to which the report will be written. Its verdicts name this file.
+        out: the file to which the caller will write the report; the verdicts name it.
 
     Raises:
         ReportError: a file is no report of a shard, the reports are not of one run, a shard is missing or occurs twice, or the
@@ -70,7 +70,7 @@ def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any
 
 
 def _badness(verdict: CaseVerdict) -> tuple[int, float]:
-    """Return a sort key that is largest for the worst verdict: first by outcome, then by the ratio of error to bound."""
+    """Return a sort key that is largest for the worst verdict: by outcome, then by the ratio of error to bound."""
     return -WORST_FIRST.index(verdict.outcome), verdict.judged.worst_ratio
 
 

@@ -9,8 +9,8 @@ from lab.loading import LoadError, is_same_module, load, name_of
 
 
 class Refusals(tuple[type[BaseException], ...]):
-    """The exception classes that count as refusals. They are pickled as `names`, which a worker resolves by
-    `lab.loading.load`, so that a class may be in a file outside any package.
+    """The exception classes that count as refusals of a call. They are pickled by name, and a worker imports them again, so
+    that a class may be in a file outside any package.
     """
 
     names: tuple[str, ...]
@@ -24,14 +24,14 @@ class Refusals(tuple[type[BaseException], ...]):
         return resolve_refusals, (",".join(self.names),)
 
     def resolve(self) -> "Refusals":
-        """Return these classes, as `RefusalNames.resolve` does."""
+        """Return this object. (`RefusalNames` has the same method, which imports the classes.)"""
         return self
 
 
 @dataclass(frozen=True)
 class RefusalNames:
-    """The names of exceptions that count as refusals. `resolve` may import the kernel's module, so that only processes that
-    load the kernel call it.
+    """The names of exceptions that count as refusals of a call. `resolve` imports them, and so perhaps the kernel's module:
+    only processes that load the kernel may call it.
     """
 
     names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
@@ -39,7 +39,7 @@ class RefusalNames:
 
     @classmethod
     def of(cls, names: str, kernel: str = "") -> "RefusalNames":
-        """Return the names in a comma-separated list, such as "NotImplementedError,my/kernel.py:Unsupported".
+        """Return the exceptions in a comma-separated list, such as "NotImplementedError,my/kernel.py:Unsupported".
 
         Args:
             names: each name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or file
@@ -76,5 +76,5 @@ class RefusalNames:
 
 
 def resolve_refusals(names: str, kernel: str = "") -> Refusals:
-    """Import and return the exception classes in a list for `RefusalNames.of`. Raise ValueError if a name is no exception."""
+    """Import the exceptions in a comma-separated list (see `RefusalNames.of`). Raise ValueError if a name is no exception."""
     return RefusalNames.of(names, kernel).resolve()

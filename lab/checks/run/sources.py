@@ -35,25 +35,25 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the functions that an implementation has, and a digest of the sources of the implementation and the lab; "" if the
-    implementation has no `name`, since its sources are unknown then.
+    """Return the functions that an implementation has, and a digest of its sources and the lab's. The digest is "" if `name`
+    is "", because the sources are unknown then.
     """
     return interfaces_of(implementation), _digest(name) if name else ""
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of `sources` (itself a digest) and the other parts that determine verdicts; "" if `sources` is ""."""
+    """Return a digest of what determines a run's verdicts: of `sources`, itself a digest ("": return ""), and `parts`."""
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 
 def _digest(name: str) -> str:
-    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables that
-    sources or libraries read, except `PLACES`. Of a file, the content and the path relative to its folder of `sys.path`
-    count, so that the digest does not depend on where these folders are.
+    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables, except
+    `PLACES`, that these sources or libraries read. A file counts by its content and its path relative to a folder of
+    `sys.path`, so that it does not matter where these folders are.
 
-    The sources of the implementation are: loaded modules that are not installed, files that these modules may import later, and
-    source files in the folder of the implementation's module. A module is installed if it is in one of Python's own folders, or
-    in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
+    The sources of the implementation are: loaded modules that are not installed, files that these modules may import later,
+    and source files in the folder of the implementation's module. A module is installed if it is in one of Python's own
+    folders, or in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
     """
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
@@ -79,8 +79,8 @@ def _digest(name: str) -> str:
 
 
 def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
-    """Return (relative path, index): the path relative to the innermost folder that contains it, and the index of this folder.
-    Return the file's name and -1 if no folder contains it.
+    """Return (relative path, index) of a file: its path within the innermost of the folders that contains it, and this
+    folder's index. Return the file's name and -1 if no folder contains it.
     """
     there = path.resolve()
     places = enumerate(each.resolve() for each in folders)
@@ -90,13 +90,13 @@ def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
 
 @functools.cache  # a process that judges several times reads the same sources
 def _words(source: bytes) -> frozenset[str]:
-    """Return all identifiers of three or more characters in a source file, because any may name an environment variable."""
+    """Return the identifiers of three or more characters in a source file. Each may be the name of an environment variable."""
     return frozenset(_NAME.findall(source.decode(errors="replace")))
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
-    """Return the files that the Python files in `paths` import, directly or indirectly, also inside functions. Absolute imports
-    are searched in the folders `roots`. Files in `paths` and `without` are not returned.
+    """Return the files that the Python files `paths` import, directly or indirectly, also inside functions. Absolute imports
+    are searched in the folders `roots`. Files in `paths` and `without` are left out.
     """
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
@@ -117,7 +117,7 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
 
 
 def _files_of(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the paths in a folder that an import of a dotted name may read: the module and the packages around it."""
+    """Yield the paths that an import of the dotted `name` may read in a folder: the module and the packages around it."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         stem = folder.joinpath(*parts[:depth])
@@ -142,7 +142,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in a report's file, by key. Return {} if there is no readable report with this digest."""
+    """Return the verdicts in a report's file, by key; {} if there is no readable report whose run had this digest."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

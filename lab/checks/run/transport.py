@@ -32,7 +32,7 @@ _SENT = (
 
 
 class Foreign(Exception):  # noqa: N818 - it stands for any object
-    """A replacement for an unpickled object whose class is not permitted. It can be raised in place of an exception."""
+    """Replaces an unpickled object whose class is not permitted. It is an exception, so that it can replace one."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__("its worker sent the judge an object that is part of no verdict")
@@ -43,7 +43,7 @@ class Foreign(Exception):  # noqa: N818 - it stands for any object
 
 @functools.cache
 def _permitted() -> dict[tuple[str, str], Any]:
-    """Return the classes and values that may be unpickled, by (module, name): `_SENT`, pebble's messages, torch's dtypes."""
+    """Return what may be unpickled, by (module, name): the classes `_SENT`, pebble's messages, and torch's dtypes."""
     from pebble.common.types import RemoteException, Result, ResultStatus
     from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
 
@@ -51,7 +51,7 @@ def _permitted() -> dict[tuple[str, str], Any]:
     rebuild = RemoteException.rebuild_exception
 
     def rebuilt(exception: Any, traceback: Any) -> Any:
-        """Return an exception with its traceback, or `Foreign` for another object, whose attributes must not be set."""
+        """Attach a traceback to an unpickled exception and return it. Return `Foreign` if the object is no exception."""
         return rebuild(exception, traceback) if isinstance(exception, Exception) else Foreign()
 
     return {
@@ -68,8 +68,8 @@ class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one
         return _permitted().get((module, name), Foreign)
 
     def build(self) -> None:
-        """Set the attributes of an object: the pickle opcode BUILD. Raise UnpicklingError unless the object is an instance of a
-        dataclass or an exception, because a changed class or enum member would change the judge in this process.
+        """Set attributes of an unpickled object (the pickle opcode BUILD). Raise UnpicklingError unless it is an instance of a
+        dataclass or an exception: a changed class or enum member would change the judge in this process.
         """
         instance = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(instance, type) or not (is_dataclass(instance) or isinstance(instance, Exception)):
@@ -97,7 +97,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Within the `with` block, use `loads` to unpickle all data that this process receives through multiprocessing's pipes."""
+    """In the `with` block, read all pickles from multiprocessing's pipes by `loads`, which permits only known classes."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler
