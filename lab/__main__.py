@@ -1,4 +1,4 @@
-"""The command `lab`, as `python -m lab`."""
+"""The entry point of the command line: `lab`, or `python -m lab`."""
 
 import atexit
 import io
@@ -20,10 +20,12 @@ QUIET_S = 3.0  # seconds after an interruption in which further ones are ignored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. A command that ran ends the process with the command's exit status.
+    """Run the `lab` command that the arguments name. If it runs to its end, the process exits with the command's status, and
+    this function does not return.
 
     Returns:
-        MISUSED (2) if a package of one of the extras is missing, or a file or the output cannot be read or written; INTERRUPTED
+        `ExitStatus.MISUSED` (2) if a package of one of the extras is missing, or a file or the output cannot be read or
+        written; `ExitStatus.INTERRUPTED` (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
         (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
     """
     # Python has None for a stream that was closed when the process began.
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Flush the output. If this fails, redirect the output to /dev/null, because Python flushes it again at the end."""
+    """Flush standard output. If this fails, redirect it to /dev/null, because Python flushes it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -94,7 +96,9 @@ class _Output(io.FileIO):
 
 
 class _Interruption:
-    """Handles `ENDING_SIGNALS`: raises KeyboardInterrupt, but only once in `QUIET_S` seconds."""
+    """A handler of the signals in `ENDING_SIGNALS`, such as SIGINT. It raises KeyboardInterrupt, and ignores signals in the
+    next `QUIET_S` seconds so that cleaning up can end.
+    """
 
     def __init__(self) -> None:
         self._quiet_until = 0.0

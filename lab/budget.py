@@ -44,12 +44,13 @@ MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one ba
 
 @dataclass(frozen=True)
 class Setting:
-    """Dtypes (names of `lab.ranges.DTYPES`), sizes and values of requests.
+    """The decode requests whose errors are measured, and the cache that stores their K and V. Dtypes are names of
+    `lab.ranges.DTYPES`.
 
     Attributes:
-        kv, scale: dtype of the cache, and its scale, of `SCALES`.
-        keys, values, v_std: number of keys of a request, the distribution of K and V (of `VALUES`), and the factor of V. Not
-            used for recorded requests.
+        kv, scale: dtype of the cache, and the name of its scale in `SCALES`.
+        keys, values, v_std: number of keys of a request, the distribution of K and V (a name in `VALUES`), and a factor by
+            which V is multiplied. Not used for recorded requests.
         query: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised.
         out, arithmetic: dtypes of the output and of the operands of both products; "" for the dtype of the query.
 
@@ -81,7 +82,9 @@ class Setting:
 
 
 class UnstoredRequests(NamedTuple):
-    """Requests before a cache stores them: query [requests, group, head_dim], float32 K and V [requests, keys, head_dim]."""
+    """Decode requests with K and V before they are quantised: query [requests, group, head_dim], float32 keys and values
+    [requests, keys, head_dim].
+    """
 
     query: Tensor
     keys: Tensor
@@ -93,7 +96,7 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Yield drawn batches of requests until their outputs have `elements` elements, or their tensors `MOST_DRAWN` numbers."""
+    """Yield batches of random requests until their outputs have `elements` elements, or their tensors `MOST_DRAWN` numbers."""
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
     numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
@@ -133,7 +136,7 @@ def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequest
 
 
 def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
-    """Return the arguments of FlashInfer's decode call over a cache of the setting that stores the requests' K and V."""
+    """Return the arguments of FlashInfer's decode call for requests whose K and V are stored in the setting's cache."""
     (count, keys, _), device = requests.keys.shape, requests.query.device
     pages = -(-keys // PAGE_SIZE)
     sides = (pad(side, (0, 0, 0, pages * PAGE_SIZE - keys)) for side in (requests.keys, requests.values))
@@ -154,7 +157,9 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Return K or V as the cache stores it, in a list with the scale factors of NVFP4, and the scale of the cache."""
+    """Quantise K or V as the cache does. Return (tensors, scale of the cache). The tensors are the quantised values and, for
+    NVFP4, their scale factors.
+    """
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
     scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0
@@ -162,7 +167,9 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Return (call over the cache, float64 output on the original K and V, expected results on the stored K and V)."""
+    """Compute attention of the requests before and after quantisation. Return (arguments of the decode call, float64 output on
+    the original K and V, expected results on the stored K and V).
+    """
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
     visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
@@ -183,7 +190,7 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the errors of requests in a cache of the setting.
+    """Measure the three errors that the module describes for requests whose K and V are stored in the setting's cache.
 
     Args:
         requests: the requests before the cache stores them.
@@ -192,10 +199,10 @@ def budget(
         kernel: a function with the arguments of FlashInfer's decode call; None: no kernel is measured.
 
     Returns:
-        The fields of the setting and these: `vectors` is the number of output vectors. `quantisation`, `kernel` and `bound` are
-        the medians over vectors of the quantisation error, of the control's error and of the judge's bound. `quantisation_over`
-        and `kernel_over` are the shares of the elements in which the first two errors exceed the tolerance. With a kernel,
-        `given` is its median error, and `given_worst` its largest ratio of error to bound.
+        A dict with the fields of the setting and these numbers: `vectors` is the number of output vectors. `quantisation`,
+        `kernel` and `bound` are the medians over vectors of the quantisation error, of the control's error and of the judge's
+        bound. `quantisation_over` and `kernel_over` are the shares of the elements in which the first two errors exceed the
+        tolerance. With a kernel, `given` is its median error, and `given_worst` its largest ratio of error to bound.
     """
     call, original, truth = _solved(requests, setting)
     control = truth.compare(truth.control)
@@ -212,14 +219,15 @@ def budget(
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain`.
+    """The verdict on a failed test, as `explain` returns it.
 
     Attributes:
         verdict: "noise", "bug" or "cannot be told".
         reason: the reason of the verdict, in sentences.
-        numbers: by name: simulated elements; mean numbers of mismatches of a right kernel, and of a kernel at the judge's
-            bound, in the test's number of elements; probability of the test's mismatches; the largest simulated difference; and
-            the largest difference that the judge allows.
+        numbers: "simulated": number of simulated elements; "mean", "mean_at_bound": mean number of mismatches in a test of this
+            size, of a right kernel and of a kernel whose errors equal the judge's bound; "probability": of the test's
+            mismatches; "largest": the largest simulated difference; "judge_allows": the largest difference that the judge
+            allows.
     """
 
     verdict: str
@@ -240,11 +248,11 @@ def explain(
 ) -> Explanation:
     """Decide whether a failed test shows a bug of a kernel, or noise that a right kernel has too.
 
-    The control is computed for the requests in `batches` (the simulation). The verdict is "bug" if the largest difference
-    exceeds the judge's bound, even with all error of a vector in one element; or if `mismatched` or more mismatches have a
-    probability below `LEVEL` even for a kernel whose vectors all have errors as large as their bounds. It is "noise" if both
-    the mismatches and the largest difference have a probability of at least `LEVEL` in the simulation. Otherwise it is "cannot
-    be told".
+    The control is computed for the requests in `batches` (the simulation). A mismatch is an element that exceeds the test's
+    tolerance. The verdict is "bug" if the largest difference exceeds what the judge allows for a vector whose whole error is in
+    one element; or if `mismatched` or more mismatches have a probability below `LEVEL` even for a kernel whose vectors all have
+    errors as large as their bounds. It is "noise" if both the mismatches and the largest difference have a probability of at
+    least `LEVEL` in the simulation. Otherwise it is "cannot be told".
 
     Args:
         setting: the cache and the dtypes.
@@ -253,7 +261,7 @@ def explain(
         elements: number of elements in the test.
         atol, rtol: the test's tolerance.
         off_by: the largest `|got - want|` of the test; None: unknown.
-        against: the test's expected result, one of AGAINST.
+        against: how the test computed its expected result, one of `AGAINST`.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -294,8 +302,12 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return four tensors [requests] and the number of elements of all requests: the number of mismatches of the control, the
-    number of mismatches of a kernel at the judge's bound, the control's largest difference, and the largest allowed difference.
+    """Compare the control of each request with the test's expected result. A mismatch is an element that exceeds the tolerance.
+
+    Returns:
+        Four tensors [requests] and the number of elements of all requests. The tensors are: mismatches of the control;
+        mismatches of a kernel whose errors equal the judge's bound; the control's largest difference; the largest difference
+        that the judge allows.
     """
     parts, simulated = [], 0
     for requests in batches:
@@ -313,7 +325,7 @@ def _simulated(
 
 
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
-    """Return the probability of `count` or more events in `elements` elements of a test.
+    """Return the probability of `count` or more mismatches ("events") in a test, estimated from a simulation.
 
     This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, an event
     is one of the test with the probability elements / (elements + simulated). Events of one request are not independent, so

@@ -112,7 +112,7 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
 
 
 def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
-    """Return `backend`, or for "auto" the backend of the GPU's TRT-LLM calls; None if the GPU has none."""
+    """Return the backend of FlashInfer's TRT-LLM calls on a GPU: `backend`, or for "auto" FlashInfer's choice (may be None)."""
     if backend != "auto":
         return backend
     family = family_of(capability)
@@ -120,7 +120,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU."""
+    """Return the GPU family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

@@ -88,7 +88,9 @@ class ChangedBindingsError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """The recorded functions and settings, by a path such as "lab.references.errors.relative_l2"."""
+    """The functions, constants and settings that `bindings` recorded. Each has a path such as
+    "lab.references.errors.relative_l2".
+    """
 
     held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]  # path, mapping that holds the name, name, object
     functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
@@ -118,7 +120,7 @@ class Bindings:
         object.__setattr__(self, "_sizes", self._sizes_now())
 
     def is_current(self) -> bool:
-        """Return True if nothing has changed, and there are as many modules and names as at the time of the record."""
+        """Return True if nothing has changed since the record, and no module or name was added."""
         return self._sizes == self._sizes_now() and not self.changes()
 
     def _sizes_now(self) -> tuple[int, ...]:
@@ -143,7 +145,7 @@ class Bindings:
 
 
 def in_words(changed: list[str]) -> str:
-    """Return a sentence that names the first `SHOWN` changes, and how many more there are."""
+    """Return the error message for the paths in `changed`: it names the first `SHOWN`, and the number of the remaining ones."""
     more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
     return f"the kernel is dishonest: it changed {', '.join(changed[:SHOWN])}{more}, by which it is timed and judged"
 
@@ -203,7 +205,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return the replaceable parts of a function: its code, its defaults, and the functions in its closure."""
+    """Return the parts of a function that assignments can replace: its code, its defaults, and the functions in its closure."""
     keywords = (function.__kwdefaults__ or {}).items()
     cells = [held for cell in function.__closure__ or () if _is_function(held := _contents(cell))]
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
@@ -228,8 +230,9 @@ def _addresses(
     begin: int = tuple.__basicsize__,
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
-    """Return the addresses of all recorded objects as bytes; None if an object is gone. It makes no Python call per object,
-    because it runs after every case.
+    """Return the addresses in memory of all recorded objects as bytes; None if an object is gone. Equal bytes mean that no
+    object was replaced. No Python function is called per object, because this runs after every judged case. The parameters that
+    are not listed are built-in functions, bound as defaults so that a kernel cannot replace them.
 
     Args:
         lookups: functions that return the recorded names' objects, one for each of `holders`.
@@ -270,7 +273,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _views(constant: Any) -> list[Iterable[Any]]:
-    """Return iterables over the current contents of a list or dict."""
+    """Return iterables over the items that a list or dict has at the time of the iteration."""
     return [constant.keys(), constant.values()] if isinstance(constant, dict) else [constant]
 
 

@@ -22,7 +22,7 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kern
 
 
 class LanguagePatches:
-    """Replaces the functions of `triton.language` once per module and launch."""
+    """Wraps two functions of Triton's interpreter so that a launch patches each module's `triton.language` only once."""
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -30,7 +30,7 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a launch by the interpreter's `GridExecutor.__call__`, with an empty set of patched modules."""
+        """Run a launch by the interpreter's `GridExecutor.__call__`, and start with an empty set of patched modules."""
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)
@@ -38,7 +38,7 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Replace the `triton.language` functions in a function's module, unless the running launch has already done so.
+        """Replace the `triton.language` functions in the module of `fn`, unless the running launch has already done so.
 
         Returns:
             The function that undoes the replacement after a launch; None if nothing was replaced.
@@ -52,7 +52,7 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a cached version of `np_dtype_of`, a function from Triton type to NumPy dtype. The key is the element type's
+    """Return a version of `np_dtype_of`, which maps a Triton type to a NumPy dtype, that caches results by the element type's
     name.
     """
     known: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Patch this process's interpreter so that it does not repeat work; do nothing if Triton has not imported it.
+    """Speed up Triton's interpreter in this process as the module describes; do nothing if Triton has not imported it.
 
     Only the lab's own processes call this function (workers of the judge, and tests), because it changes functions of Triton.
     """
@@ -78,7 +78,7 @@ def quicken() -> None:
 
 @functools.cache  # once in a process
 def _change(interpreter: Any) -> None:
-    """Replace the functions that repeat work; a Triton version without these functions is not changed."""
+    """Replace the interpreter's functions that repeat work. Do nothing if the Triton version lacks one of these functions."""
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if builder is not None and options is not None and not options.debug:
@@ -104,7 +104,7 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """Operations on bf16 in which the interpreter differed from a GPU.
+    """Which differences from a GPU the interpreter's operations on bf16 have had so far.
 
     Attributes:
         computes: it computed on the bit patterns of bf16 values, which causes errors of any size.
@@ -117,7 +117,7 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """Yield a `Bf16`, in which the interpreter's operations in this process are recorded while the context is open.
+    """Yield a `Bf16` object, in which the interpreter's operations in this process are recorded while the context is open.
 
     A kernel that converts to float32 before it computes, and rounds before it converts to bf16, sets neither field.
     """
@@ -137,7 +137,7 @@ def noting_bf16() -> Iterator[Bf16]:
 
 
 def _noting(found: Bf16, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of a method of the interpreter that records its operations on bf16 in `found`."""
+    """Wrap the interpreter's method `name` so that its operations on bf16 are recorded in `found`."""
 
     @functools.wraps(method)
     def noted(self: Any, *given: Any, **named: Any) -> Any:
@@ -182,7 +182,7 @@ def limit_of(error: BaseException) -> str:
 
 
 def _cure() -> str:
-    """Return advice on how to run a kernel that the interpreter cannot run."""
+    """Return advice for the user of a kernel that the interpreter cannot run."""
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         return "the interpreter of Triton before 3.7 needs NumPy before 2.4: pip install 'numpy<2.4'"

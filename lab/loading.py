@@ -26,7 +26,7 @@ class LoadError(ImportError):
 
 @contextmanager
 def working_folder_kept() -> Iterator[None]:
-    """Restore the current working folder when the context ends, because a kernel may change it."""
+    """Restore the current working folder when the context ends, because an imported kernel may change it."""
     folder = Path.cwd()
     try:
         yield
@@ -35,7 +35,7 @@ def working_folder_kept() -> Iterator[None]:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return True for the KeyboardInterrupt of Ctrl-C. In a worker, which ignores Ctrl-C, it is the kernel's own error."""
+    """Return True for the KeyboardInterrupt of Ctrl-C. A worker ignores Ctrl-C, so there the kernel itself raised the error."""
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
@@ -91,7 +91,7 @@ def name_of(kind: type) -> str:
 
 
 def is_same_module(one: str, other: str) -> bool:
-    """Return True if two names of modules or files can mean the same file, as my/kernel.py, my.kernel and kernel can."""
+    """Return True if two names of modules or files can mean the same file, such as my/kernel.py, my.kernel and kernel."""
     parts = [
         Path(name).resolve().with_suffix("").parts if name.endswith(".py") else tuple(name.split("."))
         for name in (one, other)

@@ -1,4 +1,4 @@
-"""The lab's pytest plugin: one test for each check of each function of a kernel, and a fixture for other tests.
+"""The lab's pytest plugin: it makes one test for each check of each function of a kernel, and has a fixture for other tests.
 
 pytest finds the plugin wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing this module imports no torch.
 """
@@ -108,7 +108,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _offered(name: str, refusals: Any) -> list["Interface"]:
-    """Return the judged functions that a kernel has; raise LoadError, or ValueError if it has none or a refusal is unknown."""
+    """Return the functions that a kernel has and the lab judges. Raise LoadError if it cannot be imported; ValueError if it has
+    none, or if `refusals` names an unknown exception.
+    """
     from lab.workloads.interfaces import INTERFACES, interfaces_of
 
     with _workers(name, refusals) as pool:
@@ -128,7 +130,7 @@ def _workers(name: str, refusals: Any = None) -> "Workers":
 
 
 class JudgedKernel(pytest.Collector):
-    """The tests of one judged kernel.
+    """A pytest collector: the tests of one judged kernel.
 
     Attributes:
         ranges: the values of sizes, dtypes and features that the options request.

@@ -21,7 +21,7 @@ LAYOUTS = ("HND", "NHD")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of option values, such as powers of two or pairs of dtypes: which are permitted, and how a text is parsed."""
+    """A type of option values, such as powers of two or pairs of dtypes: which values are permitted, and how text is parsed."""
 
     words: Callable[[], str]  # returns a description that follows "is not", such as "a power of two"
     holds: Callable[[Any], bool]  # returns True if a value is permitted
@@ -130,14 +130,16 @@ class Option:
 
 
 def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
-    """Declare a field with its option. `default` may be a function that returns the default, if that needs torch."""
+    """Declare a field of `Ranges` with its option. `words` is the option's help text, `more` are further arguments of `Option`.
+    `default` may be a function that returns the default, if that needs torch.
+    """
     given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**given, metadata={"option": Option(words, kind, **more)})
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """The values from which cases are made. Narrow a field to the values that a kernel supports.
+    """The sizes, dtypes and features from which cases are made. Narrow a field to the values that a kernel supports.
 
     Raises:
         ValueError: a field has no value, has a value twice, or has a value from which no case can be made.
@@ -239,14 +241,18 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return a field's values for check K18 (combinations), with `Option.beyond` added if they are the defaults."""
+        """Return a field's values for check K18 (combinations of features). If they are the defaults, the values of
+        `Option.beyond` are added.
+        """
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
     def arithmetic(self, dtype: "torch.dtype", kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return e4m3 if the query is e4m3, or if the cache is and the kernel is known to compute in it; else None."""
+        """Return the dtype to which the kernel rounds the operands of both products: e4m3 if the query is e4m3, or if the cache
+        is e4m3 and the kernel is known to compute in it; else None (the query's dtype).
+        """
         from lab.calls.problem import E4M3
 
         return E4M3 if dtype == E4M3 or (self.e4m3_arithmetic and kv_dtype == E4M3) else None
@@ -261,7 +267,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry within the ranges: "tiny", or a variant with other numbers."""
+        """Return the name of a small geometry (head counts, head_dim) within the ranges: "tiny", or a variant of it."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")
@@ -273,7 +279,7 @@ class Ranges:
         )
 
     def windows_of(self, model: "Geometry") -> tuple[bool, ...]:
-        """Return the values of `sliding_window` to judge for a model: (False, True) with windows, (False,) without."""
+        """Return whether to judge a model with a sliding window: (False, True) if it has one, else (False,)."""
         return (False, True) if model.sliding_window is not None and True in self.windows else (False,)
 
 

@@ -18,7 +18,7 @@ def joined(words: Sequence[str]) -> str:
 
 
 def first_few(sentences: Sequence[str], most: int) -> list[str]:
-    """Return the first `most` sentences, and "and 3 more" if there are 3 more."""
+    """Return the first `most` sentences; if some are left out, add a last one such as "and 3 more"."""
     more = len(sentences) - most
     return [*sentences[:most], *([f"and {more} more"] if more > 0 else [])]
 
@@ -29,10 +29,10 @@ def shortened(text: str, most_characters: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes, such as "\\x1b", for control characters, which a terminal would execute."""
+    """Replace control characters in a text by escapes such as "\\x1b", because a terminal would execute them."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def in_markdown(text: str) -> str:
-    """Return a text in one line of Markdown: `printable`, with "<" escaped."""
+    """Convert a text to one line of Markdown: escape control characters (`printable`) and "<"."""
     return printable(text).replace("\n", " ").replace("<", "&lt;")

@@ -38,7 +38,7 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return fields for a recorded row: the range of the SM clock, the other readings' maxima, and the limits."""
+        """Return fields for a recorded row: the range of the SM clock, maxima of the other readings, and clock limits."""
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
@@ -60,7 +60,7 @@ class DeviceState:
             self.held_back_by(throttle_reasons(bits))
 
     def held_back_by(self, reasons: set[str]) -> None:
-        """Record reasons for reduced clocks. An empty set records that the clocks were not reduced."""
+        """Add reasons for reduced clocks. An empty set records that the clocks were not reduced."""
         self.throttled_by = (self.throttled_by or set()) | reasons
 
 
@@ -73,7 +73,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield an empty `DeviceState`. When the block ends, add the limits that reduced the clocks during the block."""
+    """Yield an empty `DeviceState`. When the block ends, add the reasons that reduced the clocks during the block."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state
@@ -93,7 +93,7 @@ def _violations_ns(device_index: int) -> dict[str, int]:
 
 
 def _asked(question: Any, *arguments: Any) -> list[Any]:
-    """Call a function of NVML, and return [result]; [] if the GPU or driver does not support the query."""
+    """Call an NVML function, and return [result], or [] if the GPU or driver does not support it."""
     try:
         return [question(*arguments)]
     except pynvml.NVMLError:

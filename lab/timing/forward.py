@@ -34,13 +34,14 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """A forward pass or a recorded call to be timed on several implementations, which read the same input tensors and write
-    separate outputs.
+    """One forward pass, or one recorded call, that is timed on several implementations. They read the same input tensors and
+    write separate outputs.
 
     Attributes:
-        forward: the pass or the call.
-        plain: draws new contents for the pass's inputs.
-        planned: the same for implementations that plan on the host. It has separate tensors, and keeps page ids and lengths.
+        forward: the forward pass or the recorded call.
+        plain: draws new contents for the inputs of implementations that read lengths and page ids from the GPU.
+        planned: draws new contents for the inputs of implementations that plan on the host. It has its own tensors, and does
+            not change page ids and lengths.
     """
 
     forward: EnginePass | RecordedPass
@@ -59,12 +60,12 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Return the `TimedPasses` of a pass, without the K/V histories of its requests."""
+        """Return the `TimedPasses` of a forward pass. The K/V histories of its requests are dropped to free their memory."""
         bare = replace(forward, histories=())
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
     def work(self, implementation: Any) -> GpuWork:
-        """Return the `GpuWork` of the pass on an implementation. Each sample gets new contents of the inputs."""
+        """Return the `GpuWork` (timed call) that runs the pass on an implementation."""
         forward, case = self.forward, self.forward.case
         redraw = self.planned if is_planned(implementation, forward) else self.plain
         arguments = redraw.inputs(0) | {"out": forward.new_out()}
@@ -73,19 +74,19 @@ class TimedPasses:
 
 
 def is_planned(implementation: Any, forward: EnginePass | RecordedPass) -> bool:
-    """Return True if an implementation reads a pass's lengths and page ids only when its calls are prepared."""
+    """Return True if an implementation reads a pass's lengths and page ids only while its calls are prepared."""
     return isinstance(implementation, PlannedOnce) and any(map(implementation.plans, forward.functions))
 
 
 class DeclinedError(Exception):
-    """An implementation does not support a pass, or a recording cannot be read. The message is the reason."""
+    """An implementation does not support a forward pass, or a recording cannot be read. The message is the reason."""
 
 
 TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build one pass, and time it on one implementation as `time_interleaved` does. Raise the errors that it returns."""
+    """Build one pass, and time it on one implementation. Raise the error where `time_interleaved` would return it."""
     (found,) = time_interleaved(case, [implementation], method)
     if isinstance(found, Exception):
         raise found
@@ -102,9 +103,8 @@ def time_interleaved(
     time.
 
     Returns:
-        For each implementation (GPU time, fields of a recorded row without the fields of `time_facts`), or the error that
-        prevented the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the
-        implementation's code.
+        For each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that prevented
+        the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))
@@ -148,7 +148,7 @@ def time_interleaved(
 
 
 def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
-    """Return the fields that describe the pass in a recorded row: mode, geometry or MLA's sizes, batch, dtypes, work."""
+    """Return the fields that describe a pass in a recorded row: mode, geometry or MLA's sizes, batch, dtypes and work."""
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),

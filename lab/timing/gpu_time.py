@@ -71,8 +71,8 @@ class GpuTime:
         samples_us: time per call; one sample is one replay, or one eager call for the events clock.
         method: the clock and the state of L2.
         launches: number of kernels, copies and fills of one call.
-        calls_per_sample: calls in one replay.
-        buffer_copies: number of buffer sets that were used in rotation.
+        calls_per_sample: number of calls in one replay of the CUDA graph.
+        buffer_copies: number of copies of the call's tensors that consecutive calls used in turn.
         kernels: names of the kernels; recorded by CUPTI only.
         busy_us: median time per call during which at least one activity ran, without gaps; recorded by CUPTI only.
         device: clocks, power and throttling during the measurement; calls with interleaved samples share this object.
@@ -170,7 +170,7 @@ def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
 
 
 class WrongWorkError(AssertionError):
-    """The results of one of several timed calls are wrong, or its time is refused; `name` says which, `reason` why."""
+    """The results of one of several timed calls are wrong, or its time is refused: `name` is the call, `reason` why."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}" if name else reason)
@@ -182,10 +182,10 @@ def measure_staged(
 ) -> dict[str, GpuTime | Exception]:
     """Measure calls that `lab.timing.staging.stage` has prepared for the method, as `measure_interleaved` does.
 
-    Between two samples of a call, new contents are drawn for its tensors (`lab.timing.work.Redraw`): all queries and lengths,
-    and K, V and pages of some buffers. Outputs are filled with NaN, and persisting lines of L2 become ordinary lines. Results
-    are judged after the last sample of all calls: a part of the results of one buffer for each sample, and for the last sample
-    a part of the results of every buffer and all results of one buffer.
+    Between two samples of a call, new contents are drawn for its tensors (`lab.timing.work.Redraw`). A buffer is one copy of
+    these tensors. All buffers get new queries and lengths, some get new K, V and pages. Outputs are filled with NaN, and
+    persisting lines of L2 become ordinary lines. Results are judged after the last sample of all calls: a part of the results
+    of one buffer for each sample, and for the last sample a part of the results of every buffer and all results of one buffer.
 
     Returns:
         For each call its time, or the error that prevented it: AssertionError for wrong results, or RefusedTimeError.
@@ -227,7 +227,9 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws the contents of buffers that timed calls share from one seed. A turn, one sample of each call, has new contents."""
+    """Draws new contents for the buffers (copies of the tensors) of timed calls, from one seed. A turn is one sample of every
+    call; each turn has new contents.
+    """
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
@@ -235,7 +237,7 @@ class BufferContents:
         self._tokens = dict.fromkeys(range(len(buffers)), -1)
 
     def renew_tokens(self, turn: int) -> None:
-        """Draw K, V and pages of some buffers, or of all buffers in turn 0. Do nothing at a second call in the same turn."""
+        """Draw K, V and pages of some buffers, or of all buffers in turn 0. A second call in the same turn does nothing."""
         if turn == self._turn:
             return
         self._turn, numbers = turn, list(range(len(self._buffers)))
@@ -247,18 +249,18 @@ class BufferContents:
             renew(self._buffers[number], self.seeds(turn, number))
 
     def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
-        """Draw new random queries and lengths in all buffers of a call, and fill its outputs with NaN."""
+        """Draw new queries and lengths in all buffers of one timed call, and fill its outputs with NaN."""
         for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of a buffer's contents in a turn. They shorten the lengths in all buffers of a turn or in none."""
+        """Return the seeds of a buffer's contents in a turn. In some turns they shorten the requests of all buffers."""
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
 
     def chosen(self, turn: int, buffers: Sequence[GpuWork]) -> int:
-        """Return the number of the buffer whose results are judged in this turn."""
+        """Return the index of the buffer whose results are judged in this turn."""
         return self._dice(turn).randrange(len(buffers))
 
     def _dice(self, turn: int) -> random.Random:
@@ -277,7 +279,7 @@ def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferCont
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A copy of some results of one sample, to be judged after the last sample of all calls."""
+    """A copy of some results of one timed sample. It is judged after the last sample of all calls."""
 
     name: str  # the call
     redraw: Redraw
@@ -303,9 +305,7 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield copies of the results of a sample that will be judged. Then fill all outputs with NaN, so that no call can copy
-    them.
-    """
+    """Yield copies of the results of a sample that will be judged, then fill all outputs with NaN so that none is reused."""
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
         if work.redraw is not None and (number == one or is_last):
@@ -317,9 +317,7 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield (name, first error) of each call with wrong results. Expected results are computed once for calls with equal
-    inputs.
-    """
+    """Yield (name, first error) of each call with wrong results. Expected results of equal inputs are computed once."""
     wrong: dict[str, AssertionError] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
@@ -341,13 +339,13 @@ def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterato
 
 
 def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
-    """Return every name once per round, in a new random order in each round."""
+    """Return the names in `rounds` rounds. Each round has every name once, in a new random order."""
     generator = random.Random(SHUFFLE_SEED)
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Run the steps under CUPTI, and return the activities of each step. During some steps the device's state is read."""
+    """Run the steps under CUPTI, and return the activities of each. Read the device's state during about ten steps."""
     read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ CALLS_PER_BATCH = 50
 
 @dataclass(frozen=True)
 class HostTime:
-    """One call's host time in microseconds: a sample is the mean of one batch of calls."""
+    """The host time of one call in µs. A sample is the mean over one batch of consecutive calls."""
 
     samples_us: tuple[float, ...]
     method: str = METHOD
@@ -41,8 +41,8 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Return the host time of each call, measured without a wait for the GPU's work. Each call runs once before it is measured,
-    because it may build objects at first use.
+    """Measure the time that the host spends in each call, without a wait for the GPU. Each call runs once before it is
+    measured, because it may build objects at first use.
 
     Args:
         calls: the calls by name.

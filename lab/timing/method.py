@@ -7,7 +7,7 @@ from lab.named_enum import NamedEnum
 
 
 class Clock(NamedEnum):
-    """The clock of a measurement; the value is its name on the command line."""
+    """The clock of a GPU time (`_CLOCKS` describes each). The value is its name on the command line."""
 
     GRAPH = "graph"
     CUPTI = "cupti"
@@ -15,7 +15,7 @@ class Clock(NamedEnum):
 
 
 class L2(NamedEnum):
-    """The state of the L2 cache when a call starts."""
+    """The state of the GPU's L2 cache when a timed call starts."""
 
     WARM = "warm"
     COLD_ROTATION = "cold by rotation"
@@ -50,7 +50,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Method:
-    """A clock and a state of the L2 cache.
+    """How a GPU time is measured: the clock, and the state of the L2 cache when a call starts.
 
     GRAPH and CUPTI both time a replayed graph. GRAPH's events add about 2 µs per replay, a small part of a graph of many calls.
     EVENTS includes the host's time between two launches.

@@ -29,7 +29,7 @@ CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The rates that this GPU reached in this run, and the rates of its datasheet.
+    """The memory and matrix rates that large simple kernels reached on this GPU in this run, and its datasheet's rates.
 
     Attributes:
         bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9).
@@ -78,8 +78,8 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Return the rates that work reaches in a median time, their percentages of the ceilings, and the work's least time
-    (floor).
+    """Return the rates at which work with this median time ran, their percentages of the measured rates, and the work's least
+    time (floor).
     """
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
@@ -134,7 +134,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
-    """Return a timed call of torch.neg, which reads half of `size_bytes` and writes the other half.
+    """Return a call of torch.neg as `GpuWork`. It reads `size_bytes / 2` and writes `size_bytes / 2`.
 
     A copy would be slower, because inside a graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """

@@ -50,7 +50,7 @@ class RefusedTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample's time in µs by two clocks."""
+    """The time of one sample, measured by two clocks."""
 
     us: float  # by the method's clock
     host_us: float | None  # by the host's clock; None if the host read the GPU's state during the sample
@@ -61,26 +61,26 @@ def between_events(
 ) -> list[Sample]:
     """Return a sample of each step, timed by CUDA events. Read the device's state during every `read_every`-th step.
 
-    With `queued` the host launches a step while the GPU spins. Otherwise the GPU is idle when a step starts, and the sample
-    includes the host's launch time.
+    A step is (function to call before the sample or None, timed function). With `queued` the host launches the timed function
+    while the GPU spins. Otherwise the GPU is idle when a step starts, and the sample includes the host's launch time.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []
     for number, (before, run) in enumerate(steps):
         if before is not None:
             before()
-        _, empty_us = _one(None, lead)  # right before the sample: the clocks of the GPU are the same
+        _, empty_us = _timed(None, lead)  # right before the sample: the clocks of the GPU are the same
         reading = partial(state.read, device_index) if number % read_every == 0 else None
-        us, host_us = _one(run, lead, reading)
+        us, host_us = _timed(run, lead, reading)
         samples.append(Sample(us, None if reading else host_us - empty_us))
     return samples
 
 
-def _one(
+def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return the time of `run` in µs between two events, and the time of `lead`, `run` and `meanwhile` between device-wide
-    waits.
+    """Call `lead`, `run` and `meanwhile` in this order. Return two times in µs: of `run` alone by CUDA events, and of all three
+    by the host's clock between device-wide waits.
     """
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
@@ -99,7 +99,7 @@ def _one(
 
 
 def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
-    """Raise RefusedTimeError if the medians of two clocks differ by more than `AGREE_PERCENT` plus `slack_us`."""
+    """Raise RefusedTimeError if the medians of a sample's two clocks differ by more than `AGREE_PERCENT` plus `slack_us`."""
     both = [(each.us, each.host_us) for each in samples if each.host_us is not None]
     if not both:
         return

@@ -1,4 +1,6 @@
-"""Make a timed call ready for sampling: prepare, make and check it, and capture it in a CUDA graph with enough buffers."""
+"""Make a timed call ready for sampling: prepare it, run and check it once, and capture it in a CUDA graph. A *buffer* is one
+copy of all tensors of the call; with rotation, consecutive calls in the graph use different buffers.
+"""
 
 import copy
 import functools
@@ -30,7 +32,7 @@ SHARE_FOR_BUFFERS = 0.2  # share of the free memory for buffers beyond those tha
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """A timed call that is ready for sampling."""
+    """A timed call that is ready for sampling: its buffers, a function that runs one sample, and one that flushes L2."""
 
     buffers: Sequence[GpuWork]  # the call on each set of buffers
     calls: Sequence[Call]  # the prepared calls; they own tensors, such as a derived table, that the graph uses
@@ -45,8 +47,8 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """Draw a call's queries and lengths, and with `tokens` its K and V, and fill its output with NaN. Do nothing without a
-    `Redraw`.
+    """Fill a call's output with NaN, and draw new queries and lengths, with `tokens` also K and V, by its `Redraw` if it has
+    one.
     """
     if work.redraw is not None:
         if tokens:
@@ -55,8 +57,8 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and raise AssertionError if results of calls, whose inputs were drawn from `seeds`, are wrong. Without
-    `whole` a part of the results is checked.
+    """Wait for the GPU, and raise AssertionError if results of the calls are wrong. `seeds` are the seeds of their inputs.
+    Without `whole` only a part of the results is checked.
     """
     drain()
     for work in works:
@@ -67,7 +69,7 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 
 def stage(work: GpuWork, method: Method) -> Staged:
-    """Make a call ready to be timed: prepare it, run and check it once, and capture the graph that is replayed.
+    """Make a call ready to be timed: prepare it, run and check it once, and capture the CUDA graph that a sample replays.
 
     Raises:
         AssertionError: an output is wrong.
@@ -95,7 +97,9 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare and make a call on each set of buffers. Check its results; with a `Redraw`, only a part of one set's results."""
+    """Prepare and run the call once on each set of buffers, on the stream `side`. Check the results; of calls with a `Redraw`
+    only a part of one buffer's.
+    """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
@@ -111,8 +115,8 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Capture and replay the calls, with a fill of each call's output with NaN before the call, and check the results of one
-    call of the second half. This detects a call that computes the result of a later call.
+    """Capture and replay a graph that fills each call's output with NaN right before the call. Then check one call of the
+    second half, which finds a call that computes the result of a later call.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -140,10 +144,11 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return the number of buffer sets in rotation with which a set has left L2 before its next use; 1 without rotation.
+    """Return the number of buffers that calls must use in turn so that a buffer has left L2 before its next use; 1 without
+    rotation.
 
     Raises:
-        TooSmallError: the call moves so few bytes that it would need too many sets.
+        TooSmallError: the call moves so few bytes that it would need too many buffers.
     """
     if method.l2 is not L2.COLD_ROTATION:
         return 1
@@ -157,7 +162,7 @@ def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
 
 
 class _Flush:
-    """A function that fills L2 with lines that no call reads, by reading them. Writes would leave dirty lines, whose write-back
+    """A function that evicts the calls' data from L2 by reading other memory. Writes would leave dirty lines, whose write-back
     slows the next call: a 270 µs decode on an H200 by 3 %, a 30 µs copy by 10 %.
     """
 
@@ -198,8 +203,8 @@ def _long_enough(
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls.
 
-    With rotation each call has separate buffers as far as memory allows, so that no call can reuse the result of an earlier
-    call on the same contents. With a warm L2 all calls use the same buffers.
+    With rotation each call has its own buffer as far as memory allows, so that no call can reuse the result of an earlier call
+    on the same contents. With a warm L2 all calls use one buffer.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY
@@ -217,8 +222,8 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return the number of existing buffer sets plus the number of sets that fit in a share of the free memory. The memory of a
-    set is measured with a copy of all its tensors.
+    """Return the number of existing buffers plus the number that fit into a share of the free memory. The size of a buffer is
+    measured with a copy of all its tensors.
     """
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
@@ -234,7 +239,5 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream on which all captures run, so that a kernel with state per stream, such as a workspace, has one
-    state.
-    """
+    """Return the stream of all captures, so that a kernel which keeps state per stream, such as a workspace, has one."""
     return torch.cuda.Stream(device_index)

@@ -26,7 +26,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Rule:
-    """The two parameters of the rule for "faster".
+    """The two parameters of the rule that decides whether a change is faster or slower.
 
     Attributes:
         minimum_effect_percent: a smaller change of the median is ignored; at least 0.

@@ -1,4 +1,4 @@
-"""Timed calls (`GpuWork`). Their tensors are arguments, so that a measurement can make each call on other copies of them."""
+"""Timed calls (`GpuWork`). Their tensors are explicit arguments, so that a measurement can repeat a call on copies of them."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ class Redraw(Protocol):
     """A protocol: overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results."""
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return all arguments except `out` from the tensor set with this number. All calls over a pass share the sets."""
+        """Return all arguments except `out` from the tensor set with this index. All calls over one pass share the sets."""
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw K and V from the seed, and write them to other pages."""
+        """Draw K and V from the seed, and move them to other pages of the pool."""
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw queries, lengths and some tokens from the seeds, which changes every result, and fill the output with NaN."""
+        """Draw queries, lengths and some tokens from the seeds, so that every result changes, and fill the output with NaN."""
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
-        """Return a copy of all results; without `whole`, a copy of the part that the seeds choose."""
+        """Return a copy of all results, or without `whole` of the part that the seeds choose."""
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Any], None]:
         """Return a function that raises AssertionError if its argument, from `results`, is wrong for inputs of these seeds."""
@@ -55,7 +55,7 @@ class GpuWork:
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
-        """Make the timed call of a function that needs no preparation."""
+        """Return the `GpuWork` of a function that needs no preparation."""
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
@@ -63,8 +63,8 @@ class GpuWork:
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this timed call with copies of its tensors, which share memory as the originals do, or with tensor set
-        `number` (from 1) of its `Redraw`.
+        """Return this timed call on other tensors: on copies, which share memory as the originals do, or with a `Redraw` on its
+        tensor set `number` (from 1).
         """
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
