@@ -1,7 +1,7 @@
 """FlashInfer's calls as data, the checks of their arguments, and the attention problems that they define.
 
-References and kernels share this package. It imports only torch and reads nothing from a GPU. Contents of tensors are checked
-for calls on CPU tensors, and else only on request (a problem's `check_values`, `refuse_nan`).
+References and kernels share this package. It imports only torch and reads nothing from a GPU. The contents of tensors are
+checked if they are on a CPU; on a GPU only if `check_values` or `refuse_nan` is called.
 """
 
 from lab.calls.dsv4_decode import DSV4DecodeCall

@@ -1,5 +1,5 @@
-"""Arguments of FlashInfer's calls that the lab takes at some values only, and the reasons. Line numbers are FlashInfer
-0.7.2.post1's.
+"""Arguments of FlashInfer's calls for which the lab supports only some values, and the reasons. Line numbers are those of
+FlashInfer 0.7.2.post1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
     Args:
         call: a call object.
         backends: the backends that the lab models.
-        others: further backends of FlashInfer.
+        others: further backends that FlashInfer has for this call.
 
     Raises:
         NotImplementedError: FlashInfer supports the backend or value, and the lab does not.
@@ -105,8 +105,8 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 
 def check_combination(call: Any, argument: str, required: Reasons) -> None:
-    """Raise ValueError if an argument of the call does not have one of the values in `required`. `argument`, such as
-    "cp_world=2", is the argument that requires these values, for the message.
+    """Raise ValueError if an argument of the call does not have a value that `required` demands. `argument`, such as
+    "cp_world=2", names the argument that makes this demand, for the message.
     """
     for name, (allowed, why) in required.items():
         value = getattr(call, name)
@@ -123,7 +123,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text. A tensor becomes "a tensor", because its contents may be on a GPU."""
+    """Return a value as text for a message; "a tensor" for a tensor, because its contents may be on a GPU."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))})"
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

@@ -40,7 +40,9 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the value as an int. Raise TypeError or ValueError unless it is an int >= `least`; `remedy` ends the message."""
+    """Return the value as an int. Raise TypeError or ValueError unless it is an int >= `least`; the message ends with `remedy`,
+    advice for the caller.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -59,7 +61,7 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-    """Raise TypeError or ValueError unless the value is a contiguous tensor of this length or shape with one of the dtypes."""
+    """Raise TypeError or ValueError unless the value is a contiguous tensor of this length or shape, with one of the dtypes."""
     tensor, expected = check_tensor(name, value, dtypes), [shape] if isinstance(shape, int) else [*shape]
     if list(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
@@ -79,8 +81,8 @@ def check_query(query: object) -> None:
 
 
 def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
-    """Return the query of an MLA or DSV4 call as [num_rows, num_qo_heads, head_dim]. Raise TypeError or ValueError for another
-    shape or dtype; `head_dim` is the name of the last dimension in the message.
+    """Return the query of an MLA or DeepSeek-V4 call as [num_rows, num_qo_heads, head_dim]. Raise TypeError or ValueError for
+    another shape or dtype; `head_dim` is the name of the last dimension in the message.
     """
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
@@ -184,8 +186,8 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """Return True if the call's backend is trtllm-gen, which reads V's NVFP4 scale factors interleaved; XQA does not. Raise
-    ValueError for "auto" on a CPU.
+    """Return True if the call's backend reads V's NVFP4 scale factors interleaved over 4 tokens: trtllm-gen does, XQA does not.
+    Raise ValueError for "auto" on a CPU.
     """
     capability = capability_of(call.query.device)
     if call.backend == "auto" and capability is None:
@@ -200,10 +202,10 @@ def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) 
     """Check a page table, and return its number of requests.
 
     Args:
-        block_tables: int32 [batch_size, columns]. Without `shared` [batch_size, 2, columns]; with `by_kv_head` contiguous
-            [num_kv_heads, batch_size, columns].
-        shared: False: K and V have separate page ids.
-        by_kv_head: True: the call is block-sparse.
+        block_tables: int32 [batch_size, columns]; if `shared` is False [batch_size, 2, columns]; if `by_kv_head` is True
+            contiguous [num_kv_heads, batch_size, columns].
+        shared: True: K and V have the same page ids.
+        by_kv_head: True: each K/V head has its own pages (a block-sparse call).
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)
@@ -271,7 +273,7 @@ def check_skip_softmax(factor: object) -> float:
 
 
 def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless `o_scale` is None or a number other than 0, and 1 if the output is not e4m3."""
+    """Raise TypeError or ValueError unless `o_scale` is None or a number: any but 0 for an e4m3 output, else 1."""
     if o_scale is None:
         return
     scale = check_scale("o_scale", o_scale)
@@ -285,8 +287,8 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
 
 
 def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Return the fields `bmm1_scale`, `bmm2_scale`, `sinks` and `skip_softmax` of a problem, checked. `bmm1_scale_log2` takes
-    precedence over `bmm1_scale`. `name` is the call's name of sinks, for messages.
+    """Check the call's softmax arguments, and return them as the fields `bmm1_scale`, `bmm2_scale`, `sinks` and `skip_softmax`
+    of a problem. `bmm1_scale_log2` takes precedence over `bmm1_scale`. `name` is the name of `sinks` in messages.
     """
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
@@ -309,8 +311,8 @@ def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callab
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return `out`. Raise an error unless it is contiguous with the expected shape and one of the dtypes. `words` explain the
-    shape in the message.
+    """Return `out`. Raise an error unless it is contiguous with the expected shape and one of the dtypes. `words` describe the
+    expected shape in the message.
     """
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
@@ -323,8 +325,8 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return the fields `out`, as [num_rows, num_qo_heads, size] or None, and `out_dtype` of an MLA or DSV4 problem. Without an
-    `out` the dtype is bfloat16. `words` are as in `check_out`.
+    """Return the fields `out` and `out_dtype` of an MLA or DeepSeek-V4 problem. `out` is the call's, as [num_rows,
+    num_qo_heads, size], or None; the dtype is then bfloat16. `words` describe the expected shape in messages.
     """
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
@@ -333,7 +335,7 @@ def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the dtype of the output: `out`'s, else `out_dtype`, else the query's. Raise an error if the first two differ."""
+    """Return the output's dtype: that of `out`, else `out_dtype`, else the query's. Raise an error if the first two differ."""
     if call.out_dtype == "nvfp4":
         remedy = f"its scale factors have a type and an order of FlashInfer's own; use one of {dtype_names(OUT_DTYPES)}"
         allowed.not_modelled("out_dtype", "nvfp4", remedy)
@@ -370,8 +372,8 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def takes_rank(call: Any) -> bool:
-    """Return True if an argument of context parallelism is not at its default. Raise TypeError or ValueError unless `cp_world`
-    is an int >= 1 and `cp_rank` an int >= 0.
+    """Return True if the call is one rank's part of context parallelism: `cp_world`, `cp_rank` or the global lengths are set.
+    Raise TypeError or ValueError unless `cp_world` is an int >= 1 and `cp_rank` an int >= 0.
     """
     world = check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")

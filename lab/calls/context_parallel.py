@@ -43,8 +43,9 @@ WITH_RANK_MLA: Reasons = {
 def problem_of_rank(
     call: Any, problem: PagedAttention, argument: str, required: Reasons, uncounted_rows: int = 0
 ) -> PagedAttention:
-    """Return the problem of one rank's call: `problem` with the number of keys that each row sees. It is at most the request's
-    `seq_lens`, as in CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
+    """Return the problem of one rank's call: a copy of `problem` whose `num_visible` is the number of the rank's keys that each
+    row sees. This number is at most the request's `seq_lens`, as in CuTe DSL's kernel (FlashInfer 0.7.2,
+    monolithic/mla_decode_fp16.py 2979).
 
     Args:
         call: a call for which `lab.calls.arguments.takes_rank` returned True.

@@ -21,7 +21,9 @@ NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sp
 
 @dataclass(frozen=True, eq=False)
 class TwoPools(PagedAttention):
-    """The problem of a DSV4 call. Of its first `WINDOW_COLUMNS` columns a row at position p uses only the first p + 1."""
+    """The attention problem of a DeepSeek-V4 call, whose entries are in two pools. The first `WINDOW_COLUMNS` columns of
+    `selected` are entries of the pool of recent tokens; a row at position p uses only the first p + 1 of them.
+    """
 
     #: the first `WINDOW_COLUMNS` columns are places in `window_cache`, later columns places in `k_cache`
     selected: torch.Tensor = field(kw_only=True)
@@ -196,7 +198,7 @@ class DSV4DecodeCall:
         return pages
 
     def _batch(self) -> tuple[int, int]:
-        """Return the number of requests, and the upper bound of the query rows of a request."""
+        """Return the number of requests, and the upper bound of the number of query rows per request."""
         if self.cum_seq_lens_q is None:
             batch_size, q_len = self.query.shape[:2]
             if self.max_q_len not in (None, q_len):

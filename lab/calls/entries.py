@@ -15,8 +15,8 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return which cells of the page table name a page that is read, bool [batch_size, max_num_pages_per_seq]. If rows select
-    entries, return which cells of `selected` name an entry that is read, bool [num_rows, num_columns].
+    """Return which cells of the page table contain a page that the call reads, bool [batch_size, max_num_pages_per_seq]. If
+    rows select entries, return which cells of `selected` contain an entry that the call reads, bool [num_rows, num_columns].
     """
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
@@ -31,9 +31,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return the unit of the offsets `cu_seqlens_kv` in keys: `page_size` if they count pages, 1 if they count keys or are
-    None.
-    """
+    """Return how many keys one unit of `cu_seqlens_kv` is: `page_size` if it counts pages; 1 if it counts keys or is None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1
@@ -41,8 +39,8 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of keys (indices of their entries) in K's pool and in V's pool, int64 in the shape of `requests`.
-    `requests`, int64, are the requests of the keys; `keys`, of the same shape, are the indices of the keys in their requests.
+    """Convert (request, index of a key in the request) to the places of the keys in K's pool and in V's pool. `requests` and
+    `keys` are int64 of the same shape; both results are int64 of this shape.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None
@@ -62,7 +60,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, the places (`places_of`) of all its keys in K's pool and in V's, int64 [num_keys]."""
+    """Return, for each of the requests, the places of all its keys in K's pool and in V's pool, int64 [num_keys] each."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))

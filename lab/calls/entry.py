@@ -10,8 +10,8 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator for a function of one `call_type` object, such as a `DecodeCall`. The decorated function has the
-    parameters of FlashInfer's function instead.
+    """Return a decorator for a function whose only parameter is a `call_type` object, such as a `DecodeCall`. The decorated
+    function has the parameters of `call_type` (those of FlashInfer's function), and builds the object.
     """
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -26,8 +26,8 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
 
 
 def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that shows the fields of a dataclass in place of a function's `**` parameter in `inspect.signature`
-    and in the documentation.
+    """Return a decorator that changes a function's signature for `inspect.signature` and the documentation: the fields of the
+    dataclass `terms` replace the function's `**` parameter.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:

@@ -13,7 +13,7 @@ import torch
 
 
 class Feature(enum.Enum):
-    """A property of a problem that some kernels do not support, such as an LSE. The value is its name in a refusal."""
+    """A property of a problem that some kernels do not support, such as an LSE. The value is its name in error messages."""
 
     UNDECLARED = "a field of the problem that lab.calls.features does not declare"
     SEVERAL_ROWS = "more than one query row per request"

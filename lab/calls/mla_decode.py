@@ -18,8 +18,8 @@ WITH_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
 
 
 def lse_is_base_e(given: Mapping[str, Any]) -> bool:
-    """Return True if a call with the arguments `given` returns the LSE in base e, False for base 2. Without `return_lse_base`
-    only CuTe DSL uses base e (FlashInfer 0.7.2, mla/_core.py 3994).
+    """Return True if a call with the arguments `given` returns the LSE in base e, False for base 2. If `return_lse_base` is not
+    given, only the backend CuTe DSL uses base e (FlashInfer 0.7.2, mla/_core.py 3994).
     """
     default = "basee" if given.get("backend") == "cute-dsl" else "base2"
     return (given.get("return_lse_base") or default) == "basee"

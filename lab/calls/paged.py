@@ -262,9 +262,9 @@ def _posed(
     mask: torch.Tensor | None = None,
     by_kv_head: bool = False,
 ) -> PagedAttention:
-    """Check the arguments that both calls share, and return the attention problem. It has one form of layout, page tables and
-    output dtype, whichever the caller used. `kv_bound` is the call's name for `max_kv_len`. With `by_kv_head` each K/V head has
-    its own page table and lengths. Raises the errors of `DecodeCall.problem`.
+    """Check the arguments that both calls share, and return the attention problem. The problem has the same form for every
+    layout, form of page table and output dtype. `kv_bound` is the name of `max_kv_len` in messages. With `by_kv_head` each K/V
+    head has its own page table and lengths. Raises the errors of `DecodeCall.problem`.
     """
     query = call.query
     arguments.check_bool("return_lse", call.return_lse)
@@ -314,7 +314,9 @@ def _posed(
 
 
 def _check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
-    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], not ragged."""
+    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], and all requests have
+    `q_len` rows.
+    """
     if cum_seq_lens_q is not None:
         raise NotImplementedError(
             "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"

@@ -27,7 +27,7 @@ AnyProblem = TypeVar("AnyProblem", bound="AttentionProblem")
 
 
 class AttentionCall(NamedEnum):
-    """FlashInfer's calls. The value is the function's name."""
+    """FlashInfer's attention functions that the lab models. The value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
@@ -42,7 +42,7 @@ LATENT_CALLS = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The softmax's inputs besides queries, keys and values. All calls have them."""
+    """The scales of both products and the sinks: the inputs of the softmax besides queries, keys and values."""
 
     #: factors of Q·K^T and of P·V
     bmm1_scale: Scale = 1.0
@@ -57,7 +57,9 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The checked arguments of one call: the fields that the problems of all calls have."""
+    """The checked arguments of one call in the form that the lab's references and kernels use. This base class has the fields
+    of all calls.
+    """
 
     call: AttentionCall  #: the call that defined the problem
     query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]
@@ -127,7 +129,7 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def row_offsets(self) -> list[int]:
-        """Return the first query row of each request, and after them the end of the last request's rows. Synchronises."""
+        """Return the first query row of each request, followed by the end of the last request's rows. Synchronises."""
         if self.cu_seqlens_q is None:
             return list(range(0, self.num_rows + 1, self.max_q_len))
         return self.cu_seqlens_q.tolist()
@@ -158,8 +160,8 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the caller's tensors for the results, or new uninitialised ones: the output, `out_dtype` [num_rows,
-        num_qo_heads, v_head_dim], and the LSE, float32 [num_rows, num_qo_heads], or None.
+        """Return (output, LSE or None) to write to: the caller's tensors, or else new uninitialised ones. The output is
+        `out_dtype` [num_rows, num_qo_heads, v_head_dim], the LSE float32 [num_rows, num_qo_heads].
         """
         out, lse = self.out, self.lse
         if out is None:
@@ -176,7 +178,7 @@ class AttentionProblem(Softmax):
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention(AttentionProblem):
-    """One attention problem over a paged K/V cache."""
+    """The attention problem of a call over a paged K/V cache."""
 
     #: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4), for any layout of the call. V's
     #: last dimension is smaller if V is a part of K (MLA).
@@ -227,8 +229,8 @@ class PagedAttention(AttentionProblem):
         return self.k_block_tables.dim() == 3
 
     def of_kv_heads(self) -> "list[PagedAttention]":
-        """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. Tensors
-        are views of this problem's, also `out` and `lse`. Return [self] if the problem is not block-sparse.
+        """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. All
+        tensors, also `out` and `lse`, are views of this problem's tensors. Return [self] if the problem is not block-sparse.
         """
         if not self.is_block_sparse:
             return [self]
@@ -246,7 +248,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return the same problem with one request per query row, whose keys are the row's `num_visible` first keys."""
+        """Return the same problem with each query row as a request, whose keys are the row's first `num_visible` keys."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -264,8 +266,8 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A negative cell of a used column
-        is no entry. Requires `selected`.
+        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A negative cell of a used column is
+        no entry. The problem must have `selected`.
         """
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
@@ -320,7 +322,7 @@ class PagedAttention(AttentionProblem):
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
     """Raise ValueError if one of the `lengths` is negative or exceeds `max_kv_len`, or if offsets of rows or keys are wrong.
-    `bound` is the call's name of `max_kv_len`, for messages.
+    `bound` is the name of `max_kv_len` in messages.
     """
     for request, length in enumerate(lengths):
         if length < 0:
@@ -353,7 +355,7 @@ def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> Non
 
 
 def mask_words(q_len: int) -> int:
-    """Return the number of uint16 words per row of XQA's draft mask, whose rows are multiples of 32 bits (`xqa`)."""
+    """Return the number of uint16 words per row of XQA's draft mask. A row has a multiple of 32 bits (FlashInfer's `xqa`)."""
     return 2 * -(-q_len // 32)
 
 
@@ -376,8 +378,8 @@ def checked(problem: AnyProblem) -> AnyProblem:
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
     """Raise ValueError if a scale is not finite, a sink is NaN or plus infinity, or a query row contains NaN.
 
-    Rows after the last request's rows and rows of requests without keys may contain NaN. With `in_query` False all rows may: a
-    serving engine fills the padding rows of a CUDA graph with anything, and a call cannot distinguish these rows from others.
+    Rows after the last request's rows and rows of requests without keys may contain NaN. If `in_query` is False, all rows may:
+    a serving engine fills the padding rows of a CUDA graph with anything, and a call cannot distinguish these rows from others.
     """
     for name, term in zip(("bmm1_scale", "bmm2_scale"), (problem.bmm1_scale, problem.bmm2_scale), strict=True):
         if isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):

@@ -38,7 +38,7 @@ class RaggedAttention(AttentionProblem):
         return self.key.dtype
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return K and V of each request, views of `key` and `value`. Synchronises."""
+        """Return (K, V) of each request as views of `key` and `value`. Synchronises."""
         spans = itertools.pairwise(self.cu_seqlens_kv.tolist())
         return [(self.key[first:end], self.value[first:end]) for first, end in spans]
 
@@ -200,8 +200,8 @@ class RaggedContextCall:
         return arguments.check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
 
     def _check_mirrors(self) -> None:
-        """Raise ValueError if a length in `q_seq_lens_cpu` or `kv_seq_lens_cpu` exceeds its bound, or if their sums are not the
-        numbers of rows and keys, as FlashInfer does.
+        """Check the lengths on the host (`q_seq_lens_cpu`, `kv_seq_lens_cpu`) as FlashInfer does. Raise ValueError if one
+        exceeds its bound, or if their sums are not the numbers of rows and of keys.
         """
         if (self.q_seq_lens_cpu is None) != (self.kv_seq_lens_cpu is None):
             raise ValueError("q_seq_lens_cpu and kv_seq_lens_cpu go together: pass both or neither")

@@ -24,7 +24,7 @@ WINDOW_COLUMNS = 128  # of DSV4's call: entries of its window pool (FlashInfer 0
 
 
 class Names(NamedTuple):
-    """How error messages name the arguments of a sparse call, and the smallest number of columns that a row may use."""
+    """The names of a sparse call's arguments in error messages, and the smallest number of columns that a row may use."""
 
     table: str = "block_tables"  #: the tensor of selected entries
     lens: str = "sparse_mla_top_k_lens"  #: the tensor of the number of columns that each row uses
@@ -45,7 +45,8 @@ def columns_in_use(
         lens: int32 [num_rows], number of columns that each row uses; None: its position + 1.
         seq_lens: [batch_size], number of keys of each request.
         row_offsets: first row of each request, followed by the end of the last one.
-        num_window: number of first columns of which a row uses at most its position + 1, also with `lens`.
+        num_window: number of window columns at the start of `selected`. A row at position p uses at most p + 1 of them, also
+            with `lens`.
     """
     device, end = selected.device, row_offsets[-1]
     offsets = torch.tensor(row_offsets, device=device)
@@ -60,8 +61,9 @@ def columns_in_use(
 def check_selection(
     selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int, names: Names = TOP_K_NAMES
 ) -> None:
-    """Raise ValueError if a length is below `names.least` or above the number of columns, or if an entry is outside the pool of
-    `num_entries` entries. `cells`, bool [num_rows, num_columns], says which cells of `selected` are entries.
+    """Check the entries and lengths of a sparse call. Raise ValueError if a length is below `names.least` or above the number
+    of columns, or if an entry is outside the pool of `num_entries` entries. `cells`, bool [num_rows, num_columns], says which
+    cells of `selected` are entries.
     """
     if lens is not None:
         for row in ((lens < names.least) | (lens > selected.shape[1])).nonzero()[:1].flatten().tolist():

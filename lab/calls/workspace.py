@@ -22,7 +22,7 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return True if a call with this `backend` on this device keeps its counters in the workspace, as every backend
-    except trtllm-gen does. On a CPU "auto" does not stand for trtllm-gen.
+    """Return True if the call's `backend` keeps its counters in the workspace on this device. Every backend except trtllm-gen
+    does; "auto" on a CPU counts as one that does.
     """
     return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"

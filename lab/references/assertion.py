@@ -94,7 +94,7 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return sentences about a wrong type, shape, device or dtype. Raise ValueError if the query was overwritten."""
+    """Return sentences about a wrong type, shape, device or dtype of `out`. Raise ValueError if `out` overwrote the query."""
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
     expected = (*call.query.shape[:-1], problem.v_head_dim)
@@ -137,7 +137,7 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def lse_in_base_2(lse: Tensor, is_base_e: bool) -> Tensor:
-    """Return an LSE converted to base 2. With `is_base_e` False it is in base 2 already and returned unchanged."""
+    """Return an LSE in base 2: the LSE divided by log(2) if it is in base e, else unchanged."""
     return lse.to(torch.float64) / math.log(2.0) if is_base_e else lse
 
 
@@ -190,8 +190,8 @@ def truth_of_problem(
 
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
     """Return (K, V) of each request of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables
-    or offsets. If rows select entries, they are the entries that the request's rows select (`lab.calls.entries`). `requests`
-    None is all requests.
+    or offsets. If rows select entries, K and V have only the selected entries (`lab.calls.entries`). `requests` None means all
+    requests.
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if isinstance(problem, PagedAttention):
@@ -201,8 +201,8 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return K and V of a request with zeros for the keys before the windows of all rows. An engine may have freed their
-    pages.
+    """Return K and V of a request with zeros for the keys that no row sees because they are before all windows. An engine may
+    have freed their pages.
     """
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
@@ -221,7 +221,7 @@ def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[H
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
-    """Return the K or V entries at places of a cache, [len(places), num_kv_heads, head_dim], dequantised."""
+    """Return the entries of a K or V cache at the given places, dequantised, [len(places), num_kv_heads, head_dim]."""
     slots = places // page_size, slice(None), places % page_size
     entries = cache[slots]
     if scale_factors is None:

@@ -1,4 +1,6 @@
-"""The slots of the K/V pool that each step of a multi-step draft reads, in loops over steps, requests, branches and tokens."""
+"""The slots (token indices in the K/V pool) that each step of a multi-step draft reads, in loops over steps, requests, branches
+and tokens.
+"""
 
 import torch
 from torch import Tensor
@@ -84,7 +86,7 @@ def generate_draft_decode_kv_indices(
 
 
 def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
-    """Return the position in a request's row where a branch's draft slots begin.
+    """Return the position in a request's row of ``req_to_token`` at which the draft slots of a branch begin.
 
     With pages and several branches, each branch continues in its own copy of the prefix's last page, if that is partly filled.
     """
@@ -96,7 +98,7 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
 
 
 def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
-    """Return the positions of the prefix tokens in a K/V list: all, or the first `sink_size` and last `window_size`."""
+    """Return the prefix positions that a K/V list keeps: all, or the first `sink_size` and the last `window_size`."""
     return [at for at in range(length) if not window_size or at < sink_size or at >= length - window_size]
 
 

@@ -67,7 +67,7 @@ def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
 
 
 def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
-    """Return `relative_l2` of `out` and `expected`, which is float64. `size` has the norms of the expected vectors."""
+    """Return `relative_l2` of `out` and `expected`, which is float64. `size` are the norms of the expected vectors."""
     difference = (out.to(torch.float64) - expected).norm(dim=-1)
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
     return torch.where(difference.isfinite(), ratio, math.inf)
@@ -99,7 +99,7 @@ class Regression:
 
     @property
     def worst_group(self) -> Tensor:
-        """Return which vectors are in the group with the largest `ratio`, bool [num_rows, num_heads]."""
+        """Return which vectors belong to the group with the largest `ratio`, bool [num_rows, num_heads]."""
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
@@ -113,7 +113,9 @@ class Regression:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The error of each vector of an output, the bounds of the errors, and a regression that shows a bias of all vectors."""
+    """The result of comparing an output with the expected one: the error of each vector, its bound, and a regression that finds
+    a bias common to many vectors.
+    """
 
     error: Tensor  #: relative L2 of each vector, float64 [num_rows, num_heads]
     bound: Tensor  #: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads]
@@ -196,8 +198,8 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
 
 
 def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return the largest relative L2 error of vectors with norms `size` if each element is rounded to a multiple of the dtype's
-    smallest number, float64 [num_rows, num_heads]; 0 for a vector of zeros.
+    """Return an upper bound of the relative L2 error of each vector if its elements are rounded to multiples of the dtype's
+    smallest number, float64 [num_rows, num_heads]; 0 for a vector of zeros. `size` are the vectors' norms.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps
@@ -257,8 +259,8 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield, for each kind of groups, the groups' names and the index of each vector's group, which broadcasts to [num_rows,
-    num_heads].
+    """Yield each kind of groups (`Regression`) as (names of its groups, index of each vector's group). The index broadcasts to
+    [num_rows, num_heads].
     """
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -274,8 +276,8 @@ def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or a pass, and the control: a low-precision result whose error bounds the kernel's
-    error.
+    """The expected results of a call or of a forward pass, and the control: the same results in low precision, whose error sets
+    the bound of the kernel's error.
     """
 
     expected: Tensor  #: float64 [num_rows, num_qo_heads, head_dim]
@@ -292,7 +294,7 @@ class Truth:
 
     @classmethod
     def of_heads(cls, parts: Sequence["Truth"]) -> "Truth":
-        """Return the expected results of a call from `parts`, each of which has some of the call's heads, in order."""
+        """Concatenate expected results along the heads. Each of `parts` has some of the call's heads, in order."""
         if len(parts) == 1:
             return parts[0]
         by_head = [(part.expected, part.control, part.lse_log2) for part in parts]  # of block-sparse calls: none skip
@@ -313,8 +315,9 @@ class Truth:
         """Return the errors and bounds of an output (`compare`) and, if all vectors are within their bounds, its bias
         (`regress`).
 
-        Each bound is at least `least_bound` and at least one rounding, because a right kernel such as FA3's MLA rounds the
-        results of its splits while the control may have almost no error. The error that skip-softmax may cause is added.
+        Each bound is at least `least_bound` and at least the error of one rounding, because a right kernel such as FA3's MLA
+        rounds the results of its splits while the control may have almost no error. The error that skip-softmax may cause is
+        added.
         """
         comparison = compare(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2
@@ -341,7 +344,7 @@ class Truth:
         return f"{count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
 
     def _wrong_vector(self, comparison: Comparison, out: Tensor, row: int, head: int) -> str:
-        """Return words about one wrong vector: its error, or that it is not finite or not zero."""
+        """Return words about the wrong vector of one row and head: its error, or that it is not finite or not zero."""
         got = out[row, head].to(torch.float64)
         bad = got[~got.isfinite()]
         must_be_zero = not bool(self.expected[row, head].any())

@@ -1,4 +1,5 @@
-"""The expected metadata of attention calls in each forward mode, in plain loops over requests. `lab.metadata` must equal it.
+"""The expected metadata of attention calls in each forward mode, in plain loops over requests. The metadata of `lab.metadata`
+must be equal. A *slot* is the index of a token in the K/V pool.
 
 ``batch`` and ``pool`` are any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and ``KVPool``. The host reads
 device tensors.
@@ -12,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The expected metadata of a pass on the MHA kernels. A page table has only pages with tokens of the request."""
+    """The expected metadata of a pass on the MHA kernels, as lists. A page table has only pages with tokens of the request."""
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -42,7 +43,7 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
 
 
 def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], key_lens: list[int]) -> ForwardMetadata:
-    """Return the metadata of requests with these rows of ``req_to_token``, numbers of query rows and numbers of keys."""
+    """Return the metadata of requests from their rows of ``req_to_token``, their numbers of query rows and of keys."""
 
     def tables(*full_to_swa: Tensor) -> list[list[int]]:
         return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
@@ -60,8 +61,8 @@ def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], 
 
 
 def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) -> tuple[list[int], ForwardMetadata]:
-    """Return one rank's query rows of a prefill with zigzag context parallelism, and the metadata of the rank's call (SGLang
-    0.5.23).
+    """Return, for one rank of a prefill with zigzag context parallelism, the indices of its query rows and the metadata of its
+    call (SGLang 0.5.23).
 
     The new tokens of each request are divided into 2 * num_ranks consecutive blocks, whose lengths differ by at most 1, the
     longer ones first. Rank r has the r-th block from the front and the r-th from the back. Its call has the front blocks of all
@@ -101,7 +102,7 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The expected metadata of a pass on the MLA decode kernel. A block table has only pages that rows may see."""
+    """The expected metadata of a pass on the MLA decode kernel, as lists. A block table has only pages that rows may see."""
 
     seq_lens_k: list[int]
     seen_lens: list[int]
@@ -144,8 +145,8 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
-    """Return the slots of the cached tokens in each chunk of an MLA prefill, as [chunk][request][token]. A chunk has at most
-    `capacity` tokens, divided equally among the requests. The batch also has extend_prefix_lens. Raises ValueError if
+    """Return the slots of the cached prefix tokens in each chunk of an MLA prefill, as [chunk][request][token]. A chunk has at
+    most `capacity` tokens, divided equally among the requests. `batch` must also have extend_prefix_lens. Raises ValueError if
     `capacity` is below the number of requests.
     """
     remaining = [
@@ -178,8 +179,8 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 @dataclass(frozen=True)
 class DSAForwardMetadata:
-    """The expected lengths and entries of a pass on the sparse MLA decode call, one item per query row. A place is the index of
-    an entry in the pool.
+    """The expected number of entries of each query row, and the places of these entries, of a pass on the sparse MLA decode
+    call. A place is the index of an entry in the pool.
     """
 
     seq_lens: list[int]
@@ -195,8 +196,9 @@ def dsa_forward_metadata(
 
     Args:
         batch, pool: as in `forward_metadata`. The mode gives all drafts the same number of rows.
-        topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Missing rows select no position.
-        index_topk: largest number of positions in the selected groups.
+        topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Query rows after the last of these rows
+            select no position.
+        index_topk: largest number of selected positions, in whole groups.
         index_kpool: number of positions in a group. Positions after a request's last whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
@@ -219,7 +221,7 @@ def dsa_forward_metadata(
 
 @dataclass(frozen=True)
 class DSV4ForwardMetadata:
-    """The expected metadata of a pass on DeepSeek-V4's call."""
+    """The expected metadata of a forward pass on DeepSeek-V4's call, as Python lists."""
 
     seq_lens: list[int]  # of each query row
     sparse_indices: list[list[int]]  # the used columns of each query row
@@ -233,8 +235,8 @@ def dsv4_forward_metadata(
     """Return the metadata of one pass of DeepSeek-V4 (SGLang 0.5.23).
 
     The first 128 columns of a row are its token and the tokens before it, in the sliding-window pool. The other columns are
-    compressed entries of its request. An entry is on the page of its tokens, in a pool whose pages have fewer entries. If an
-    entry represents 4 or 128 tokens, a row without entries has one column with -1.
+    compressed entries of its request. The page id of an entry is the page id of its tokens; pages of the compressed pool have
+    fewer entries. If an entry represents 4 or 128 tokens, a row without compressed entries has one column with -1.
 
     Args:
         batch, pool: as in `forward_metadata`. The mode is not the first draft extend.
@@ -267,7 +269,7 @@ def dsv4_forward_metadata(
 
 @dataclass(frozen=True)
 class BlockSparseForwardMetadata:
-    """The expected lengths of a block-sparse decode by query row, and slots as [K/V head][query row][key]."""
+    """The expected number of keys of each query row of a block-sparse decode, and their slots as [K/V head][query row][key]."""
 
     seq_lens: list[int]
     slots: list[list[list[int]]]
@@ -298,7 +300,7 @@ def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> 
 
 
 def query_length(batch: Any, i: int) -> int:
-    """Return the number of query rows of request ``i``. Raise ValueError in the mode PREBUILT."""
+    """Return the number of query rows of request ``i`` in the batch's forward mode. Raise ValueError in the mode PREBUILT."""
     mode = batch.forward_mode.name
     if mode in ("DECODE", "IDLE"):
         return 1
@@ -314,7 +316,7 @@ def key_length(batch: Any, i: int) -> int:
     """Return the number of keys that the last query row of request ``i`` may see, its own key included.
 
     In draft steps and verifications ``seq_lens`` counts tokens up to the last accepted one. Step s of a draft adds s + 1
-    tokens, a verification its rows, and a frozen-KV draft (step -1) none.
+    tokens, a verification as many tokens as it has rows, and a draft over a frozen K/V cache (step -1) no token.
     """
     mode, length = batch.forward_mode.name, int(batch.seq_lens[i])
     if mode in ("DECODE", "IDLE") and batch.spec_info is not None:
@@ -326,7 +328,8 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Return the pages of the first ``length`` tokens of a request, at most ``max_context_len``, in order.
+    """Return, in order, the pages of the first ``length`` tokens (at most ``max_context_len``) of the request in this row of
+    ``req_to_token``.
 
     With ``full_to_swa`` they are pages of the sliding-window pool. Slot -1 is in page -1. If slots are virtual, ``v2p`` maps
     pages to the full pool's pages; slot -1 and a virtual page without a physical page map to page 0.

@@ -138,7 +138,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _planned_on_host(problem: PagedAttention) -> PagedAttention:
-    """Return the problem with lengths, offsets and tables on the host, where computing indices launches no kernels."""
+    """Return the problem with lengths, offsets and page tables on the host, where computing indices launches no kernels."""
     k_tables = problem.k_block_tables.cpu()
     shared = problem.v_block_tables is problem.k_block_tables
     given = {
@@ -151,7 +151,7 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
 
 
 def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:
-    """Return the same problem without `selected`. Each row is a request, and each of its entries a page of one token."""
+    """Return the same problem without `selected`: each row is a request, and each of its entries a page of one token."""
     cells = problem.columns_in_use() & (selected >= 0)
     entries_first = (~cells).to(torch.int8).argsort(dim=1, stable=True)
     places = selected.gather(1, entries_first)
@@ -188,11 +188,11 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """Blocks of query rows that are computed together, padded to the largest block. Key 0 of a block is the first key of its
-    first page.
+    """A batch of blocks (`_Block`) that are computed together, padded to the largest block. Key 0 of a block is the first key
+    of its first page.
 
     Attributes:
-        tiles: tiles of the blocks' keys, in whole pages.
+        tiles: the blocks' keys, divided into tiles of whole pages.
         request, kv_len, first_key: each block's request, the request's number of keys, and the position of the block's key 0,
             int64 [len(blocks)].
         positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
@@ -244,7 +244,9 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return (blocks, keys), int64, of the keys of a tile that no row of their block sees; () if there are none."""
+        """Return the keys of a tile that no row of their block sees, as (index of the block, index of the key), int64 each; ()
+        if there are none.
+        """
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -263,7 +265,9 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Yield all rows of a problem in pieces of blocks with similar numbers of keys, of at most `PIECE_ELEMENTS` elements."""
+    """Divide all rows of a problem into pieces and yield them. A piece has at most `PIECE_ELEMENTS` elements, and its blocks
+    have similar numbers of keys.
+    """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + v_head_dim)  # of one key
@@ -283,7 +287,7 @@ def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Ite
 
 
 def _blocks(problem: PagedAttention, offsets: list[int], most: int) -> Iterator[_Block]:
-    """Yield the rows of each request in blocks whose scores have at most `most` elements."""
+    """Divide the rows of each request into blocks and yield them. The scores of a block have at most `most` elements."""
     num_qo_heads, page_size, window_left = problem.query.shape[1], problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
@@ -374,7 +378,7 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
 
 
 def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
-    """Return V's NVFP4 scale factors in token order, or None for another cache."""
+    """Return V's NVFP4 scale factors in token order (not interleaved), or None for another cache."""
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
     return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)

@@ -1,7 +1,7 @@
 """Softmax attention of checked arguments: exactly in float64, and as the control, in low precision.
 
-The exact algorithm walks tiles of K and V twice: first for all scores and, after the softmax, for the sums of values. A tile is
-a range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
+The exact algorithm reads the tiles of K first, for all scores, and after the softmax the tiles of V, for the weighted sums. A
+tile is a range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
 
     request 0  | tile 0 | tile 1 |
     request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
@@ -81,7 +81,7 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """The keys `start` to `end` - 1 of the requests from `first_request` on. Requests are sorted by length."""
+    """The keys `start` to `end` - 1 of all requests from index `first_request` on. Requests are sorted by length."""
 
     first_request: int
     start: int
@@ -89,8 +89,8 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V of a batch, read one tile at a time. `keys` and `values` return a tile, contiguous float64 [requests *
-    num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
+    """K and V of a batch, read one tile at a time. The functions `keys` and `values` return one tile, contiguous float64
+    [requests * num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
     """
 
     keys: Callable[[Tile], Tensor]
@@ -172,7 +172,7 @@ def attention_by_tiles(
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write the products of batches of matrices to a view. On a CPU torch writes to a strided view one matrix at a time."""
+    """Write `left @ right`, batches of matrices, to a view. On a CPU torch writes to a strided view one matrix at a time."""
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
     else:
@@ -210,7 +210,8 @@ def visible_to(
     causal: bool,
     window_left: int,
 ) -> Tensor:
-    """Return the keys that some rows of requests with equal lengths see. The rows belong to a request's newest tokens.
+    """Return the keys that the given rows see, for requests with equal numbers of rows and of keys. Rows are a request's newest
+    tokens.
 
     Args:
         rows: indices of the rows in a request of `q_len` rows and `kv_len` keys.
@@ -238,8 +239,8 @@ def visible_to(
 
 
 def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return K and V of requests with equally many keys, [num_requests, kv_len, num_kv_heads, head_dim] each. K and V of a
-    single request are not copied. e4m3 becomes float32.
+    """Stack K and V of requests that have equally many keys: return [num_requests, kv_len, num_kv_heads, head_dim] each. K and
+    V of a single request are not copied. e4m3 becomes float32.
     """
     of_batch = [torch.stack(sides) if len(sides) > 1 else sides[0][None] for sides in zip(*histories, strict=True)]
     return [widened(side, torch.float32) if side.dtype == E4M3 else side for side in of_batch]
@@ -273,11 +274,11 @@ def skippable(
 
     Args:
         query, keys, values, visible, softmax, arithmetic: as in `unchecked_eager_attention`.
-        threshold: a weight relative to the row's largest; 0: no weight is left out.
+        threshold: the smallest weight that must be kept, relative to the row's largest; 0: all weights are kept.
         out: the exact output, float64 [batch, q_len, num_qo_heads, v_head_dim].
 
     Returns:
-        float64 [batch, q_len, num_qo_heads, 2]: the share of the denominator, and the relative L2 error of the output.
+        float64 [batch, q_len, num_qo_heads, 2]: the left-out share of the denominator, and the relative L2 error of the output.
     """
     if not threshold:
         return out.new_zeros(*out.shape[:3], 2)
@@ -316,7 +317,9 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Return rows [batch, num_qo_heads, q_len, n] times each head's K/V matrix, `side` [batch, num_kv_heads, n, m]."""
+    """Multiply each head's rows by the matrix of its K/V head: `rows` [batch, num_qo_heads, q_len, n] times `side` [batch,
+    num_kv_heads, n, m].
+    """
     group = rows.shape[1] // side.shape[1]
     by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
     return by_head.unflatten(2, (group, rows.shape[2])).flatten(1, 2)

@@ -27,7 +27,7 @@ TOGETHER = 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rules(Softmax):
-    """The masks, the softmax's terms and the dtypes with which the rows of requests attend to keys."""
+    """How the rows of requests attend to keys: the masks, the softmax's scales and sinks, and the dtypes."""
 
     arithmetic: torch.dtype  #: dtype of the control's operands
     out_dtype: torch.dtype  #: dtype of the output
@@ -41,7 +41,9 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem. `arithmetic` None is the query's dtype; float64 becomes float32."""
+        """Return the rules of a problem with draft mask `shown`. `arithmetic` None is the query's dtype; float64 becomes
+        float32.
+        """
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),
@@ -97,15 +99,15 @@ def truth_of_selected(
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return `truth`, computed with each row as a request, with `request_of_row` of requests that have `q_lens` rows."""
+    """Return `truth`, which was computed with each row as a request, for requests with `q_lens` rows each."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
 def truth_of_heads(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
-    """Return the expected results of a block-sparse call, in which each K/V head sees only some keys. The positions of rows
-    count only these keys. The other arguments are as in `truth_of_requests`.
+    """Return the expected results of a block-sparse call, in which each K/V head sees only some keys. Only these keys count for
+    the positions of rows. The other arguments are as in `truth_of_requests`.
 
     Args:
         seen: the keys that each K/V head sees, bool [kv_len, num_kv_heads] per request.
@@ -143,7 +145,7 @@ def solved_requests(
     *,
     with_control: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Compute attention of the rows of consecutive requests, one piece at a time. A piece is some rows of requests that have
+    """Compute attention of the rows of consecutive requests, one piece at a time. A piece has rows of one or more requests with
     equal numbers of keys and of rows.
 
     Args:
@@ -151,8 +153,8 @@ def solved_requests(
         with_control: compute the control and `Truth.skipped` too; otherwise both are None.
 
     Yields:
-        (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in base 2, float64
-        [rows, num_qo_heads]; control, float32 in the output's shape; `Truth.skipped`) of one piece.
+        For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in
+        base 2, float64 [rows, num_qo_heads]; control, float32 in the output's shape; `Truth.skipped`).
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
@@ -180,8 +182,8 @@ def solved_requests(
 def _together(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield lists of requests that are computed together. The requests of a list have equal numbers of keys and of rows, and
-    together at most `most` elements of K and V or of scores. Requests without rows are in no list.
+    """Yield lists of the indices of requests that are computed together. The requests of a list have equal numbers of keys and
+    of rows, and together at most `most` elements of K and V or of scores. Requests without rows are in no list.
     """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
