@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 def default_implementation(device: torch.device | str | None = None) -> ModuleType:
     """Return `lab.kernels.trtllm` if FlashInfer has TRT-LLM kernels for the device, else `lab.kernels.portable`.
 
-    None as device stands for the GPU if there is one, else the CPU.
+    A `device` of None means the GPU if there is one, else the CPU.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     family = family_of(capability_of(where))
@@ -49,11 +49,12 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """Wrap an implementation so that `prepare` does a call's work on the host once, and not in each run.
+    """A wrapper of an implementation that plans on the host. With it, `prepare` does the host's work of a call once, and not in
+    each run.
 
-    Some functions `<name>` read lengths and page tables on the host. Such a module also has `plan_<name>`, which takes the same
-    arguments, does this work, and returns a function that runs the call. This class offers it as `prepare_<name>`. Lengths,
-    numbers of rows and page ids must then not change between runs, as between the layers of an engine's pass.
+    A function `<name>` that reads lengths and page tables on the host has a twin `plan_<name>` in its module, which takes the
+    same arguments, reads them once, and returns a function that runs the call. This class offers the twin as `prepare_<name>`.
+    Lengths, numbers of rows and page ids must then not change between runs; they do not between the layers of one forward pass.
     """
 
     def __init__(self, implementation: Any) -> None:
@@ -98,7 +99,7 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for which the function has a parameter. The others must have FlashInfer's default.
+    """Return the arguments for which the function has a parameter. All other arguments must have FlashInfer's default.
 
     Raises:
         NotImplementedError: the function has no parameter for an argument that differs from FlashInfer's default.

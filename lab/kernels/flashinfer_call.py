@@ -35,9 +35,10 @@ class PreparedCall:
     Attributes:
         function: the installed function, of FlashInfer or of another package.
         arguments: the function's keyword arguments.
-        refreshes: launches before the function that compute arguments from the contents of other tensors: a contiguous page
-            table, fmha_v2's table of K and V as halves of one allocation, and XQA's scale from `bmm1_scale_log2`.
-        returned: the result of the call; None: the function's result.
+        refreshes: functions that are called before `function` in each run and compute arguments from the contents of other
+            tensors: a contiguous page table, fmha_v2's table of K and V as halves of one allocation, and XQA's scale from
+            `bmm1_scale_log2`.
+        returned: the result that each run returns; None: what `function` returns.
     """
 
     function: Callable[..., Any]
@@ -53,12 +54,12 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call of a problem without query rows: it calls `returned` with the problem's output and LSE."""
+    """Return a prepared call without query rows: it launches nothing and returns `returned` of the problem's output and LSE."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call, on the device of its query, with this `backend` argument.
+    """Return the TRT-LLM kernel that FlashInfer runs for a call on its query's device. `backend` is the call's argument.
 
     Raises NotImplementedError if the device is no GPU, or the kernel does not support the call.
     """
@@ -112,7 +113,9 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments with `changes`, without arguments at their default, which an older FlashInfer may lack."""
+    """Return a call's arguments, updated by `changes`, but only those that differ from their default: an older FlashInfer may
+    lack the others.
+    """
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
@@ -128,7 +131,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def capability_for(device: torch.device) -> Capability:
-    """Return the compute capability (major, minor) of a GPU. Raise NotImplementedError if the device is not one."""
+    """Return the compute capability (major, minor) of a GPU. Raise NotImplementedError if the device is not a GPU."""
     capability = capability_of(device)
     if capability is None:
         raise NotImplementedError(
@@ -139,7 +142,8 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a contiguous page table, and the launches that copy the given table into it: none if that is contiguous itself.
+    """Return a contiguous page table, and the functions that copy the given table into it before each run; if the table is
+    contiguous itself, return it and ().
 
     FlashInfer's kernels ignore a table's strides.
     """
@@ -187,7 +191,7 @@ def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the workspace argument of a call that runs XQA, and None for trtllm-gen's counters."""
+    """Return the `workspace_buffer` argument of a call that runs XQA, and None as the argument for trtllm-gen's counters."""
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
@@ -244,15 +248,17 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the workspace argument of a ragged call: the scratch, or the whole workspace if it has the counters too
-    (`takes_counters`).
+    """Return the workspace argument of a ragged call: only the scratch, or the whole workspace if the installed FlashInfer
+    keeps its counters there (`takes_counters`).
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured, in which `what`, memory for later calls, cannot be allocated."""
+    """Raise RuntimeError if a CUDA graph is being captured on the device. `what` names the memory that cannot be allocated
+    then, because later calls use it too.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"

@@ -56,8 +56,8 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
-    """Map each module with kernels for a call, without the references, to the sentence why it cannot run on a GPU of this
-    compute capability; None if it can.
+    """Return the modules that have kernels for a call, except the references: {module: None if the module can run on a GPU of
+    this compute capability, else the reason}.
     """
     found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
     return {each.implementation.module: each.why_not for each in found}

@@ -27,7 +27,7 @@ BY_ITS_HEURISTIC = 0  # value of `num_splits`
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
 
-    NotImplementedError has the reason of `lab.kernels.support.why_not` if FlashAttention-4 does not support the call.
+    Raises NotImplementedError with the reason if FlashAttention-4 does not support the call (`lab.kernels.support.why_not`).
     """
     out, lse = problem.results()
     refuse_unsupported(FLASH_ATTENTION_4, problem)
@@ -46,7 +46,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [num_rows, ...] as FlashAttention-4 takes it: as [batch_size, q_len, ...] in a call without offsets."""
+    """Return rows [num_rows, ...] as FlashAttention-4 takes them: [batch_size, q_len, ...] without offsets, else unchanged."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

@@ -31,7 +31,7 @@ BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
     """Prepare an MLA decode call that selects entries. `lab.calls.MLADecodeCall` documents parameters and errors.
 
-    NotImplementedError has the reason of `lab.kernels.support.why_not` if FlashMLA does not support the call.
+    Raises NotImplementedError with the reason if FlashMLA does not support the call (`lab.kernels.support.why_not`).
     `workspace_buffer` is not used.
 
     Raises:
@@ -86,12 +86,12 @@ def whole_blocks(selected: torch.Tensor) -> torch.Tensor:
 
 
 def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:
-    """Write the number of columns that each row uses, without reading a length on the host.
+    """Write, for each query row, how many columns of the table of selected entries it uses. The host reads no length.
 
     Args:
         problem: a call that selects entries, with equally many rows for each request.
-        columns: int32 [num_rows], which is written. A row at position p gets its number in `sparse_mla_top_k_lens`, or p + 1
-            without that argument, clamped to 0 and the number of columns.
+        columns: the output, int32 [num_rows]. A row at position p gets its number in `sparse_mla_top_k_lens`, or p + 1 without
+            that argument, clamped to 0 and the number of columns.
     """
     assert problem.selected is not None
     most, lens = problem.selected.shape[1], problem.selected_lens

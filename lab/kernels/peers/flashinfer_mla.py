@@ -55,7 +55,9 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
 
 
 def _metadata(problem: PagedAttention) -> Any:
-    """Return FlashInfer's `MLAPlanMetadata` of a call: offsets of query rows, offsets and ids of pages, and lengths."""
+    """Return the arguments of FlashInfer's planner (`MLAPlanMetadata`) for a call: offsets of query rows, offsets and ids of
+    pages, and lengths.
+    """
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     live = live_pages(problem)
     return metadata_type.csr(

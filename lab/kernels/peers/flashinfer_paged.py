@@ -108,10 +108,10 @@ def _planned_prefill(
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return the constructor arguments with which FlashInfer's prefill wrapper computes sinks; without them it ignores sinks.
+    """Return constructor arguments of FlashInfer's prefill wrapper. With them it applies sinks, without them it ignores sinks.
 
     FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` passes the same arguments. But its name of the JIT-compiled
-    module lacks the head_dim and the dtype of K/V, so that different kernels overwrite each other in the cache.
+    module lacks the head_dim and the dtype of K/V, so that different kernels have the same name in the cache.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
     declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl
@@ -145,7 +145,9 @@ def _shared_plan_arguments(problem: PagedAttention) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
-    """Return FlashInfer's custom mask, bool [sum of q_len * kv_len], of a call with draft masks. Earlier keys are visible."""
+    """Return the custom mask that FlashInfer takes for a draft mask: flat bool [sum of q_len * kv_len]. All keys before the
+    draft are visible.
+    """
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []

@@ -94,7 +94,7 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Run `flex_attention`. Write its output to `out` and its LSE in base 2 to `lse` unless None, with rows before heads."""
+    """Run `flex_attention`, and copy its output to `out` and its LSE, converted to base 2, to `lse` unless that is None."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     found, aux = flex_attention(
@@ -113,7 +113,7 @@ def _attend(
 
 
 def _by_heads(pool: torch.Tensor) -> torch.Tensor:
-    """Return a pool of K or V as a view [1, heads, tokens, head_dim], as `flex_attention` takes it."""
+    """Return a pool [num_pages, heads, page_size, head_dim] as a view [1, heads, tokens, head_dim] for `flex_attention`."""
     tokens = token_list(pool)
     assert tokens is not None
     return tokens.transpose(0, 1).unsqueeze(0)
@@ -121,9 +121,10 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """All query rows of a call, each tensor int32 [batch entries, rows of an entry].
+    """The request and the visible positions of each query row of a call; each tensor is int32 [batch entries, rows of an
+    entry].
 
-    There is one batch entry per request if all requests have the same number of rows, otherwise a single entry.
+    A batch entry is one request if all requests have the same number of rows; otherwise one entry has all rows.
 
     Attributes:
         request: the request of each row.
@@ -158,8 +159,8 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask`: the mask function, the pages of which some row of each block sees a token, and the pages of
-    which every row sees all tokens.
+    """Return torch's `BlockMask` of a call: the mask function, and for each block of rows the pages of which at least one row
+    sees a token and the pages of which every row sees all tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -192,7 +193,8 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return the index of each page of the pool among a request's pages, int32 [batch_size, num_pages]; -1 for other pages.
+    """Return, for each request and page of the pool, the page's index in the request's page table, int32 [batch_size,
+    num_pages]; -1 for pages of other requests.
 
     Raises:
         NotImplementedError: a request has a page twice.
@@ -211,7 +213,9 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, from bool [entries, 1, blocks, pages], the number of True pages and the page ids with these first, int32."""
+    """Convert bool [entries, 1, blocks, pages] to the lists that `BlockMask` takes, int32: the number of True pages, and all
+    page ids with the True ones first.
+    """
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 

@@ -51,7 +51,7 @@ class PlannedWrapper:
 
 @dataclass(frozen=True, eq=False)
 class LivePages:
-    """The pages with keys of each request, as FlashInfer's plans take them. Only `indices` is on the device.
+    """The pages that hold keys of each request, in the form that FlashInfer's `plan` takes. Only `indices` is on the device.
 
     Attributes:
         kv_lens: int32 [batch_size], the number of keys of each request.
@@ -68,7 +68,7 @@ class LivePages:
 
 
 def live_pages(problem: PagedAttention) -> LivePages:
-    """Return the `LivePages` of a call. Lengths are copied to the host."""
+    """Return the `LivePages` of a call. Copies its lengths to the host."""
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
@@ -95,7 +95,9 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
 
 
 def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    """Raise NotImplementedError, which names `wrapper`, if a CUDA graph is being captured: a plan reads lengths on the host."""
+    """Raise NotImplementedError if a CUDA graph is being captured, because a plan reads lengths on the host. `wrapper` is named
+    in the message.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"

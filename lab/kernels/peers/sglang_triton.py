@@ -44,7 +44,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """The list of tokens of each request that its rows may see.
+    """The tokens of each request that at least one of its rows may see, listed one request after another.
 
     Attributes:
         kv_indptr: int32 [batch_size + 1], where each request's tokens begin in `kv_indices`.
@@ -90,7 +90,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if some row sees neither a token before the draft nor a token of the draft, after a wait for the GPU.
+    """Return True if at least one row sees no key: no token before the draft and no token of the draft. Waits for the GPU.
 
     `shown` is the draft mask, bool [batch_size, q_len, q_len].
     """
@@ -104,7 +104,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return the `_Tokens` of a call: of each request all tokens from the first that its first row sees, as in SGLang."""
+    """Return the `_Tokens` of a call. A request's list begins at the first token that its first row sees, as in SGLang."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -150,7 +150,9 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
-    """Return the number of key splits of each request, int32 [batch_size], by SGLang's kernel; `MOST_SPLITS` on a CPU."""
+    """Return into how many parts each request's keys are split, int32 [batch_size]. SGLang's kernel computes it; on a CPU it is
+    `MOST_SPLITS`.
+    """
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -193,7 +195,9 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return SGLang's custom mask of a request, flat bool [q_len * (prefix + q_len)], from its draft mask [q_len, q_len]."""
+    """Return SGLang's custom mask of a request with `prefix` keys before the draft, flat bool [q_len * (prefix + q_len)].
+    `draft` is its draft mask, bool [q_len, q_len].
+    """
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 

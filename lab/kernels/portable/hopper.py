@@ -20,7 +20,7 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The tiles of the Gluon kernel for one head_dim.
+    """The tiles of the paged Gluon kernel for one head_dim. Which one a launch uses depends on how the work is divided.
 
     Attributes:
         shares: tile of launches in which one block has all rows of a request and several programs divide its keys.
@@ -101,8 +101,8 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True if the GPU is SM90, requests may have `least_rows` rows (query token and head) per K/V head, and TMA can load
-    the tiles from `caches`.
+    """Return True if the Gluon kernel can serve a call: the GPU is SM90, a request may have at least `least_rows` rows (query
+    token and head) per K/V head, and TMA can load the tiles from `caches`.
     """
     if triton_interprets():  # the interpreter does not run Gluon
         return False
@@ -116,7 +116,9 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True if a page has whole tiles of `keys` keys, or a tile has whole pages of at least LEAST_PAGE tokens."""
+    """Return True if tiles of `keys` keys and pages fit each other: a page has whole tiles, or a tile whole pages of at least
+    LEAST_PAGE tokens.
+    """
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
 
@@ -127,7 +129,8 @@ def hopper_launches(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call by the paged Gluon kernel: attention, and a merge if programs divide a request's keys.
+    """Return the launches that compute a call by the paged Gluon kernel: attention, and a merge if programs divide a request's
+    keys.
 
     Args:
         tile: one of `hopper_tiles`.
@@ -183,7 +186,7 @@ def hopper_launches(
 def hopper_mla_launches(
     problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares
 ) -> list[TritonLaunch]:
-    """Return the launches of an MLA call by the Gluon kernel: attention, and a merge if programs divide a request's keys."""
+    """Return the launches of an MLA call by its Gluon kernel: attention, and a merge if programs divide a request's keys."""
     from lab.kernels.portable.hopper_mla import hopper_mla_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.num_qo_heads, tile.rows)
@@ -219,7 +222,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. A box has BOX_BYTES of each key of a tile that lies in one page."""
+    """Return the TMA descriptor of a pool. A box, the unit of a copy, has BOX_BYTES of each key of a tile, within one page."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

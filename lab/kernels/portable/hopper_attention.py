@@ -79,7 +79,7 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Circular buffers of K and of V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots."""
+    """Circular buffers for K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots."""
 
     k: Any
     v: Any
@@ -91,7 +91,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Allocate `Rings` for K and V tiles of dtype DTYPE, which READERS partitions read."""
+    """Allocate `Rings` for tiles [TILE.keys, DIMS] of dtype DTYPE. READERS partitions read each tile."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -124,7 +124,7 @@ def _produce(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Load the K and V tiles of all the program's work into `rings`. Only the producer runs this."""
+    """Run the producer: load the K and V tiles of all the program's work into `rings`, as soon as slots are empty."""
     k_tiles, v_tiles, block_tables, table_strides = pools
     loaded = 0
     while walk[0] < walk[1]:
@@ -144,7 +144,9 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Load the K or V tile that begins at key `begin` into a slot of a ring, once the slot is empty."""
+    """Wait until `slot` is empty (`barriers`: full, empty), and load the K or V tile that begins at key `begin` into it.
+    `table` is the request's row of the page table.
+    """
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(
@@ -170,7 +172,9 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute attention of CONSUMER_ROWS query rows of each block, over all tiles of the program, and write the results."""
+    """Compute attention of CONSUMER_ROWS query rows of each piece (those of consumer number WHICH) over all its tiles, and
+    write the results.
+    """
     KEYS: gl.constexpr = TILE.keys
     q_slot = q_slots.index(WHICH)
     DIMS: gl.constexpr = q_slot.shape[1]
@@ -245,7 +249,7 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, which must have arrived. Return the scores, still incomplete."""
+    """Launch Q.K^T of the program's `number`-th tile, which must have arrived. Return the incomplete accumulator."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -253,7 +257,7 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for V of the program's `number`-th tile, and launch P.V. Return the sums, still incomplete."""
+    """Wait for V of the program's `number`-th tile, and launch P.V added to `sums`. Return the incomplete accumulator."""
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))

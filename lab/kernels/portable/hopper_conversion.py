@@ -40,7 +40,7 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Convert a tile once it is loaded, and write it to slot `slot` of the other ring once that is empty.
+    """Wait until an e4m3 tile is loaded and slot `slot` of the other ring is empty; write the tile there in float16.
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """

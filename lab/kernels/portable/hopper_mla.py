@@ -73,7 +73,9 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A circular buffer of K/V tiles in shared memory, and the barriers of its slots. Rope and left columns share barriers."""
+    """Shared memory for K/V tiles, used in turn, and the barriers of each slot. The rope and left columns of a slot have the
+    same barriers.
+    """
 
     tiles: Any
     left_full: Any
@@ -83,7 +85,9 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory for a tile's weights [rows, keys] and the factors of earlier sums, float32 [2, rows], with its barriers."""
+    """Shared memory by which consumer 0 sends the weights of a tile, [rows, keys], and the factors of earlier sums, float32 [2,
+    rows], to consumer 1; and its two barriers.
+    """
 
     weights: Any
     factors: Any
@@ -134,8 +138,8 @@ def _consume_left(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute the softmax weights of all tiles of the program, send them through `message`, and compute the first half of each
-    output row.
+    """Run consumer 0: compute the softmax weights of all tiles of the program, send them through `message`, and compute the
+    left half of each output row.
     """
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
@@ -200,7 +204,7 @@ def _consume_left(
 
 @gluon.jit
 def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load the query rows of a block and write them to shared memory."""
+    """Load the query rows of a piece, and write them to the shared memory `q_slots`; negate them if `is_negative`."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     ROPE: gl.constexpr = q_slots.rope.shape[1]
     left = load_query(query, piece, is_negative, HALF, 0, HEADS, TILE)
@@ -214,7 +218,7 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, once its columns have arrived. Return the scores, still incomplete."""
+    """Wait for the columns of the program's `number`-th tile, and launch Q.K^T. Return the incomplete accumulator."""
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -227,14 +231,16 @@ def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Launch P.V of the left columns of the program's `number`-th tile. Return the sums, still incomplete."""
+    """Launch P.V of the left columns of the program's `number`-th tile, added to `sums`. Return the incomplete accumulator."""
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, ring.tiles.left.index(number % TILE.stages), sums, is_async=True)
 
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Write a tile's weights and the factors of the earlier sums to `message`, once the previous message has been read."""
+    """Wait until the previous message (number `sent` - 1) has been read. Write a tile's weights and the factors `rescale` of
+    earlier sums to `message`.
+    """
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)
@@ -244,7 +250,7 @@ def _send_weights(message, sent, weights, rescale):
 
 @gluon.jit
 def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Compute the second half of each output row over all tiles of the program, with the weights that `_consume_left` sends."""
+    """Run consumer 1: compute the right half of each output row over all tiles of the program with weights from `message`."""
     HALF: gl.constexpr = ring.tiles.right.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)

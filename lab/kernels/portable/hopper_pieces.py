@@ -30,9 +30,10 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """Some key tiles of one request and one K/V head, and the block of query rows that sees them: one step of a program's work.
+    """One step of a program's work: some key tiles of one request and K/V head, and the block of query rows that sees them.
 
-    The tiles are `first_tile` to `end_tile` of the `num_tiles` that some row of the request may see. `keys` is the `KeyRange`.
+    They are tiles `first_tile` to `end_tile` - 1 of the `num_tiles` that at least one row of the request may see. `keys` is the
+    `KeyRange` of the block.
     """
 
     request: Any
@@ -55,7 +56,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the start of a program's work as the tuple `walk`, which the module's comment describes.
+    """Return the start of the program's work as the tuple `walk`, which a comment above describes.
 
     With SHARED, a program computes consecutive key tiles of the batch. Without SHARED, it computes one block of rows and K/V
     head in each turn.
@@ -84,7 +85,7 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` at position `walk`, the program's next position)."""
+    """Return (the `Piece` at position `walk` of the program's work, the next position)."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -128,7 +129,7 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the request, at or after `request`, to which a block of rows belongs.
+    """Return the request to which block number `block` of the batch's blocks of query rows belongs.
 
     The result is (request, its first block, number of requests with blocks from this one on); the arguments `request`, `begin`
     and `left` are such a result for an earlier block.
@@ -153,13 +154,13 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return how many of the BOX_KEYS keys from `key` on lie after the request's last key."""
+    """Return how many of the BOX_KEYS keys that begin at `key` lie after the request's last key."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key of each score column of the tile from key `begin` on; NO_KEY for a column that must be hidden.
+    """Return, for each score column of the tile that begins at key `begin`, the index of its key; NO_KEY if it must be masked.
 
     `copy_boxes` loads a tile as TMA boxes. A box that would reach beyond the request's last key is loaded from that many keys
     earlier. Its first columns are then zeros or keys of an earlier box: they are NO_KEY.
@@ -193,7 +194,8 @@ def copy_boxes(
     FIRST_DIM: gl.constexpr,  # first element of each key that is copied
     PAGE_SIZE: gl.constexpr,
 ):
-    """Fill a slot of shared memory with the tile from key `begin` on, one TMA box after another.
+    """Copy the tile that begins at key `begin` to `slot` in shared memory, one TMA box after another. `full` is the slot's
+    barrier.
 
     A box has BOX_BYTES of each key of the tile that lies in one page. Keys after the request's last key are not read: a box
     that would reach beyond it begins that many keys earlier, at keys that `tile_keys` hides or before the page, where TMA
@@ -236,7 +238,7 @@ def load_query(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Load DIMS elements of each query row of consumer number WHICH, [rows, DIMS], negated if `is_negative`."""
+    """Load DIMS elements of each query row of consumer number WHICH, [CONSUMER_ROWS, DIMS]; negate them if `is_negative`."""
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -270,7 +272,7 @@ def wait_for(full, number, TILE: gl.constexpr, pred=True):
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile from key `begin` on, with -inf where a row does not see a key.
+    """Set the scores of the tile that begins at key `begin` to -inf where a row does not see a key, and return them.
 
     `bounds` is the result of `row_bounds`, and `column` is arange of the tile's keys.
     """
@@ -292,7 +294,7 @@ def sums_by_thread(weights):
 
 @gluon.jit
 def in_rows_of(x, tile):
-    """Return x [rows] in the register layout of the rows of `tile` [rows, columns]."""
+    """Convert x [rows] to the register layout of the rows of `tile` [rows, columns], so that both can be combined."""
     return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout))
 
 
@@ -317,9 +319,10 @@ def store_piece(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Write a consumer's result of one piece: output rows if the piece has all keys of the request, else a partial result.
+    """Write a consumer's result of one piece: output rows if the piece has all visible keys of the request, else a partial
+    result.
 
-    Consumers that write parts of the same rows write the same LSE.
+    If two consumers write different elements of the same rows, both write the LSE, with equal values.
     """
     kv_head, num_kv_heads = heads
     sinks, scales, results, partials = terms

@@ -34,7 +34,7 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call cannot be cached: it has no key, or a launch takes a tensor that is no view of an argument or new tensor."""
+    """A call cannot be cached: it has no key, or a launch takes a tensor that is no argument, no new tensor and no view."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
@@ -68,7 +68,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 class _Place:
-    """The cache entry of one key. `is_known` is True after the first call with the key."""
+    """The cache entry of one key. `call` is the cached call; `is_known` is True after the first call with the key."""
 
     def __init__(self, _key: Hashable) -> None:
         self.is_known = False
@@ -127,7 +127,7 @@ class KeptCall:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return the cached form of a call that has run, or None if a later call with the same key may need other launches.
+    """Return the cached form of a call that has run. Return None if a later call with the same key may need other launches.
 
     `given` are the tensors of the call's arguments.
     """
@@ -160,7 +160,7 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
 
 
 def _block(part: torch.Tensor) -> torch.Tensor:
-    """Return the whole allocation of a tensor of `new_scratch`, as uint8."""
+    """Return the whole allocation that holds a tensor made by `new_scratch`, as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
 
 
@@ -169,16 +169,16 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index in `sources` of a tensor, or of the tensor of which it is a view.
+    """Find in `sources` the tensor itself, or the tensor whose view it is, and return its index.
 
-    If several sources lie in the tensor's allocation, only a source at the same address counts.
+    If several sources lie in the tensor's allocation, only one at the same address fits.
 
     Args:
         memory, address: the address of the tensor's allocation, and the address of the tensor.
         sources: the same two addresses of each source.
 
     Raises:
-        NotKeptError: no source counts, or more than one.
+        NotKeptError: no source fits, or more than one.
     """
     found = [index for index, source in enumerate(sources) if source[0] == memory]
     if len(found) > 1:

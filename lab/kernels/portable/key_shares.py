@@ -74,11 +74,11 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Divide the keys of a call among as many programs as the GPU runs at the same time. A CPU gets one program.
+    """Return `Shares` for a launch with as many programs as the GPU runs at the same time; one program on a CPU.
 
     Args:
         q_blocks: blocks of query rows per request; each block has its own programs.
-        least_keys: smallest number of keys of a program.
+        least_keys: smallest number of keys in a share.
     """
     if device.type != "cuda":
         return Shares(1)
@@ -115,7 +115,7 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the work of one K/V head of each request `start + lanes`, int32: START_PLACES and its number of key tiles.
+    """Return the number of places of one K/V head of each request `start + lanes`, int32: START_PLACES plus its key tiles.
 
     It is 0 for requests that the launch does not serve (`kind`).
     """
@@ -155,7 +155,7 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the index of the request to which a position in the sequence of work belongs, and the request's first position."""
+    """Return the request to which a place belongs, and the first place of this request."""
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -171,9 +171,9 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return which places (positions in the sequence of work) the program number `share` computes.
+    """Return the places (positions in the sequence of work) that the program number `share` computes.
 
-    The result is (first place, end, places of a share, request of the first place, that request's first place).
+    The result is (first place, end, number of places in a share, request of the first place, first place of this request).
     """
     total, share_places = places_per_share(batch, num_shares, least_tiles, TILE)
     place = share * share_places
@@ -184,7 +184,9 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return the result of `begin_share`, but with the position of the first key tile, after START_PLACES, as first place."""
+    """Return the result of `begin_share`, but start at a key tile: a first place among START_PLACES is moved to the first tile
+    after them.
+    """
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_tiles, TILE)
@@ -196,14 +198,14 @@ def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return the result of `begin_at_tile` for program `number` of a small batch, the number of its share, and the places of
-    each request and K/V head, 0 if they differ.
+    """Return three things for program `number` of a small batch: the result of `begin_at_tile`, the number of the program's
+    share, and the number of places of a unit (0 if the units differ).
 
-    If the requests are about equally long, each request and K/V head is cut into equal parts, as many as there are programs
-    for it. Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because
-    every part has the same time to begin and end. The numbers of the request and of the part do not depend on the lengths, so
-    that they are computed while the lengths are read. Programs of the last parts, which are never empty in the longest request,
-    have the first numbers: the GPU places these on different multiprocessors.
+    If the requests are about equally long, each request and K/V head is cut into equal parts, as many as there are programs for
+    it. Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every
+    part has the same time to begin and end. The numbers of the request and of the part do not depend on the lengths, so that
+    they are computed while the lengths are read. Programs of the last parts, which are never empty in the longest request, have
+    the first numbers: the GPU places these on different multiprocessors.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -240,7 +242,7 @@ def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.conste
 
 @triton.jit
 def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return the result of `begin_in_small_batch` for a batch that is small (SMALL) or not."""
+    """Return the result of `begin_in_small_batch`; if the batch is not SMALL, the same items for units of different sizes."""
     if SMALL:
         return begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
     place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_tiles, TILE)
@@ -249,16 +251,17 @@ def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SM
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return how many positions in the sequence of work a request and K/V head has before its key tiles.
+    """Return the number of places that a unit (request and K/V head) has before its key tiles.
 
-    `unit_places` is from the result of `begin_program`.
+    `unit_places` is the last item of the result of `begin_program`.
     """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
-    """Return the K/V head to which a place of a request belongs, and the index of the place among the head's places.
+    """Return the K/V head to which a place belongs, and the place's index in this head. `request_begin` is the first place of
+    the request.
 
     A division of 32 bits, which takes fewer instructions than a division of 64 bits, is enough for 2**31 keys of 31 K/V heads
     in tiles of 16 keys.
@@ -270,11 +273,11 @@ def place_in_unit(place, request_begin, unit_places):
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return where the next K/V head, or the next request, begins: (place of its first key tile, request, the request's first
-    place).
+    """Return where the next unit (request and K/V head) begins: (place of its first key tile, request, first place of the
+    request).
 
-    A place is a position in the sequence of work. The current K/V head ends at `place`. The result may lie after the end of the
-    program's work; another program then computes it.
+    The current unit ends at `place`. The next one may lie after the end of the program's share; another program then computes
+    it.
     """
     if place == request_end:
         request_begin = place

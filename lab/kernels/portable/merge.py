@@ -57,7 +57,8 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return [attention], or [attention, a launch that merges its partial results] if `partials` is not None.
+    """Return the launches of a call: [attention], followed by a launch that merges its partial results if `partials` is not
+    None.
 
     With `least_q_len`, the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens.
     """
@@ -99,13 +100,13 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return what one program of the merge launch computes: (rows, elements of head_dim, lanes).
+    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes).
 
     If a call has few rows, each row has many partial results, and groups of threads (lanes) divide them. If it has many rows, a
     program computes several, with 4 or 16 elements per thread and one lane.
 
     Args:
-        num_rows: rows of all requests and heads.
+        num_rows: number of rows of all requests and query heads.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -117,7 +118,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return (rows of a request and K/V head, partial results read at a time), both powers of two, for `merge_if_last`."""
+    """Return constants for `merge_if_last`, powers of two: (rows of a request and K/V head, partial results read at a time)."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -137,10 +138,10 @@ def merge_if_last(
     BLOCK_ROWS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
 ):
-    """Merge the partial results of a request and K/V head into the output, in the program that has stored the last of them.
+    """Merge the partial results of a request and K/V head into the output, if this program has stored the last one of them.
 
-    The rows must be one block. Partial results are merged in groups of GROUPED_PIECES: the last program of a group merges the
-    group, and the last of these programs merges the groups.
+    All rows of the request and K/V head must be in one block. Partial results are merged in groups of GROUPED_PIECES: the last
+    program of a group merges the group, and the last of these programs merges the groups.
     """
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
@@ -244,7 +245,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the softmax state of `merged`. LANES groups of threads divide the partial results among them."""
+    """Return the result of `merged`. LANES groups of threads divide the partial results among them."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -286,7 +287,7 @@ def merge_kernel(
     AT_A_TIME: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Merge the partial results of some rows of one request and K/V head, weighted by 2 ** LSE, and add the sink once."""
+    """Merge the partial results of some rows of one request and K/V head, each weighted by 2 ** LSE, and add the sink once."""
     if OVERLAPS:  # in every program, because the next launch waits only for this one
         gdc_wait()
     unit = tl.program_id(0)

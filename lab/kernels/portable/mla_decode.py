@@ -70,8 +70,8 @@ WINDOW = tl.constexpr(WINDOW_COLUMNS)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
     """Prepare latent attention (MLA, after absorption) of each request's last query tokens over its paged cache.
 
-    `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. NotImplementedError has the reason of
-    `lab.kernels.support.why_not` if the kernel does not support the call. On a GPU, lengths and page ids are not read: call
+    `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the
+    kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths and page ids are not read: call
     `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
     `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Output rows after the last request's rows
     are not written. If a call has `cum_seq_lens_q` and no `max_q_len`, the preparation reads the largest number of rows from
@@ -88,7 +88,7 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
-    """Return a prepared MLA call, of one pool or of DSV4's two. `reads_rows`: the host has read `cum_seq_lens_q`."""
+    """Return a prepared MLA or DeepSeek-V4 call. `reads_rows`: the preparation has read `cum_seq_lens_q` on the host."""
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
@@ -104,7 +104,8 @@ def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonC
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
-    """Return the dtype of the products: `dot_dtype`, but bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache.
+    """Return the dtype of the products' operands: `dot_dtype`, but bf16 for a bf16 query in tiles of 64 rows over an e4m3
+    cache.
 
     Triton keeps a converted query in registers, and the sums of 64 rows leave too few (results/nvidia-h200/kernels.md, "MLA
     decode against FlashInfer's wrapper").
@@ -115,7 +116,7 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
 
 
 def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
-    """Return the launches of an MLA problem, of one pool or of DSV4's two."""
+    """Return the launches that compute an MLA or DeepSeek-V4 problem."""
     selected, window = problem.selected, None
     if selected is None:
         return _attention_launches(problem, results)
@@ -151,7 +152,7 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return the attention launch, and the merge if there is one. `window` is the parameter of `_mla_kernel`."""
+    """Return the attention launch and, if programs divide a request's keys, the merge. `window` is `_mla_kernel`'s argument."""
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
@@ -214,7 +215,8 @@ def _columns_kernel(
     batch_size,
     num_columns,
 ):
-    """Write how many columns of selected entries each query row uses (0 for padding rows), and how many keys it sees.
+    """Write two numbers for each query row: how many columns of the table of selected entries it uses (0 for padding rows), and
+    how many keys are at or before its position.
 
     The grid is (num_rows,). The numbers go to `columns` and `up_to_row`; the second is undefined for padding rows.
     """

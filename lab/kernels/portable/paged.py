@@ -82,8 +82,8 @@ MOST_FEW_ROWS = 64
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
     """Prepare attention of each request's last query tokens over its paged K/V: decode, verify and draft extend.
 
-    `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. NotImplementedError has the reason of
-    `lab.kernels.support.why_not` if the kernel does not support the call. On a GPU, lengths and page ids are not read: call
+    `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the
+    kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths and page ids are not read: call
     `PagedAttention.check_values` to check them. Sums are in float32; `workspace_buffer` is not used.
 
     Returns:
@@ -124,8 +124,8 @@ def shares_of(
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
 
     Args:
-        of_kind: True if the launch serves only requests of up to, or from, some number of query tokens. `problem.max_q_len` is
-            then the largest number of these requests.
+        of_kind: True if the launch serves only one kind of requests (the glossary). `problem.max_q_len` is then the largest
+            number of query tokens of these requests.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
@@ -152,7 +152,7 @@ def num_lengths(problem: PagedAttention) -> int:
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if the last program of each request and K/V head should merge partial results, and not a second launch."""
+    """Return True if the last program of each unit should merge partial results. False: a second launch merges them."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
@@ -161,11 +161,11 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the largest number of query tokens of a request that the first of two launches serves; None for one launch.
+    """Return the largest number of query tokens of a request of the first kind; None if one launch should serve all requests.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. The
-    first launch serves a request if its rows fit the tile for that equal number. A wrong guess costs only time.
+    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. A
+    request is of the first kind if its rows fit the tile for that equal number. A wrong guess costs only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -197,7 +197,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
 
 
 def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
-    """Return the tile of the Triton kernel for requests of at most `q_len` query tokens."""
+    """Return the tile of the Triton kernel for requests of at most `q_len` query tokens each."""
     kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
     return choose_tile(q_len * problem.group, problem.head_dim, kv_bytes, capability)
 
@@ -240,7 +240,8 @@ def _grid(
     """Return the grid of a launch of the Triton kernel.
 
     It is (blocks of rows per request, shares). Without shares it is (blocks of rows per request, K/V heads, requests) or, if
-    `least_q_len` is not None, (largest possible number of blocks of all requests of at least that many tokens, K/V heads).
+    `least_q_len` is not None, (largest possible number of blocks of all requests with at least `least_q_len` tokens, K/V
+    heads).
     """
     if shares is not None:
         return q_blocks, shares.count
@@ -257,9 +258,8 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launch of the attention kernel, and of the merge if there is one.
-
-    They serve the requests of `least_q_len` to `problem.max_q_len` query tokens, or all requests if `least_q_len` is None.
+    """Return the launches for the requests of `least_q_len` (None: any number) to `problem.max_q_len` query tokens: attention
+    and, if programs divide a request's keys, a merge.
     """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)

@@ -212,7 +212,7 @@ def _attention_kernel(
 
 @triton.jit
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
-    """Return the request and the K/V head of a place (a position in the sequence of work), and its index in that K/V head."""
+    """Return (request, K/V head, index of the place in this unit) of a place, a position in the sequence of work."""
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:
         kv_head = request // batch_size
@@ -237,9 +237,9 @@ def _store(
 ):
     """Write the result of a block of rows over the keys of a request and K/V head that this program has read.
 
-    It is the output if the program has read all its keys, else a partial result. With MERGED, the last program to store a
-    partial result merges all. Without MERGED, the program that has read the first key writes `PartialResults.of_units` for the
-    merge launch.
+    The result is the output if the program has read all keys of this unit, else a partial result. With MERGED, the program that
+    stores the unit's last partial result merges them. Without MERGED, the program that has read the unit's first key writes
+    `PartialResults.of_units` for the merge launch.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
@@ -264,8 +264,8 @@ def _store(
 
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return the work of a program that reads all keys of its block of rows: (block of the request, place, end, tiles, request,
-    the request's first place).
+    """Return the work of a program that reads all keys of its block of rows: (index of the block in the request, first place,
+    end, number of key tiles of a K/V head, request, first place of the request).
 
     A place is here a key tile of the request, counted head after head from 0. A program without a block has `end` equal to
     `place`.

@@ -26,17 +26,17 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 class PartialResults(NamedTuple):
     """The scratch memory for the partial results of all programs.
 
-    A unit is one request and one K/V head. A program has two slots, because it can have only a part of the keys of two units:
-    the unit in which its share of the work begins, and the unit in which it ends. A partial result is a normalised output with
-    its LSE.
+    A unit is one request and one K/V head. A program has two slots, because two units can be only partly in its share of the
+    work: the unit in which the share begins, and the unit in which it ends. A partial result is a normalised output with its
+    LSE.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * shares * 2, rows], base 2; -inf if a row sees none of the keys.
-        of_units: int32, one row for each unit. If a second launch merges: [batch_size * num_kv_heads,
-            2], the first and the last share that has keys of the unit. If the last program of a unit merges: [batch_size *
-            num_kv_heads, 1 + groups], counters that are zero between launches: how many groups of GROUPED_PIECES partial
-            results have been merged, then how many partial results of each group have been stored.
+        of_units: int32, one row for each unit. If a second launch merges: [batch_size * num_kv_heads, 2], the first and the
+            last share that has keys of the unit. If the last program of a unit merges: [batch_size * num_kv_heads, 1 + groups],
+            counters that are zero between launches: how many groups of GROUPED_PIECES partial results have been merged, then
+            how many partial results of each group have been stored.
     """
 
     out: torch.Tensor
@@ -45,7 +45,8 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the scratch memory for partial results of blocks of `rows`; None if no request's keys are divided.
+    """Allocate the scratch memory for partial results. A block has `rows` query rows. Return None if each program reads all
+    keys of its rows.
 
     Counters are filled with zeros here, and each launch resets them to zero. The call owns the memory, because streams may
     share the caller's workspace, and trtllm-gen writes into all of it (`lab.calls.workspace`).
@@ -71,7 +72,7 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Wait, in the last program, for the end of the previous launch: a launch that waits for this one then waits for both."""
+    """Wait in the last program until the previous launch ends. A third launch that waits for this one waits for both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
@@ -80,8 +81,8 @@ def await_launch_before():
 def slot_of(share, q_block, q_blocks, begins_unit):
     """Return the index in `PartialResults.out` of the partial result of one share and block of rows.
 
-    A share has two slots: the second, if `begins_unit`, for a request and K/V head whose first key it has; the first for a
-    request and K/V head whose first key is in an earlier share.
+    A share has two slots per block. The first is for a unit (request and K/V head) that began in an earlier share, the second
+    for a unit that begins in this share (`begins_unit`).
     """
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
@@ -90,7 +91,7 @@ def slot_of(share, q_block, q_blocks, begins_unit):
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
     """Write the first and the last share that has keys of a unit (request and K/V head) to row `unit` of `unit_shares`.
 
-    A share has `share_places` places, and the `tiles` key tiles of the unit begin at place `first_place`.
+    A share has `share_places` places. The unit has `tiles` key tiles, and the first one is at place `first_place`.
     """
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
@@ -136,7 +137,8 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return the output row of each packed row (query token and head) of a request and K/V head.
+    """Return where each packed row (query token and head) of a request and K/V head lies in the output. `packed` are the rows'
+    indices.
 
     The result is (row * num_qo_heads + head, head, True where the row exists), each [packed rows].
     """

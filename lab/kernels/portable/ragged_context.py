@@ -36,8 +36,8 @@ from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
     """Prepare attention over K/V that is not paged, for new tokens or a chunk of a prefix: MLA's prefill before absorption.
 
-    `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. NotImplementedError has the reason of
-    `lab.kernels.support.why_not` if the kernel does not support the call. On a GPU, lengths are not read: call
+    `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if
+    the kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths are not read: call
     `RaggedAttention.check_values` to check them. Products are in the query's dtype, in fp16 over e4m3; sums are in float32.
     `workspace_buffer` is not used. Output rows after the last request's rows are not written.
 
@@ -109,7 +109,7 @@ def _ragged_kernel(
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Compute attention of one block of query rows, of one head and request, over all keys that some row of the block sees."""
+    """Compute attention of one block of query rows of one head and request, over the keys that some row of the block sees."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.

@@ -64,8 +64,8 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each of `requests`. It is 0 for requests that the launch does not serve (`kind`),
-    and for indices from `batch_size` on.
+    """Return the number of query tokens of each request in `requests`; 0 if its index is at least `batch_size`, or if the
+    launch does not serve it (`kind`).
     """
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
@@ -81,7 +81,8 @@ def q_lens_of_kind(requests, batch_size, kind):
 
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the request to which the `number`-th block of rows belongs. Blocks are in order of the requests.
+    """Return the request to which the `number`-th block of query rows of the batch belongs. Blocks are in order of the
+    requests.
 
     The result is (request, index of its first block, number of requests with blocks from this one on, number of all blocks).
     After the last block, the request is `batch_size`. Only requests that the launch serves (`kind`) have blocks. `lanes` is
@@ -115,7 +116,8 @@ def keys_of_block(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the `KeyRange` of a block of rows: the keys in the program's tiles that some row of the block sees.
+    """Return the `KeyRange` of a block of rows: the keys of tiles `first_tile` to `end_tile` - 1 that at least one row of the
+    block sees.
 
     It has no tiles if the block has no row of the request.
     """
@@ -148,7 +150,9 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange` that needs a mask, or needs none if MASKED is False."""
+    """Return the first key of a tile of a `KeyRange`: of the `number`-th tile that needs a mask if MASKED, else of the
+    `number`-th that needs none.
+    """
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS
 
@@ -160,7 +164,9 @@ def row_bounds(
     window_left,
     CAUSAL: tl.constexpr,
 ):
-    """Return the first key and the end of the keys that each row sees in a call without draft mask, each int32 [rows]."""
+    """Return, for each row at `position`, the first key that it sees and the end of its keys, int32 [rows], in a call without
+    draft mask.
+    """
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0
     if CAUSAL:

@@ -1,7 +1,7 @@
 """Arithmetic of the portable attention kernels: matrix products, rounding, and an online softmax in base 2 and float32.
 
-The state of the softmax is (largest, denominator, sums): for each row a number near the largest logit in base 2, the sum of the
-weights, and the weighted sum of the values. The weight of a key is 2 ** (logit - largest).
+The state of the softmax is (largest, denominator, sums): for each row the largest logit in base 2 (or a number near it), the
+sum of the weights, and the weighted sum of the values. The weight of a key is 2 ** (logit - largest).
 """
 
 import torch
@@ -48,13 +48,13 @@ def fitted(q, power, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def scalar(scale):
-    """Return the value of a scale, which is a number or a pointer to one."""
+    """Return the value of a kernel argument that is a number or a pointer to a number."""
     return tl.load(scale) if hasattr(scale, "dtype") and scale.dtype.is_ptr() else scale
 
 
 @triton.jit
 def logit_scale(scales):
-    """Return bmm1_scale * log2(e), the factor that turns Q·K^T into logits in base 2; `scales`: (bmm1_scale, bmm2_scale)."""
+    """Return bmm1_scale * log2(e), the factor that turns Q·K^T into logits in base 2. `scales` is (bmm1_scale, bmm2_scale)."""
     return scalar(scales[0]) * LOG2_E
 
 
@@ -62,7 +62,7 @@ def logit_scale(scales):
 def row_scale(scale, power):
     """Return `scale` * 2 ** `power`, by which the products of each row are multiplied to get its logits.
 
-    `scale` was returned by `logit_scale`. `fitted` has divided each row by 2 ** `power`.
+    `scale` is the result of `logit_scale`, and `fitted` has divided each row by 2 ** `power`.
     """
     return scale * tl.exp2(power)
 
@@ -106,7 +106,8 @@ def dot(a, b, sums):
 
 @triton.jit
 def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
-    """Add a tile of keys to an online softmax. Return (weights of the keys, factor for the earlier sums, new largest).
+    """Compute the weights of a tile of keys in an online softmax. Return (weights [rows, keys], factor by which earlier sums
+    must be multiplied [rows], new `largest`).
 
     The largest weight is 1, or 2 ** 14 for float16 products, where `largest` is 14 less than the largest logit: float16 has no
     value below 2 ** -24, and small weights of very many keys may add up.
@@ -132,7 +133,7 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 def with_weights(denominator, rescale, weights):
     """Return the softmax's denominator after one more tile of keys: `denominator * rescale` plus the tile's weights.
 
-    A denominator [rows, keys] adds weights key by key, a denominator [rows] adds each row's sum (`empty_denominator`).
+    A denominator [rows, keys] has one partial sum per key of the tile, a denominator [rows] one sum (`empty_denominator`).
     """
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
@@ -151,7 +152,7 @@ def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KE
 
 @triton.jit
 def whole_denominator(denominator):
-    """Return the softmax's denominator [rows] from a denominator [rows] or [rows, keys]."""
+    """Return the softmax's denominator [rows]. If it is [rows, keys], its partial sums are added up."""
     if len(denominator.shape) == 2:
         denominator = tl.sum(denominator, 1)
     return denominator
@@ -159,7 +160,9 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Add a tile of keys, with logits `scores` in base 2, to an online softmax. Return (largest, denominator, sums)."""
+    """Add a tile of keys to the state of an online softmax, and return the new state. `scores` are logits in base 2, `values`
+    [keys, head_dim].
+    """
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])

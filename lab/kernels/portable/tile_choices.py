@@ -40,7 +40,8 @@ SM100_PREFILL = {
 
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the paged kernel for requests of at most `num_packed_rows` = max_q_len * group rows.
+    """Return the tile of the paged kernel for requests of at most `num_packed_rows` rows (max_q_len * query heads per K/V
+    head).
 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
     allow, and two programs on a multiprocessor hide each other's waits. With more rows, SM90 is bound by the time from a tile's
@@ -115,10 +116,10 @@ def choose_prefill_tile(
 
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the MLA kernel for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
+    """Return the tile of the MLA kernel for requests of at most `num_packed_rows` rows (max_q_len * num_qo_heads).
 
-    Registers and shared memory limit a tile's rows. At a kv_lora_rank of 512 the sums of 64 rows take half the registers of an
-    SM90 multiprocessor. More rows than a tile's are divided into blocks, whose programs each read all entries.
+    Registers and shared memory limit the rows of a tile. At a kv_lora_rank of 512 the sums of 64 rows take half the registers
+    of an SM90 multiprocessor. More rows than a tile's are divided into blocks, whose programs each read all entries.
     """
     family = family_that_runs(capability)
     most_rows = _most_mla_rows(family, kv_bytes)

@@ -16,8 +16,8 @@ class ProgramTile(NamedTuple):
     Attributes:
         rows, keys: query rows and keys of one step of the program. A row is one query token and one head.
         per_multiprocessor: programs that run on a multiprocessor at the same time.
-        start_keys: number of keys that a program could read in the time that it needs to begin and end one request and K/V
-            head: to wait for the first keys and write the results. The division of keys among programs counts this time.
+        start_keys: the fixed time of one request and K/V head (the wait for the first keys, and writing the results), expressed
+            as the number of keys that a program could read in this time. The division of keys among programs counts it.
         by_descriptor: TMA loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a mask.
         denominator_per_key: the softmax's denominator has one part per key of a tile, and the parts are added up after the last
             tile. Warps that compute the same rows wait for each other less often; a thread needs one more register per score.
@@ -72,7 +72,7 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if TMA can load tiles of `keys` keys, each from one page of the pool, and this saves time.
+    """Return True if TMA can load tiles of `keys` keys, each tile from one page of the pool, and saves time.
 
     It saves no time for an e4m3 tile, which is converted before it is multiplied.
     """
@@ -80,7 +80,7 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
 
 
 def is_described(cache: torch.Tensor) -> bool:
-    """Return True if a TMA descriptor can describe a pool."""
+    """Return True if TMA can read a pool: its address and strides are multiples of 16 bytes, and it is not empty."""
     return is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1 and cache.numel() > 0
 
 
@@ -91,7 +91,8 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V, viewed as int16 pairs of e4m3 elements if this makes the conversion to float16 faster.
+    """Return the pools of K and V. If it makes the conversion to float16 faster, e4m3 pools are viewed as int16, two elements
+    in one.
 
     It is faster in tiles of fewer than 64 rows, whose products take K/V from registers: one permutation of bytes sorts four
     loaded elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved one by one.
@@ -121,7 +122,7 @@ def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]; `page`: result of `page_ids`."""
+    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]. `page`: result of `page_ids`."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
     else:

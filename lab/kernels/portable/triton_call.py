@@ -65,7 +65,8 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that takes a list of addresses and launches the compiled kernel with them in place of its tensors.
+        """Return a function that takes a list of addresses, and launches the compiled kernel with them instead of this launch's
+        tensors.
 
         The function keeps no tensor of this launch alive.
 
@@ -118,14 +119,14 @@ def _itself(argument: Any, _addresses: Addresses) -> Any:
 
 
 class _Address(int):
-    """An address that Triton's launcher takes for the base tensor of a TMA descriptor."""
+    """An address, passed to Triton's launcher in place of the base tensor of a TMA descriptor."""
 
     def data_ptr(self) -> int:
         return self
 
 
 def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Allocate uninitialised tensors of the given (shape, dtype) pairs as parts of one torch allocation."""
+    """Allocate an uninitialised tensor for each (shape, dtype) in `parts`. All of them share one torch allocation."""
     used = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
     sizes = [-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in used]
     blocks = torch.empty((sum(sizes),), dtype=torch.uint8, device=device).split(sizes)
@@ -185,8 +186,8 @@ def prepared(
     Args:
         kernel: what the kernel supports.
         problem: the checked arguments of a call, one of `lab.calls.Problem`.
-        steps: returns the `steps` of `TritonCall` for an output and an LSE or None.
-        returned: returns the call's result from the output and the LSE or None; by default `problem.returned`.
+        steps: takes the output and the LSE (or None), and returns the `steps` of `TritonCall`.
+        returned: takes the output and the LSE (or None), and returns the call's result; by default `problem.returned`.
         reads_contents: as in `TritonCall`.
 
     Raises:

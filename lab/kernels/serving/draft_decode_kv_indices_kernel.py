@@ -142,7 +142,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return the number of prefix tokens in a list, from the prefix length: at most window_size + sink_size with a window."""
+    """Return how many tokens of a prefix a list has, from the prefix length: at most window_size + sink_size with a window."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -150,7 +150,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position in a prefix of `length` tokens of the list's prefix token number `token`."""
+    """Return the position in a prefix of `length` tokens of its `token`-th token that is in the list."""
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)
@@ -180,14 +180,15 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
     """Return the index in `kv_indices[step]` at which the list of a request and branch begins.
 
-    `before` is the number of prefix tokens in all lists of the earlier requests, and `kept` the number in this list.
+    `before` is the number of prefix tokens in the step's lists of all earlier requests, and `kept` the number in this list.
     """
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 
 @triton.jit
 def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
-    """Copy one block of prefix tokens into one list of K/V slots. The block is shifted back so that its stores are aligned.
+    """Copy the slots of one block of prefix tokens, from the `start`-th on, into one list. The block is shifted back so that
+    its stores are aligned.
 
     A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
     """
@@ -251,7 +252,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return the number of prefix tokens in lists (`_kept`), summed over `lengths[:end]`, int64."""
+    """Return the sum over `lengths[:end]` of the number of prefix tokens in a list (`_kept`), int64."""
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

@@ -34,7 +34,7 @@ BLOCK_REQUESTS = 256
 
 @dataclass(frozen=True, eq=False)
 class PassBuffers:
-    """The buffers that a launch writes for one forward pass. A buffer that is None is not written.
+    """The output buffers of a launch for one forward pass, and three inputs. A buffer that is None is not written.
 
     Attributes:
         cache_seqlens: ``[num_requests]`` int32; becomes ``seq_lens + seq_len_offset``.
@@ -132,7 +132,7 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return a function that launches the kernel for one request or more."""
+    """Return a function that launches the kernel. The batch must have at least one request."""
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
@@ -177,7 +177,7 @@ def _bind_kernel(
 
 
 def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
-    """Call `launch` on the device of `tensor`. `kept_alive` owns the memory whose addresses the kernel gets."""
+    """Call `launch` on the device of `tensor`. `kept_alive` is not used: the argument keeps the kernel's memory alive."""
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
 
@@ -211,18 +211,18 @@ def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    """Return 2 n + 3 for the address n of each tensor, and None for None."""
+    """Encode the address of each tensor as `_encode_numbers` does; None stays None."""
     return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
 
 
 def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the addresses, numbers of columns and row strides (in elements) of tables, encoded as in `_encode_numbers`."""
+    """Encode addresses, numbers of columns and row strides (in elements) of page tables as `_encode_numbers` does."""
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
     return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return (the distinct page tables, the largest seq_len_offset of each) from pairs of a table or None and an offset."""
+    """Return the distinct page tables and the largest seq_len_offset of each, from (page table or None, offset) per pass."""
     found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:

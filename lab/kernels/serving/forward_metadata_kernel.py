@@ -87,19 +87,19 @@ def _metadata_kernel(
 
 @triton.jit
 def _number(passed):
-    """Return n from its encoded form 2 n + 3."""
+    """Decode a number n that was passed as 2 n + 3 (`_encode_numbers`)."""
     return (passed - 3) >> 1
 
 
 @triton.jit
 def _int32s(passed):
-    """Return a pointer to int32 from its encoded address."""
+    """Return a pointer to int32 from an address that was passed as 2 n + 3."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _int64s(passed):
-    """Return a pointer to int64 from its encoded address."""
+    """Return a pointer to int64 from an address that was passed as 2 n + 3."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 

@@ -1,8 +1,8 @@
 """What each kernel supports: one `Kernel` per kernel. `why_not` returns the reason why a kernel does not support a call.
 
-There is one module per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3, `packages`
-for kernels of other packages. Every limit names its source. An unsupported call raises the reason, and a skipped benchmark
-prints it.
+There is one module per family of kernels: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3,
+`packages` for kernels of other packages. Every limit names its source. An unsupported call raises the reason, and a skipped
+benchmark prints it.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ KERNELS: tuple[Kernel, ...] = (*portable.KERNELS, *trtllm.KERNELS, *peers.KERNEL
 
 
 def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:
-    """Raise NotImplementedError with the sentence of `why_not` if a kernel does not support a call on the call's device."""
+    """Raise NotImplementedError with the reason if a kernel does not support a call on the call's device (`why_not`)."""
     reason = why_not(kernel, capability_of(problem.query.device), problem)
     if reason is not None:
         raise NotImplementedError(reason)

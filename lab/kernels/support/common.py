@@ -46,7 +46,7 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a sentence if a tensor's address is not a multiple of `load_bytes`, else None."""
+    """Return an error sentence, with the tensor's `name`, if its address is not a multiple of `load_bytes`, else None."""
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
@@ -56,7 +56,9 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a sentence if a tensor's address, or a stride but the last, is not a multiple of `load_bytes` bytes, else None."""
+    """Return an error sentence, with the tensor's `name`, if its address or one of its strides except the last is not a
+    multiple of `load_bytes` bytes, else None.
+    """
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
             return misplaced(name, tensor, load_bytes) or (
@@ -67,23 +69,23 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the first sentence of `misaligned` among these named tensors, or None."""
+    """Return the first error sentence of `misaligned` for these (name, tensor) pairs, or None."""
     return next((words for name, tensor in tensors if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Return a sentence if query, K, V (addresses and strides) or `out` (address) are not aligned to 16 bytes, else None."""
+    """Return an error sentence unless query, K, V (address and strides) and `out` (address) are aligned to 16 bytes."""
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     return first_misaligned(sides) or (None if problem.out is None else misplaced("out", problem.out))
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return a sentence if bmm1_scale is not positive, else None. Kernels that mask before they scale require it."""
+    """Return an error sentence if bmm1_scale is not positive. A kernel that masks before it scales needs a positive one."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return a sentence if the address of query, K, V or `out` is not aligned as XQA and fmha_v2 require, else None.
+    """Return an error sentence if the address of query, K, V or `out` is not aligned as XQA and fmha_v2 require, else None.
 
     They load 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
     (`grainBytesGmemCache`).

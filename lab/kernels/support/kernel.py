@@ -53,11 +53,11 @@ def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iter
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The supported values of one size, such as head_dim, and the sentence for other values.
+    """The values of one size, such as head_dim, that a kernel supports, and the error sentence for other values.
 
     Attributes:
         words: the part of that sentence between the kernel's name and ", not <value>".
-        size: returns the size of a call.
+        size: takes a call's problem, and returns its value of this size.
         among: the supported values.
     """
 
@@ -67,7 +67,7 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` for the values in `among`. Its sentence has `words` and these values."""
+    """Return `Sizes` with the supported values `among`. The error sentence has `words` and these values."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
@@ -82,7 +82,9 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for pairs of dimensions, such as (576, 512). `of` reads them from a call, and `what` is their name."""
+    """Return `Sizes` for pairs of dimensions, such as (576, 512). `of` takes a call's problem and returns its pair; `what` is
+    the pair's name.
+    """
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
 
 
@@ -98,7 +100,7 @@ class Kernel:
     Attributes:
         name: the kernel's name in sentences and recordings.
         honours: the optional features of a call, such as a window, that the kernel computes correctly.
-        says: sentences for unsupported features, without the kernel's name; by default "does not honour <feature>".
+        says: error sentences for unsupported features, without the kernel's name; by default "does not honour <feature>".
         limits: a function of (capability, problem) for all other limits, called last. It returns a sentence without the
             kernel's name for an unsupported call, else None.
         uses_triton: Triton compiles the kernel, for every GPU since SM80.
@@ -160,9 +162,9 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return the sentence why a kernel does not run on a GPU, or not with these dtypes; None if it does.
+    """Return a sentence that says why a kernel does not run on a GPU, or not with these dtypes; None if it runs.
 
-    A capability of None stands for a CPU.
+    A `capability` of None means a CPU.
     """
     if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
@@ -184,9 +186,9 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return the sentence why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does.
+    """Return a sentence that says why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does.
 
-    A capability of None stands for a CPU.
+    A `capability` of None means a CPU.
     """
     if capability is None:
         if importlib.util.find_spec("triton") is None:
@@ -210,6 +212,6 @@ def triton_interprets() -> bool:
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return "<name> needs a GPU of <families>, this is <GPU>"."""
+    """Return the error sentence "<name> needs a GPU of <families>, this is <GPU>"."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

@@ -77,7 +77,7 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    """Return a sentence if `token_list` returns None for K or V of a call, else None."""
+    """Return an error sentence if K or V of a call has no view by token (`token_list` returns None), else None."""
     sides = (("K", problem.k_cache), ("V", problem.v_cache))
     return next(
         (

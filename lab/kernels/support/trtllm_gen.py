@@ -64,11 +64,12 @@ class MaskKind(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of trtllm-gen's kernels: the kernel table has a kernel for each combination of these values.
+    """A set of trtllm-gen's kernels, given by the values of their parameters: there is a kernel for each combination of these
+    values.
 
     Attributes:
-        dtypes: (query, K/V, output).
-        head_dims: (head_dim of K, of V).
+        dtypes: triples of query, K/V and output dtype.
+        head_dims: pairs of the head_dim of K and of V.
         page_sizes: tokens per page; (None,) for K/V that is not paged.
     """
 
@@ -124,7 +125,9 @@ def _mask(problem: Problem) -> MaskKind:
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return a sentence if the table has no kernel for a call, else None. It names what the most similar kernels support."""
+    """Return an error sentence if trtllm-gen's kernel table has no kernel for a call, else None. The sentence says what the
+    most similar kernels support.
+    """
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -142,7 +145,9 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return, as text, the dtypes, head_dims, page sizes and masks of `built`, without those that fit the call."""
+    """Return, as text, the values of `built` that the call does not have. `fits` says which of its dtypes, head_dims, page
+    sizes and masks fit.
+    """
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
@@ -155,14 +160,14 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _not_skipped(problem: Problem) -> str | None:
-    """Return a sentence if no kernel for a call's dtypes supports `skip_softmax` (`mSkipsSoftmaxWhenPossible`), else None."""
+    """Return an error sentence if no kernel for the call's dtypes supports `skip_softmax` (`mSkipsSoftmaxWhenPossible`)."""
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
     return None
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
-    """Return a sentence if a decode call has too many query heads per K/V head, else None."""
+    """Return an error sentence if a decode call has too many query heads per K/V head, else None."""
     converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
     most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
     if problem.group > most and problem.group % most:
@@ -173,7 +178,7 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Return a sentence if TMA cannot load a tensor of a call (`buildNdTmaDescriptor`), else None."""
+    """Return an error sentence if TMA cannot load a tensor of the call (`buildNdTmaDescriptor`), else None."""
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -199,7 +204,7 @@ def _misaligned(problem: Problem) -> Iterator[str | None]:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Return a sentence if the launcher cannot read the NVFP4 scale factors of a call (`makeTmaShapeStrideKvSf`), else None."""
+    """Return an error sentence if the launcher cannot read the NVFP4 scale factors (`makeTmaShapeStrideKvSf`), else None."""
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
         return None
@@ -211,7 +216,7 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Return a sentence if no MLA kernel has a call's number of query heads, else None (mla/_core.py,
+    """Return an error sentence if no MLA kernel has the call's number of query heads, else None (mla/_core.py,
     `selectMlaGenerationKernel`).
     """
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
@@ -224,7 +229,8 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def _selected(problem: PagedAttention) -> str | None:
-    """Return a sentence if there is no MLA kernel for a call's selected entries, or for a call without them, else None.
+    """Return an error sentence if no MLA kernel supports the call's selected entries, or a call without selected entries, else
+    None.
 
     The kernels of selected entries need a contiguous cache (kernelParams.h 756).
     """
@@ -252,7 +258,7 @@ def _selected(problem: PagedAttention) -> str | None:
 
 
 def division(problem: PagedAttention) -> str | None:
-    """Return a sentence if the launcher would divide by 0 in an MLA call, which ends the process, else None."""
+    """Return an error sentence if an MLA call would make the launcher divide by 0, which ends the process, else None."""
     is_dense = problem.selected is None  # only then `useSwapsMmaAbMlaGenKernel` is called, which divides
     if is_dense and problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:
         return (

@@ -58,7 +58,7 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
 
 
 def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a sentence if XQA does not compile for a call's numbers of heads and head_dim, else None."""
+    """Return an error sentence if XQA does not compile for the call's numbers of heads and head_dim, else None."""
     group, head_dim = problem.group, problem.head_dim
     family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
     assert capability is not None  # `why_not` checks the GPU first

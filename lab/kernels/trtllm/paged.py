@@ -40,11 +40,11 @@ from lab.kernels.support.xqa import XQA
 def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
     """Prepare FlashInfer's decode call over paged K/V: decode, verify and draft extend.
 
-    `lab.calls.DecodeCall` documents parameters, shapes and errors. NotImplementedError has the reason of
-    `lab.kernels.support.why_not` if the GPU's kernel does not support the call. Without a `mask`, verify rows are causal on
-    every GPU. Without a `workspace_buffer`, the lab's own is used, one per device and stream. A given workspace must begin with
-    8 MiB of zeros, followed by scratch. It may serve calls of both backends in turn: the zeros are XQA's semaphores, and
-    trtllm-gen's counters if `multi_ctas_kv_counter_buffer` is None.
+    `lab.calls.DecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
+    kernel does not support the call (`lab.kernels.support.why_not`). Without a `mask`, verify rows are causal on every GPU.
+    Without a `workspace_buffer`, the lab's own is used, one per device and stream. A given workspace must begin with 8 MiB of
+    zeros, followed by scratch. It may serve calls of both backends in turn: the zeros are XQA's semaphores, and trtllm-gen's
+    counters if `multi_ctas_kv_counter_buffer` is None.
     """
     kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
@@ -92,8 +92,8 @@ prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache =
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return the arguments for K/V (a pair of HND views), page tables and window that every kernel of FlashInfer 0.7.2 reads
-    correctly, and the `refreshes` of `PreparedCall`.
+    """Convert the call's arguments for K/V (to a pair of HND views), page tables and window to forms that every kernel of
+    FlashInfer 0.7.2 reads correctly. Return (these arguments, the `refreshes` of `PreparedCall`).
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -157,7 +157,7 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return fmha_v2's arguments for K/V and page table, and the `refreshes` of `PreparedCall`.
+    """Return (K/V as fmha_v2 takes it, its page table, the `refreshes` of `PreparedCall`).
 
     Raises:
         NotImplementedError: K and V are two tensors, and the installed FlashInfer takes only one tensor.

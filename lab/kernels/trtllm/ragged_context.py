@@ -27,10 +27,10 @@ def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
     """Prepare FlashInfer's ragged call, MLA's prefill before absorption: new tokens attend to themselves or to a part of the
     cached prefix.
 
-    `lab.calls.RaggedContextCall` documents shapes and errors. NotImplementedError has the reason of
-    `lab.kernels.support.why_not` if the kernel does not support the call. Without a `workspace_buffer` the lab's own is used,
-    one per device and stream. The decode call's may be used: its first 8 MiB stay zero. The launches that write rows without
-    keys are left out if the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
+    `lab.calls.RaggedContextCall` documents shapes and errors. Raises NotImplementedError with the reason if the kernel does not
+    support the call (`lab.kernels.support.why_not`). Without a `workspace_buffer` the lab's own is used, one per device and
+    stream. The decode call's may be used: its first 8 MiB stay zero. The launches that write rows without keys are left out if
+    the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
     """
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
@@ -49,7 +49,7 @@ prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek = ent
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return True unless the host knows that every row sees a key, or that FlashInfer writes the rows that see none."""
+    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows that see none; else True."""
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
