@@ -14,7 +14,7 @@ from lab.workloads.interfaces import PAGED_CALLS
 
 
 class Contents(NamedEnum):
-    """The kind of numbers in query, keys and values, described by each member's text."""
+    """The kind of numbers that query, keys and values contain. The text of a member describes the numbers."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
@@ -30,7 +30,7 @@ class Contents(NamedEnum):
 
 
 class Dead(NamedEnum):
-    """The numbers in cells that no row may read: page tails, and pages that no table lists."""
+    """The numbers in cells of the cache that no row may read: the rest of a last page, and pages that no table lists."""
 
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
@@ -38,7 +38,7 @@ class Dead(NamedEnum):
 
 
 class HeadPages(NamedEnum):
-    """The pages of a request that each K/V head selects in a block-sparse call, drawn with the case's seed."""
+    """Which pages of a request each K/V head selects in a block-sparse call. The case's seed draws them."""
 
     HALF = "each page before the last with a probability of one half, and the last"
     NOT_LAST = "each page before the last with a probability of one half"
@@ -48,7 +48,7 @@ class HeadPages(NamedEnum):
 
 
 class TableTail(NamedEnum):
-    """The page ids in the columns of a page table after a request's last page."""
+    """Which page ids stand in a page table's columns after a request's last page. They must not be read."""
 
     FOREIGN = "live pages of other requests, as a replayed table's stale columns do"
     NEGATIVE = "-1"
@@ -56,7 +56,7 @@ class TableTail(NamedEnum):
 
 
 class Entries(NamedEnum):
-    """The keys that each row of a sparse call selects, and their columns. The other columns that the row uses contain -1."""
+    """Which keys each row of a sparse call selects, and in which columns. The row's columns without a key contain -1."""
 
     MIXED = "some keys in any order, with -1 between them"
     ORDERED = "as many keys as there are columns, in ascending order"
@@ -69,15 +69,15 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if the selection has rows without entries, or columns of -1 before a row's first entry. A call with
-        `top_k_lens` cannot have them.
+        """Return True if some rows select no key, or have columns of -1 before their first key. A call with `top_k_lens`,
+        which counts the keys of each row, cannot have such rows.
         """
         return self in (Entries.NONE, Entries.LATE)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How K and V are stored in memory. The storage may change results only by rounding."""
+    """How K and V are stored in memory. It does not change the expected results, apart from rounding."""
 
     page_size: int = 16  #: tokens per page, a power of two
     kv_layout: str = "HND"  #: "HND" or "NHD", the order of a page's axes; not used for MLA
@@ -196,8 +196,8 @@ class AttentionCase:
 
     @cached_property
     def all_kv_lens(self) -> tuple[int, ...]:
-        """Return the number of each request's keys on all ranks together. With these numbers the case's rank has `kv_lens`
-        keys.
+        """Return the number of keys of each request on all context-parallel ranks together. The case's own rank has `kv_lens`
+        of them.
         """
         rank, world = self.rank or (0, 1)
         return tuple(
@@ -218,7 +218,7 @@ class AttentionCase:
         return self.storage.page_size
 
     def selected_pages(self, request: int, kv_head: int) -> list[int]:
-        """Return the indices among a request's pages that a K/V head selects in a block-sparse call."""
+        """Return the indices of those pages of a request, counted from 0, that a K/V head selects in a block-sparse call."""
         last = -(-self.kv_lens[request] // self.page_size) - 1
         rng = random.Random(f"{self.seed} {request} {kv_head}")
         drawn = [page for page in range(last) if rng.random() < 0.5]
@@ -234,7 +234,7 @@ class AttentionCase:
         return chosen[self.head_pages] if last >= 0 else []
 
     def with_rows(self, *q_lens: int) -> "AttentionCase":
-        """Return the case with `q_lens` query rows. Requests with fewer keys than rows get as many keys as rows."""
+        """Return the case with other numbers of query rows. A request with fewer keys than rows gets as many keys as rows."""
         return replace(self, kv_lens=tuple(map(max, self.kv_lens, q_lens)), q_lens=q_lens)
 
     @cached_property
@@ -254,7 +254,7 @@ class AttentionCase:
 
 
 def short_repr(case: Any) -> str:
-    """Return an expression that makes an equal frozen dataclass, without fields at their default."""
+    """Return an expression that makes an equal dataclass. Fields at their default are left out."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)

@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def prefix_lens(self) -> tuple[int, ...]:
-        """Return the number of tokens of each request before this pass."""
+        """Return the number of tokens of each request that are cached before this pass."""
         return tuple(kv_len - q_len for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True))
 
     def __str__(self) -> str:
@@ -72,8 +72,8 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Return one batch for each combination of a number of requests, a kv_len and a q_len. All requests of a batch are equal.
-    The q_len varies fastest.
+    """Return one batch for each combination of a number of requests, of keys and of query rows. All requests of a batch are
+    equal. The number of query rows varies fastest.
 
     Raises:
         ValueError: a batch has no requests, or fewer keys than query rows.
@@ -84,7 +84,7 @@ def sweep(
 
 
 def _parse_group(group: str) -> tuple[int, int, int]:
-    """Return (count, q_len, kv_len) of a group such as 8q1s1k."""
+    """Return (count, q_len, kv_len) of a group of equal requests, such as "8q1s1k": 8 requests of 1 row and 1,024 keys."""
     match = _GROUP.fullmatch(group)
     if match is None:
         raise ValueError(

@@ -22,7 +22,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of a layer of grouped-query attention: a base class of frozen dataclasses with these fields."""
+    """The sizes of an attention layer with grouped queries, from the name of a model. A base class of frozen dataclasses."""
 
     geometry: str
     tensor_parallel: int = 1
@@ -33,14 +33,14 @@ class GroupedLayer:
 
     @property
     def query_shape(self) -> tuple[int, int]:
-        """Return the shape of a row's query, [num_qo_heads, head_dim]."""
+        """Return the shape of one query row, [num_qo_heads, head_dim]."""
         return self.model.num_qo_heads, self.model.head_dim
 
     out_shape = query_shape
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a token's key and value before they are stored."""
+        """Return the shapes of one token's key and value, [num_kv_heads, head_dim] each."""
         return ((self.model.num_kv_heads, self.model.head_dim),) * 2
 
 
@@ -240,7 +240,7 @@ class ForwardCase(GroupedLayer, PassCase):
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's backend for the case, which calls `implementation`."""
+        """Return the engine's attention backend for the case. It calls the functions of `implementation`."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:
@@ -257,7 +257,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def dtypes(self) -> CallDtypes:
-        """Return the dtypes of query and output in the attention calls, after the engine's casts."""
+        """Return the dtypes of the query and output that the attention calls get, after the engine's casts."""
         query = self.query_dtype or self.dtype
         return CallDtypes(query, E4M3 if query == E4M3 and self.kv_dtype == NVFP4 else self.dtype)
 
@@ -271,7 +271,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of keys that must be read, if all rows and heads of a request select the same pages."""
+        """Return how many keys must be read at least: in a block-sparse pass, all rows and heads may select the same pages."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property

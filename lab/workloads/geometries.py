@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of one model's attention, of one layer on one GPU."""
+    """The sizes of one attention layer of a model, on one GPU: heads, head_dim, scale, window and sinks."""
 
     name: str  #: the name in ids and reports
     num_qo_heads: int
@@ -28,7 +28,8 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return one rank's slice: heads divided by `size`. If there are fewer K/V heads than ranks, K/V heads are replicated.
+        """Return the part of the layer that one of `size` tensor-parallel ranks has: its query heads divided by `size`, and
+        its K/V heads too, or one K/V head if there are fewer of these than ranks.
 
         Raises:
             ValueError: `size` does not divide the query heads, or neither divides nor is a multiple of the K/V heads.
@@ -65,7 +66,7 @@ TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
 
 
 def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
-    """Return the name of a small synthetic geometry: "tiny", or a name with its numbers such as "tiny-4x2x128-sinks"."""
+    """Return the name of a small synthetic geometry with these sizes: "tiny", or a name such as "tiny-4x2x128-sinks"."""
     usual = GEOMETRIES["tiny"]
     if (group, num_kv_heads, head_dim, has_sinks) == (usual.group, usual.num_kv_heads, usual.head_dim, usual.has_sinks):
         return usual.name
@@ -73,7 +74,7 @@ def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
 
 
 def geometry(name: str) -> Geometry:
-    """Return the geometry of a name: a key of `GEOMETRIES`, or a name that `tiny` returns.
+    """Return the geometry with this name: a key of `GEOMETRIES`, or a name that `tiny` returns.
 
     Raises:
         ValueError: no geometry has this name. The message lists the names.

@@ -18,7 +18,7 @@ from lab.workloads.mla_case import LatentLayer
 
 
 class ReplaySequence(NamedEnum):
-    """A short sequence of graph replays, eager passes and overwritten buffers (`lab.checks.properties.graph_replays`)."""
+    """Short sequences of graph replays, eager passes and overwritten buffers (`lab.checks.properties.graph_replays`)."""
 
     CAPTURED_BELOW_Q = "captured below q"
     EAGER_EQUALS_REPLAY = "eager equals replay"
@@ -32,8 +32,8 @@ class ReplaySequence(NamedEnum):
 
 @dataclass(frozen=True, repr=False)
 class ReplayCase:
-    """A replay sequence of CUDA graphs in one forward mode. Each backend has a subclass. The `repr` of a case is an expression
-    that makes an equal case.
+    """A sequence of CUDA graph replays in one forward mode, as data. Each backend has a subclass. The `repr` of a case is an
+    expression that makes an equal case.
     """
 
     mode: GraphMode  #: the forward mode of the graphs, their query rows per request, and their draft step
@@ -56,7 +56,7 @@ class ReplayCase:
 
 @dataclass(frozen=True, repr=False)
 class GraphCase(GroupedLayer, ReplayCase):
-    """A replay sequence of the MHA backend."""
+    """A sequence of CUDA graph replays of the MHA backend (paged K and V)."""
 
     geometry: str = "tiny"  #: a name of `lab.workloads.GEOMETRIES`
     sliding_window: bool = False  #: the layer has a sliding window and a pool of its own
@@ -78,8 +78,9 @@ class GraphCase(GroupedLayer, ReplayCase):
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
-    """A replay sequence of the MLA backend or, if rows select entries, of the DSA or DSV4 backend. Pages have 32 or 64 tokens,
-    or with DSV4 128. `LatentLayer` documents the other sizes.
+    """A sequence of CUDA graph replays of the MLA backend. If rows select entries, it is of the backend of DeepSeek sparse
+    attention (DSA) or DeepSeek-V4 (DSV4). Pages have 32 or 64 tokens, or with DSV4 128. `LatentLayer` documents the other
+    sizes.
     """
 
     page_size: int = 32
@@ -104,8 +105,8 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
-    """Return the two modes of vLLM's graphs: a decode, and a verification of `width` rows per request, which is a
-    DRAFT_EXTEND_V2 because its lengths count its rows.
+    """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per request. The
+    lengths of the verification count its rows, so that it is a DRAFT_EXTEND_V2.
     """
     return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 

@@ -8,7 +8,7 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataFunction(NamedEnum):
-    """A function that makes the metadata of attention calls from a serving batch. The value is the function's name."""
+    """A function of an engine that makes the metadata of attention calls from a batch of requests. The value is its name."""
 
     DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
     MHA_METADATA = "build_mha_metadata"
@@ -23,7 +23,7 @@ PAGED_CALLS = tuple(call for call, each in CALL_TYPES.items() if "kv_cache" in e
 
 
 def interface_of(name: str) -> Interface:
-    """Return the judged function with this name. Raise ValueError if there is none."""
+    """Return the attention or metadata function with this name. Raise ValueError if the lab does not judge one."""
     for each in INTERFACES:
         if each.value == name:
             return each
@@ -31,5 +31,5 @@ def interface_of(name: str) -> Interface:
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
-    """Return the judged functions that an implementation has."""
+    """Return those functions that the lab can judge and that the implementation has."""
     return [interface for interface in INTERFACES if callable(getattr(implementation, interface.value, None))]

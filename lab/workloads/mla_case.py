@@ -18,9 +18,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class LatentLayer:
-    """The sizes of a layer of latent attention (MLA) on the decode kernel: a base class of frozen dataclasses with these
-    fields.
-    """
+    """The sizes of a layer of latent attention (MLA) with absorbed projections. A base class of frozen dataclasses."""
 
     num_qo_heads: int  #: sizes of one layer on one GPU: DeepSeek-V3 has 128 heads
     kv_lora_rank: int  #: DeepSeek-V3 and V4 have 512
@@ -41,7 +39,7 @@ class LatentLayer:
         return DSV4Backend(implementation, self.index_topk or 0, query_dtype=query_dtype)
 
     def check_two_pools(self) -> None:
-        """Raise ValueError for a layer that DeepSeek-V4 does not have."""
+        """Raise ValueError unless DeepSeek-V4, which has two pools, has layers with these sizes."""
         if self.compress_ratio not in RATIOS or self.qk_rope_head_dim:
             raise ValueError(
                 f"compress_ratio={self.compress_ratio} must be one of {RATIOS}, and qk_rope_head_dim 0: kv_lora_rank is the "
@@ -54,12 +52,12 @@ class LatentLayer:
 
     @property
     def head_dim(self) -> int:
-        """Return the head_dim of queries and of cache entries."""
+        """Return the number of elements of a query head, and of a cache entry."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Return the factor of Q·K^T: 1 / sqrt(head_dim of a key before absorption).
+        """Return the factor of Q·K^T: 1 / sqrt(head_dim of a key before its projection is absorbed into the query).
 
         Such a key has kv_lora_rank // 4 elements without rotary position, as in DeepSeek-V3, and qk_rope_head_dim with it.
         """
@@ -143,7 +141,7 @@ class MLACase(LatentLayer, PassCase):
         return self.index_topk is not None or self.compress_ratio is not None
 
     def _check_sparse(self) -> None:
-        """Raise ValueError for a pass that neither DSA nor DSV4 has."""
+        """Raise ValueError unless DeepSeek sparse attention (DSA) or DeepSeek-V4 has such a pass."""
         index_topk, rows, name = self.index_topk, self.mode.query_rows, "DSA"
         if (index_topk is not None and index_topk < 1) or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
             raise ValueError(
@@ -178,8 +176,8 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return the number of distinct entries that the last `rows` rows of a request with `seen` tokens see, if all of them
-        select the same entries.
+        """Return how many different entries the last `rows` rows of a request with `seen` tokens see, if all of them select
+        the same ones.
         """
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
@@ -192,7 +190,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of entries that must be read, if all rows of a request select the same entries."""
+        """Return how many entries must be read at least: all rows of a request may select the same entries."""
         return sum(
             self._num_selected(seen, rows) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows
         )

@@ -18,8 +18,8 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """A forward pass of at least one request, as data. Each backend has a subclass, a frozen dataclass. The `repr` of a case is
-    an expression that makes an equal case.
+    """A forward pass of one or more requests, as data. Each backend has a subclass, a frozen dataclass. The `repr` of a case
+    is an expression that makes an equal case.
     """
 
     mode: ForwardMode
@@ -40,30 +40,30 @@ class PassCase(PassLens):
 
     @property
     def window_left(self) -> int:
-        """Return the number of keys before its own position that a row sees; -1 for all."""
+        """Return the number of keys before a row's own key that the row sees; -1 for all."""
         return -1
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the number of keys that the last row of each request sees, windows not considered."""
+        """Return the number of keys that the last row of each request sees without a window."""
         return self.kv_lens
 
     @property
     def row_lens(self) -> tuple[int, ...]:
-        """Return for each query row the number of its request's tokens up to the row's own."""
+        """Return for each query row the number of tokens of its request up to the row's own token."""
         ends = zip(self.seen_lens, self.q_lens, strict=True)
         return tuple(position + 1 for seen, q_len in ends for position in range(seen - q_len, seen))
 
     @cached_property
     def max_context_len(self) -> int:
-        """Return the engine's largest length of a request. It exceeds all lengths of the case, so that page tables have columns
-        after each request's pages.
+        """Return the largest length that the engine allows for a request. It is longer than the case's requests, so that page
+        tables have columns after their pages.
         """
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
     def visible_pairs(self) -> int:
-        """Return the number of visible (query row, key) pairs of all requests."""
+        """Return the number of (query row, key) pairs in which the row sees the key, in all requests."""
         return sum(
             seen if self.encoder_only else (position if self.window_left < 0 else min(position, self.window_left)) + 1
             for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
@@ -79,7 +79,7 @@ class PassCase(PassLens):
         )
 
     def check_requests(self) -> None:
-        """Raise ValueError unless the mode computes attention and allows each request's lengths, rows and draft step."""
+        """Raise ValueError unless the forward mode computes attention, and allows these lengths, rows and this draft step."""
         if self.mode not in ATTENDING_MODES:
             raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
         if len(self.prefix_lens) != len(self.q_lens):
@@ -102,7 +102,7 @@ class PassCase(PassLens):
             self._check_draft_step(self.draft_step)
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field has no meaning in the case but is not at its default.
+        """Raise ValueError if a field was set, but has no meaning in this case, so that it would be ignored.
 
         Args:
             uses: field's name -> (whether the field has a meaning, words for the message about where it has one).
@@ -139,7 +139,7 @@ class PassCase(PassLens):
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError unless a dtype of query and output is in `DTYPES`."""
+    """Raise TypeError unless `dtype`, of query and output, is in `DTYPES`."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
 

@@ -12,8 +12,8 @@ from lab.workloads.requests import PassLens
 
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
-    """One prefill of latent attention by `trtllm_ragged_attention_deepseek`. The `repr` of a case is an expression that makes
-    an equal case.
+    """One prefill of latent attention (MLA) by `trtllm_ragged_attention_deepseek`, as data. The `repr` of a case is an
+    expression that makes an equal case.
 
     Raises:
         TypeError: the judge has no error bound for the dtype.

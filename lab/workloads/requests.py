@@ -34,7 +34,7 @@ History = tuple[Tensor, ...]
 
 
 class PassLens:
-    """The lengths of a forward pass's requests: a base class of dataclasses with these fields."""
+    """The lengths of the requests in a forward pass: prefixes and query rows. A base class of dataclasses with these fields."""
 
     prefix_lens: tuple[int, ...]  #: tokens of each request before the pass
     q_lens: tuple[int, ...]  #: query rows of each request, its newest tokens
@@ -46,7 +46,7 @@ class PassLens:
 
     @cached_property
     def new_tokens(self) -> tuple[int, ...]:
-        """Return each request's number of tokens after its prefix: query rows and, in a draft step, tokens drafted before."""
+        """Return each request's number of tokens after its prefix: its query rows and, in a draft step, earlier drafts."""
         return _new_tokens(self.q_lens, self.draft_step)
 
     @cached_property
@@ -56,20 +56,20 @@ class PassLens:
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
-        """Return the position of each request's first query row."""
+        """Return for each request the position of the token of its first query row."""
         return tuple(kv_len - q_len for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True))
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return the position of the first token of each request whose K and V the pass writes; the request's length if it
-        writes none.
+        """Return for each request the position of the first token that the pass writes to the cache; the request's length if
+        it writes none.
         """
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """The requests of one forward pass in a pool. There is at least one.
+    """The requests of one forward pass, one or more, with their rows in a pool's request table.
 
     Raises:
         ValueError: there is no request, or the lengths are not one per request.
@@ -90,7 +90,8 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        """Return the slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft.
+        """Return the cache slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft, which writes
+        none.
 
         Raises:
             ValueError: the pool does not hold the requests, or not all of their tokens.

@@ -127,7 +127,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the forward pass that a name describes, also of latent attention. `scenario` documents arguments and errors."""
+    """Return the forward pass that a name describes, also of latent attention (MLA), like `scenario` with its errors."""
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):
@@ -151,7 +151,7 @@ def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> F
 
 
 def _parts(name: str) -> tuple[ForwardMode, str, str, list[str]]:
-    """Return the mode, the geometry's name, the text of the batch and the options in a scenario's name."""
+    """Split a scenario's name into the mode, the geometry's name, the text of the batch, and the options."""
     parts = name.split("/")
     if len(parts) < 3:
         raise ValueError(
@@ -164,7 +164,7 @@ def _parts(name: str) -> tuple[ForwardMode, str, str, list[str]]:
 
 @contextlib.contextmanager
 def naming_scenario(name: str) -> Iterator[None]:
-    """While the context is open, put the scenario's name before the message of every ValueError."""
+    """In the `with` block, put the scenario's name before the message of each ValueError."""
     try:
         yield
     except ValueError as error:

@@ -23,7 +23,7 @@ MEAN_GAP_MS = 50.0
 
 
 def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[TracedRequest]:
-    """Draw the trace, in order of arrival. Times are whole ms.
+    """Draw the trace: its requests in order of arrival, at whole milliseconds.
 
     The function uses only `Random.random`, because Python promises not to change its stream. NumPy makes no such promise.
     """
@@ -38,14 +38,14 @@ def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[T
 
 
 def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
-    """Map a uniform number in [0, 1) to a log-normal number, rounded and clipped to `least` to `most`."""
+    """Turn a uniform random number in [0, 1) into a log-normal one, rounded, and at least `least` and at most `most`."""
     # inv_cdf rejects 0 and 1. Draws of `Random.random` are multiples of 2**-53, so that only the draw 0 is changed.
     deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
     return min(max(round(median * math.exp(sigma * deviation)), least), most)
 
 
 def as_mooncake(requests: Sequence[TracedRequest]) -> str:
-    """Return the requests in the format that `read_mooncake` reads, one per line. Times are whole ms."""
+    """Return requests in Mooncake's format, one per line, as `read_mooncake` reads it. Arrivals are whole milliseconds."""
     rows = (
         {"timestamp": round(each.arrival_ms), "input_length": each.input_length, "output_length": each.output_length}
         for each in requests

@@ -83,7 +83,7 @@ def read_azure(path: str | Path) -> list[TracedRequest]:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Yield (line, "FILE, line NUMBER") of non-blank lines. Bytes that are not UTF-8 become U+FFFD, which no number has."""
+    """Yield (line, its place as "FILE, line NUMBER") for each non-blank line. Bytes that are not UTF-8 become U+FFFD."""
     with open(regular(Path(path)), encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -91,7 +91,7 @@ def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
-    """Return the requests. Raise ValueError if a request arrives before its predecessor, because its time may be damaged."""
+    """Return the requests, each given with its place in the file. Raise ValueError if one arrives before its predecessor."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
     latest_ms = -math.inf
@@ -136,7 +136,7 @@ def _tokens(row: dict[str, Any], name: str, where: str) -> int:
 
 
 def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
-    """Return (time in ticks of 100 ns since year 1, context tokens, generated tokens)."""
+    """Parse a row of an Azure trace: return (time in ticks of 100 ns since year 1, context tokens, generated tokens)."""
     values = line.split(",")
     if len(values) != len(AZURE_COLUMNS):
         raise ValueError(f"{where}: {len(values)} values for the columns {','.join(AZURE_COLUMNS)}, got {line!r}")

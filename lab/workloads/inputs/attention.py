@@ -41,7 +41,7 @@ from lab.workloads.inputs.views import with_strides_of
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors of a call over a paged cache, and the histories (K and V of each request) from which they were made."""
+    """The tensors of a call over a paged cache, and each request's history: its K and V, which the cache stores in pages."""
 
     case: AttentionCase
     query: Tensor  # [num_rows, num_qo_heads, head_dim]
@@ -88,7 +88,7 @@ class AttentionInputs:
 
     @property
     def kv_bound(self) -> str:
-        """Return the name of the argument that gives the largest number of keys of a request."""
+        """Return the name of the call's argument for the largest number of keys of a request: "max_kv_len" or "max_seq_len"."""
         return "max_kv_len" if self.interface is AttentionCall.CONTEXT else "max_seq_len"
 
     @property
@@ -105,7 +105,7 @@ class AttentionInputs:
         return self.block_tables.shape[-1] * self.case.page_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel must not change, by a name for reports such as "K cache"."""
+        """Return the tensors that a kernel must not change. The keys are names for reports, such as "K cache"."""
         named = {
             "query": self.query,
             "K cache": self.k_pages,
@@ -175,12 +175,12 @@ class AttentionInputs:
         return arguments | self._selection_arguments() | self._rank_arguments()
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new output that contains NaN and huge values (`unwritten`). `dtype` None is the call's output dtype."""
+        """Return a new output tensor filled with NaN and huge values. `dtype` None stands for the call's output dtype."""
         shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the `Rules` of the expected results, with the fields in `changes` replaced."""
+        """Return the rules by which the expected results are computed, such as scales and window. `changes` replaces some."""
         case = self.case
         given: dict[str, Any] = {
             "bmm1_scale": self.bmm1_scale,
@@ -210,7 +210,7 @@ class AttentionInputs:
         return truth_of_requests(*requests, selected=selected, seen=self.seen)
 
     def with_separate_tables(self) -> "AttentionInputs":
-        """Return the same requests with V's pages in another order than K's, so that K and V need separate page tables."""
+        """Return the same requests with V's pages in another order than K's, so that V needs a page table of its own."""
         pages, factors = self.v_pages, self.scale_factors
         tables = torch.stack((self.block_tables, len(pages) - 1 - self.block_tables), dim=1)
         moved = with_strides_of(pages.flip(0), pages)
@@ -219,15 +219,15 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places_with_tail(self, used: Tensor) -> Tensor:
-        """Return `places` with the case's `table_tail` after the first columns of each row; `used` is the number of these
-        columns, [num_rows]. A foreign tail is an entry of another row.
+        """Return `places` in which only the first columns of each row are used; `used`, [num_rows], has their number. The
+        columns after them get the ids of the case's `table_tail`. A foreign tail is an entry of another row.
         """
         places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
         is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
 
     def places(self) -> Tensor:
-        """Return the entries that rows select as places in the pool, int32 [num_rows, top_k], -1 for none."""
+        """Return for each row the pool slots of the entries that it selects, int32 [num_rows, top_k], with -1 for none."""
         size, rows = self.case.page_size, []
         for table, positions in zip(self.block_tables, self.selected or (), strict=True):
             pages = table[(positions.clamp(min=0) // size)]
@@ -235,7 +235,7 @@ class AttentionInputs:
         return torch.cat(rows).to(torch.int32)
 
     def _selection_arguments(self) -> dict[str, Any]:
-        """Return the arguments of a call that selects entries: sparse_mla_top_k, block_tables and sparse_mla_top_k_lens."""
+        """Return the arguments by which rows select entries: sparse_mla_top_k, block_tables and sparse_mla_top_k_lens."""
         case = self.case
         if not case.top_k:
             return {}
@@ -248,8 +248,8 @@ class AttentionInputs:
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return kv_cache_sf and backend for an NVFP4 cache: trtllm-gen with `interleaved` scale factors of V, else XQA with
-        scale factors in token order.
+        """Return the arguments kv_cache_sf and backend for an NVFP4 cache. If `interleaved`, V's scale factors are in the
+        order of trtllm-gen, which is then the backend; otherwise both are in token order, for XQA.
         """
         assert self.scale_factors is not None
         k, v = self.scale_factors
@@ -263,18 +263,18 @@ class AttentionInputs:
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the offsets of consecutive requests with these lengths, from 0 to the sum: int32 [len(lens) + 1]."""
+    """Return the offsets of the requests' rows in a batch with these lengths: int32 [len(lens) + 1], from 0 to the sum."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
 
 def as_one_tensor(stacked: AttentionInputs) -> Tensor:
-    """Return a copy of all pages as one tensor, [num_pages, 2, ...]: K's page, then V's."""
+    """Return a copy of all pages as one tensor, [num_pages, 2, ...]: for each page K, then V."""
     return torch.stack((stacked.k_pages, stacked.v_pages), dim=1)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
-    """Return the tensors of a case. The drawn histories are in shuffled pages of a pool, whose other cells contain the numbers
-    of `Storage.dead`.
+    """Draw the K and V of a case's requests, store them in shuffled pages of a pool, and return all tensors of the call. The
+    pool's other cells contain the numbers of `Storage.dead`.
     """
     query, keys, values, sinks = draw_contents(case, device)
     stored = stored_kv(case.kv_dtype, keys, values)

@@ -26,7 +26,7 @@ CallInputs = AttentionInputs | RaggedInputs
 
 @dataclass(eq=False)
 class BuiltCall:
-    """A call to be made: its arguments, the inputs of its expected results, and the guard memory around its buffers."""
+    """A call that is ready to be made: its arguments, the inputs for its expected results, and guards around its buffers."""
 
     forms: Any  # the optional arguments of the call
     inputs: Any  # one of `CallInputs`
@@ -46,12 +46,12 @@ class BuiltCall:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that belong to requests. Padding rows follow them."""
+        """Return the number of query rows that belong to requests. Padding rows may follow them."""
         return sum(self.inputs.q_lens)
 
     @property
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that the kernel must not change, by name."""
+        """Return the tensors among the arguments that the kernel must not change, by name."""
         found: dict[str, Tensor] = {}
         for name, value in self.given.items():
             parts = value if isinstance(value, tuple | list) else (value,)
@@ -64,7 +64,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Replace tensors by the other call's tensors if they have equal bits and layout, and the workspace by the other's."""
+        """Use the other call's workspace, and its tensors where they have equal bits and memory layout."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -74,14 +74,14 @@ class BuiltCall:
         return self.inputs.truth(**self.rules)
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new output that contains NaN and huge values (`unwritten`). `dtype` None is the inputs' output dtype."""
+        """Return a new output tensor filled with NaN and huge values. `dtype` None stands for the inputs' output dtype."""
         query = self.given["query"]
         shape = (*query.shape[:-1], self.inputs.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.inputs.out_dtype, device=query.device))
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Return True for two tensors with equal dtypes, strides, places in their storage, and bits."""
+    """Return True if both values are tensors with equal dtypes, strides, offsets in their storage, and bits."""
     if not (isinstance(value, Tensor) and isinstance(other, Tensor) and value.dtype == other.dtype):
         return False
     places = [(each.stride(), each.storage_offset()) for each in (value, other)]
@@ -89,7 +89,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 class Form(NamedEnum):
-    """An optional argument or result of a call. Graph replays read changed contents of an argument, and write a result anew."""
+    """An optional argument or result of a call. Graph replays change the contents of an argument, and write a result anew."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"
@@ -107,8 +107,8 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call with these inputs and the optional arguments and results in `forms`. Sinks and mask of the inputs are
-    dropped unless `forms` has Form.SINKS and Form.MASK.
+    """Return a call with these inputs, and with the optional arguments and results in `forms`. The sinks and the mask of the
+    inputs are passed only if `forms` has Form.SINKS or Form.MASK.
     """
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
@@ -135,14 +135,15 @@ def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
 
 
 def random_mask(case: AttentionCase) -> Tensor:
-    """Draw a draft's mask for each request, bool [batch_size, q_len, q_len]. Each row sees itself."""
+    """Draw a random mask over the draft tokens of each request, bool [batch_size, q_len, q_len]. Each row sees itself."""
     q_len = max(case.q_lens)
     drawn = torch.rand(len(case.q_lens), q_len, q_len, generator=torch.Generator().manual_seed(case.seed)) < 0.6
     return drawn | torch.eye(q_len, dtype=torch.bool)
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Yield (name of a change, changed call). Each call has this change and all changes before it.
+    """Change the inputs of a call one after another, and yield (name of the change, changed call). Each call also has all
+    earlier changes.
 
     Args:
         call: the call before the first change.

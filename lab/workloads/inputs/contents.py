@@ -96,7 +96,7 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 def _counted(drawn: _Drawn) -> _Drawn:
     """Make queries zero, and values one-hot codes of the key's position: position % half in the first half of the elements,
-    position // half in the second. Heads have values of different sizes.
+    position // half in the second. A row's output then counts the keys that it sees. Heads have values of different sizes.
     """
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
@@ -122,7 +122,7 @@ def _low(drawn: _Drawn) -> _Drawn:
 
 
 def _tall(drawn: _Drawn) -> _Drawn:
-    """Make logits rise from 0 to 512 in steps of 8, one step per 64 keys. With e4m3 keys some steps are equal."""
+    """Make logits rise with the key's position from 0 to 512, by 8 every 64 keys. With e4m3 keys some steps are equal."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     query, keys = 0.25 * drawn.query, drawn.keys.clone()
     # Keys are then at most 13 for heads of up to 128, which e4m3 represents with its scale
@@ -134,8 +134,8 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Make key 0's logit `logit` and all other logits 0, by the last coordinate of queries and keys. MLA needs a rotary part,
-    because otherwise values include this coordinate.
+    """Make the logit of key 0 `logit` and all other logits 0. The last coordinate of queries and keys does this; in MLA it
+    must be rotary, because the values include all others.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
@@ -157,7 +157,7 @@ def _loud(drawn: _Drawn) -> _Drawn:
 
 
 def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
-    """Multiply the values by `factor`. In MLA, whose values are parts of the keys, divide the query by a factor above 1."""
+    """Multiply the values by `factor`. In MLA they are a part of the keys, so divide the query by a factor above 1."""
     if drawn.case.is_mla:
         return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
     return replace(drawn, values=drawn.values * factor)
@@ -189,15 +189,15 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query, [num_rows, num_qo_heads, head_dim], with `LEAN` times the K/V head's direction added to each row, so
-    that needles have large logits. `directions` are unit vectors, [num_kv_heads, head_dim].
+    """Return the query, [num_rows, num_qo_heads, head_dim], turned towards the needles: `LEAN` times the direction of its K/V
+    head is added to each row. `directions` are unit vectors, [num_kv_heads, head_dim].
     """
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Turn the keys at some positions into needles, in place, by adding a multiple of their head's direction. `keys` is
-    [kv_len, num_kv_heads, head_dim].
+    """Turn the keys at these positions into needles (keys that outweigh all others), in place: add a multiple of their K/V
+    head's direction. `keys` is [kv_len, num_kv_heads, head_dim].
     """
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
@@ -242,12 +242,12 @@ def draw_histories(
 
 
 def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return values in a cache's dtype, same shape. For an e4m3 cache they are divided by the scale."""
+    """Return K or V in a cache's dtype. For an e4m3 cache, the values are divided by `scale` before."""
     return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return K and V of tokens as a cache of this dtype stores them. Scale factors of K and V follow if it is NVFP4."""
+    """Return K and V of tokens as a cache of this dtype stores them. For NVFP4, the scale factors of K and of V follow."""
     if dtype == E4M3:
         return quantize_e4m3(keys, E4M3_K_SCALE), quantize_e4m3(values, E4M3_V_SCALE)
     if dtype != NVFP4:
@@ -264,26 +264,28 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stored_and_read(dtype: torch.dtype, histories: Sequence[History]) -> tuple[list[History], list[History]]:
-    """Return K and V of each request as `stored_kv` returns them, and as `read_kv` does."""
+    """Return two lists with the K and V of each request: as a cache of this dtype stores them (`stored_kv`), and as a kernel
+    reads them back (`read_kv`).
+    """
     stored = [stored_kv(dtype, *sides) for sides in histories]
     return stored, [read_kv(*sides) for sides in stored]
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with a value; None: its dtype's `POISON`. NVFP4 has no NaN, so any value except 0 becomes its poison."""
+    """Fill a tensor with a value; None: the value of `POISON` for its dtype. NVFP4 has no NaN: any value except 0 is poison."""
     if value is None or (storage.dtype == NVFP4 and value != 0):
         value = POISON[storage.dtype]
     storage.fill_(value)
 
 
 def fill_dead(pool: Tensor, dead: Dead) -> None:
-    """Fill pages with zeros, huge values or NaN, as `dead` says."""
+    """Fill pages that no row may read with zeros, huge values or NaN, as `dead` says."""
     fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill an output buffer with NaN, a huge value and minus this value in turn, and return it. A kernel that adds to the
-    buffer instead of writing it returns NaN, and a kernel that takes a maximum with it returns huge values.
+    """Fill an output tensor in turn with NaN, a huge value and minus this value, and return it. They show if a kernel does not
+    write an element, adds to it, or takes a maximum with it.
     """
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
@@ -292,7 +294,7 @@ def unwritten(buffer: Tensor) -> Tensor:
 
 
 def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
-    """Return uninitialised pages of K and of V; MLA has one pool for both."""
+    """Return uninitialised pages of K and of V as two pools; MLA has one pool for both."""
     new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
     if case.is_mla:
         return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
@@ -306,7 +308,7 @@ def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list
 
 
 def new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
-    """Return the scale factors of K and of V for all pages of an NVFP4 cache; an empty list for other caches."""
+    """Return uninitialised scale factors for the pages of K and of V of an NVFP4 cache; [] for other caches."""
     if case.kv_dtype != NVFP4:
         return []
     pages, *page = pools[0].shape
@@ -319,9 +321,9 @@ def new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
 def block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return page tables, int32 [len(tables), columns]: the page ids in `tables`, followed in each row by the case's
-    `table_tail`. There are `most_pages` (the longest request's pages) plus the case's `spare_columns` columns. `live` are page
-    ids for a foreign tail.
+    """Return page tables, int32 [len(tables), columns]. Each row has the page ids of `tables`, and after them the ids of the
+    case's `table_tail`. There are `most_pages` (the longest request's pages) plus the case's `spare_columns` columns. `live`
+    has page ids for a foreign tail.
     """
     width = most_pages + case.storage.spare_columns
     page_id = TAIL_IDS.get(case.storage.table_tail)
@@ -336,8 +338,8 @@ def block_tables(
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a zeroed workspace, uint8: 8 MiB of semaphores, then scratch. With `of_engine`, the scratch is large enough for an
-    engine's batches.
+    """Return a workspace of zeros, uint8: 8 MiB of semaphores (counters), then scratch. With `of_engine`, the scratch is large
+    enough for an engine's batches.
     """
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":

@@ -24,8 +24,8 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A draft for which K/V lists are written, as data. With a negative `spare_columns` or `spare_capacity` a tensor has too
-    few columns or cells.
+    """A multi-step draft for which K/V lists are written, as data: its prefixes, steps and branches, and the memory layout of
+    its tensors. With a negative `spare_columns` or `spare_capacity`, a tensor is too small.
     """
 
     lens: tuple[int, ...]  # lengths of the prefixes
@@ -58,7 +58,7 @@ class DraftListsCase:
 
     @property
     def longest_row(self) -> int:
-        """Return the number of columns of ``req_to_token`` that the longest request of the draft needs."""
+        """Return how many columns of ``req_to_token`` the longest request needs, its drafted tokens included."""
         shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
         tokens = max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
         return -(-tokens // self.entry_page_size)
@@ -71,7 +71,7 @@ class DraftListsCase:
 
 
 class DraftLists:
-    """The tensors of a draft on a device. `arguments` has them by the parameter names of `generate_draft_decode_kv_indices`."""
+    """The tensors of a draft on a device. `arguments` has them as keyword arguments of `generate_draft_decode_kv_indices`."""
 
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device
@@ -105,7 +105,7 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Call `write`. Return a sentence for each input that it changed and each output that differs from the reference."""
+        """Call `write`, which writes the lists. Return a sentence for each changed input, and for each output that is wrong."""
         for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
@@ -125,7 +125,7 @@ class DraftLists:
         return found
 
     def take(self, other: "DraftLists") -> None:
-        """Copy the contents of another draft of the same sizes into these tensors, as an engine does before a replay."""
+        """Copy another draft of the same sizes into these tensors, as an engine does before it replays a graph."""
         theirs = other._inputs()
         for name, value in self._inputs().items():
             value.copy_(theirs[name])
@@ -135,7 +135,7 @@ class DraftLists:
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
     def _expected(self) -> list[Tensor]:
-        """Return the expected contents of all memory of ``kv_indices`` and ``kv_indptr``, on the CPU."""
+        """Return the expected contents of ``kv_indices`` and ``kv_indptr`` and of the memory around them, on the CPU."""
         memory = [torch.full_like(whole, POISON, device="cpu") for whole in self._outputs.values()]
         given = self.arguments | {name: value.cpu() for name, value in self._inputs().items()}
         for name, whole in zip(self._outputs, memory, strict=True):
@@ -155,8 +155,8 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return ``req_to_token``. Its cells are distinct slots or pages; virtual ones may be -1. Cells around its rows hold
-        `FOREIGN`.
+        """Return the table ``req_to_token``. Its cells are different slots or pages; virtual ones may be -1. Memory around its
+        rows holds `FOREIGN`.
         """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_columns = max(1, case.longest_row + case.spare_columns)
@@ -169,15 +169,15 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``v2p``: the page of each virtual page in the table, or -1 for virtual pages without one."""
+        """Return ``v2p``, which maps each virtual page to a page of the pool, or to -1 if it has none."""
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return a number that makes slots exceed 32 bits if it is added to the entries of the tensor `source`; 0 if the dtypes
-        are too small. An entry represents `tokens` tokens.
+        """Return a number that is added to the entries of `source` ("req_to_token" or "v2p") so that slots exceed 32 bits.
+        Return 0 if the dtypes are too small. An entry stands for `tokens` slots.
         """
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
@@ -185,14 +185,15 @@ class DraftLists:
 
 
 def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu") -> None:
-    """Raise AssertionError if `write` writes other lists than the reference, or other memory."""
+    """Raise AssertionError if `write` writes other lists than the reference does, or writes to other memory."""
     wrongs = DraftLists(case, device).wrongs(write)
     assert not wrongs, f"{'; '.join(wrongs)}: {case}"
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return `function` if it writes kv_indices and kv_indptr in place. If it returns lists, as the reference does, return a
-    wrapper that writes them, reads zeros beyond the columns of ``req_to_token``, and truncates lists that exceed their rows.
+    """Return a function that writes kv_indices and kv_indptr in place: `function` itself if it does so. If it returns lists,
+    like the reference, wrap it: zeros are read beyond the columns of ``req_to_token``, and lists that exceed their rows are
+    truncated.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function

@@ -16,8 +16,8 @@ from lab.workloads.inputs.selection import keys_up_to_rows
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DSV4Inputs(AttentionInputs):
-    """The tensors of a DSV4 call. The inherited fields describe the pool of tokens, except that a request's history is its
-    tokens followed by its compressed entries, and `selected` are positions in this history.
+    """The tensors of DeepSeek-V4's call. The inherited fields describe the pool of tokens. But a request's history is its
+    tokens followed by its compressed entries, and `selected` has positions in this history.
     """
 
     compressed_pages: Tensor  # [num_pages, page_size, head_dim]
@@ -48,7 +48,7 @@ class DSV4Inputs(AttentionInputs):
 
 
 def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: torch.device) -> DSV4Inputs:
-    """Return the tensors of a call. Queries, sinks and scales are taken from `of_window`.
+    """Return the tensors of DeepSeek-V4's call. Queries, sinks and scales are taken from `of_window`.
 
     Args:
         of_window: the tokens of each request, and the `WINDOW_COLUMNS` columns in which rows select them.
@@ -82,5 +82,5 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
 
 
 def _entries_first(selected: Tensor) -> Tensor:
-    """Return the positions of each row in the same order, with all -1 moved to the end."""
+    """Return the selected positions with each row's -1 moved to the end. The order of the others does not change."""
     return selected.gather(1, (selected < 0).to(torch.int8).argsort(dim=1, stable=True))

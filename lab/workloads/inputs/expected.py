@@ -18,8 +18,8 @@ SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
 
 
 class LateTruth:
-    """The expected results of a call, with the attributes of a `Truth`. The first use of an attribute computes them by `make`;
-    their bytes are stored for later uses. The tensors `made_from`, which `make` reads, must not change.
+    """Expected results that are computed by `make` when an attribute is first used. It has the attributes of a `Truth`. The
+    results are kept as bytes. The tensors `made_from`, which `make` reads, must not change.
     """
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
@@ -30,7 +30,7 @@ class LateTruth:
         return getattr(self.made(), name)
 
     def made(self) -> Truth:
-        """Return the expected results as a `Truth`.
+        """Compute the expected results, or restore them from their bytes.
 
         Raises:
             ChangedBindingsError: one of the tensors was written to.
@@ -47,7 +47,7 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return expected results as a `Truth`: the `Truth` that a `LateTruth` makes, or a `Truth` unchanged."""
+    """Return expected results as a `Truth`: compute those of a `LateTruth`, and return a `Truth` unchanged."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
@@ -59,8 +59,8 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return a `LateTruth` of `truth_of_requests` (`lab.references.truth`); with `seen` of `truth_of_heads`, with `selected` of
-    `truth_of_selected`. The arguments are as in these functions.
+    """Return the expected results of requests as a `LateTruth`, computed by a function of `lab.references.truth`:
+    `truth_of_heads` with `seen`, `truth_of_selected` with `selected`, else `truth_of_requests`. They document the arguments.
     """
     own = query.clone()  # the kernel gets the original
 
@@ -76,14 +76,14 @@ def truth_of_requests(
 
 
 def _without_tensor(value: Any) -> Any:
-    """Return a tensor as its dtype, shape and bytes; any other value unchanged."""
+    """Return a tensor as (dtype, shape, bytes); any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return value.dtype, value.shape, bytearray(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _restored(value: Any, device: torch.device) -> Any:
-    """Return the value from which `_without_tensor` made its result. A tensor has memory of its own."""
+    """Return the value from which `_without_tensor` made `value`. A tensor gets new memory on the device."""
     if not isinstance(value, tuple):
         return value
     dtype, shape, data = value
@@ -100,9 +100,7 @@ def _sums(tensors: list[Tensor]) -> list[int]:
 
 
 def _as_integers(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the contents of tensors as integer tensors. Small tensors, of which a batch may have thousands, are
-    concatenated.
-    """
+    """Yield the bits of all tensors as integer tensors. Small tensors, which may be thousands in a batch, are concatenated."""
     all_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
     small = [each for each in all_bytes if len(each) <= SMALL_BYTES]
     together = [torch.cat(small)] if small else []

@@ -38,8 +38,8 @@ OF_DSV4_PREFILL = ("cum_seq_lens_q", "request_lens")  # tensors of `DSV4Metadata
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence about the first error in one rank's rows and metadata of an extend with context parallelism; "" if
-    there is none.
+    """Return a sentence about the first error in the rows and metadata of one rank, in an extend with context parallelism; ""
+    if there is none.
     """
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
@@ -94,7 +94,8 @@ def wrong_eager_metadata(
     *,
     expand_encoder_only_verify: bool | None = None,
 ) -> str:
-    """Return a sentence about the first error in an eager pass's metadata: cells, shapes, dtypes or `max_seq_len_q`.
+    """Return a sentence about the first error in the metadata of a pass without a graph: cells, shapes, dtypes or
+    `max_seq_len_q`.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
@@ -183,7 +184,7 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield a sentence for each error in an eager pass's MLA metadata: live cells, table tails, bounds and layout."""
+    """Yield a sentence for each error in the MLA metadata of a pass without a graph: cells, table tails, bounds, layout."""
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
             yield f"{name} is {dtype}, not torch.int32"
@@ -213,8 +214,8 @@ def wrong_eager_mla_metadata(
 def wrong_block_sparse_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: BlockSparseMetadata, topk_pages: torch.Tensor
 ) -> str:
-    """Return a sentence about the first error in the lengths of a block-sparse pass; "" if there is none. `wrong_metadata`
-    and `block_sparse_forward_metadata` document the arguments.
+    """Return a sentence about the first wrong length in the metadata of a block-sparse pass; "" if there is none.
+    `wrong_metadata` and `block_sparse_forward_metadata` document the arguments.
     """
     lens = block_sparse_forward_metadata(batch, pool, topk_pages).seq_lens
     of_rows = metadata.seq_lens[:, : len(lens)].tolist()
@@ -224,8 +225,8 @@ def wrong_block_sparse_metadata(
 def wrong_dsa_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor, index_topk: int
 ) -> str:
-    """Return a sentence about the first wrong length or entry of a pass with DSA, as `wrong_metadata` does. `topk_indices` and
-    `index_topk` are as in `dsa_forward_metadata`.
+    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek sparse attention (DSA), like
+    `wrong_metadata`. `topk_indices` and `index_topk` are as in `dsa_forward_metadata`.
     """
     expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=index_topk)
     lens = _leading("seq_lens", metadata.seq_lens, expected.seq_lens)
@@ -240,7 +241,7 @@ def wrong_dsv4_metadata(
     compress_ratio: int | None = None,
     topk_indices: torch.Tensor | None = None,
 ) -> str:
-    """Return a sentence about the first wrong length or entry of a pass of DeepSeek-V4, as `wrong_metadata` does.
+    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek-V4, like `wrong_metadata`.
 
     Args:
         compress_ratio: as in `DSV4Metadata.sparse_indices`; None: 0 for a draft model, and 128 for others.
@@ -274,8 +275,8 @@ def wrong_dsv4_metadata(
 
 
 def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
-    """Return a sentence about the first tensor of the metadata that is missing or has a wrong number of rows; "" if there is
-    none. All tensors have as many rows as `seq_lens`, and at least `rows`.
+    """Return a sentence about the first metadata tensor that is missing or has a wrong number of rows; "" if there is none.
+    Each must have as many rows as `seq_lens`, and at least `rows`.
     """
     tables = ("seq_lens", "window", "page_table")
     for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):
@@ -294,7 +295,7 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield a sentence for each error in an eager MLA prefill's metadata, given the settings with which it was built."""
+    """Yield a sentence for each error in the metadata of an MLA prefill without a graph, built with these settings."""
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
     pairs = {
@@ -312,8 +313,8 @@ def wrong_mla_prefill_metadata(
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    """Yield a sentence for each error in the fields that describe unequal numbers of query rows: seq_lens_q, sum_seq_lens_q and
-    query_layout.
+    """Yield a sentence for each error in the fields for requests with unequal numbers of query rows: seq_lens_q,
+    sum_seq_lens_q and query_layout.
     """
     is_ragged_verify = batch.forward_mode.query_rows.are_bounded
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
@@ -332,17 +333,17 @@ Pairs = dict[str, tuple[Any, Any]]  # name -> (actual value, expected value)
 
 
 def _leading(name: str, tensor: torch.Tensor, expected: Sequence[Any]) -> Pairs:
-    """Return the pair of a tensor's first `len(expected)` elements and `expected`."""
+    """Return (actual, expected) values under the key `name`: the first elements of the tensor, as many as `expected` has."""
     return {name: (tensor[: len(expected)].tolist(), expected)}
 
 
 def _rows(name: str, table: torch.Tensor, expected: Sequence[Sequence[int]]) -> Pairs:
-    """Return, for each row of a table, the pair of its first cells and the expected cells."""
+    """Return for each row of a table, under a key such as "NAME[3]", the pair (first cells, expected cells)."""
     return {f"{name}[{row}]": (table[row, : len(cells)].tolist(), cells) for row, cells in enumerate(expected)}
 
 
 def _first_difference(pairs: Pairs) -> str:
-    """Return a sentence about the first pair (actual, expected) whose values differ; "" if all are equal."""
+    """Return a sentence about the first pair whose actual and expected values differ; "" if all are equal."""
     for name, (got, wanted) in pairs.items():
         if got != wanted:
             return f"{name} is {got}, expected {wanted}"

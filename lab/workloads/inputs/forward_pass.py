@@ -46,8 +46,8 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 @dataclass(frozen=True, eq=False)
 class EnginePass:
-    """An engine's state before a pass, and the histories (each request's tokens) from which it was made. Each backend has a
-    subclass.
+    """A forward pass that is ready to run: an engine's pool, cache, batch and metadata, and the histories (each request's
+    tokens) that the cache stores. Each backend has a subclass.
     """
 
     case: Any  #: the pass as data
@@ -79,7 +79,7 @@ class EnginePass:
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        """Return the arguments of `prepare` except the implementation. `out` is an output from `new_out`."""
+        """Return the keyword arguments of `prepare`, without the implementation. `out` is an output from `new_out`."""
         return {
             "batch": self.batch,
             "metadata": self.metadata,
@@ -91,14 +91,14 @@ class EnginePass:
         }
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Return a function that makes the attention calls of the case's backend (see
-        `lab.metadata.engine.backend.Backend.prepare_attention`).
+        """Prepare the attention calls that the engine's backend makes with an implementation, and return a function that makes
+        them (see `lab.metadata.engine.backend.Backend.prepare_attention`).
         """
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
 
     def new_out(self) -> Tensor:
-        """Return a new output that contains NaN and huge values, [num_rows, num_qo_heads, head_dim of the values]."""
+        """Return a new output tensor filled with NaN and huge values, [num_rows, num_qo_heads, head_dim of the values]."""
         return unwritten(self.query.new_empty((len(self.query), *self.case.out_shape)))
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
@@ -106,29 +106,29 @@ class EnginePass:
         return out[: sum(self.case.q_lens)]
 
     def run(self, implementation: Any, out: Tensor) -> None:
-        """Prepare the pass's attention calls with an implementation, and make them once, which writes `out`."""
+        """Prepare the attention calls of the pass with an implementation, and make them once. They write `out`."""
         self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
-        """Return the expected results of the pass, computed from the histories only."""
+        """Return the expected results of the pass. They are computed from the histories, and not from any metadata."""
         return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        """Return the expected results for the query rows of the given requests, computed from the given histories."""
+        """Return the expected results of these requests' query rows over these histories."""
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
-        """Return K and V, or latent entries, of tokens in the form in which the cache stores them."""
+        """Return tokens (K and V, or latent entries) in the form in which the cache stores them."""
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Return stored tokens (K and V, or latent entries) as a kernel reads them, before it applies the layer's scales."""
+        """Return tokens that `stored` returned as a kernel reads them, before it applies the layer's scales."""
         return stored
 
 
 @dataclass(frozen=True, eq=False)
 class SelectingPass(EnginePass):
-    """An `EnginePass` whose rows see only the pages, entries or groups in `topk_indices`."""
+    """A forward pass in which each row sees only the pages, entries or groups of tokens that `topk_indices` has for it."""
 
     topk_indices: Tensor
 
@@ -141,7 +141,7 @@ class SelectingPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass(EnginePass):
-    """An `EnginePass` over paged K and V."""
+    """A forward pass of the MHA backend, whose cache has paged K and V."""
 
     case: ForwardCase
     metadata: TRTLLMMHAMetadata
@@ -158,8 +158,8 @@ class ForwardPass(EnginePass):
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
-        """Return each rank's rows and metadata under context parallelism; () without it. The ranks' calls replace the calls of
-        `plan`.
+        """Return the query rows and metadata of each context-parallel rank; () without context parallelism. Each rank makes a
+        call of its own.
         """
         ranks = self.case.context_parallel
         return tuple(zigzag_shard(self.batch, self.metadata, ranks, rank) for rank in range(ranks)) if ranks > 1 else ()
@@ -194,7 +194,7 @@ class ForwardPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class BlockSparsePass(SelectingPass, ForwardPass):
-    """A pass of MiniMax-M3: the K/V heads of each row see the pages in `topk_indices`, which `draw_pages` returns."""
+    """A forward pass of MiniMax-M3: each row and K/V head sees only the pages in `topk_indices` (`draw_pages`)."""
 
     metadata: Any
 
@@ -211,8 +211,8 @@ class BlockSparsePass(SelectingPass, ForwardPass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of query rows that see only the pages in `topk_pages`, from `draw_pages`, up to their own
-    token. The layer has no sinks and no window. The other arguments are as in `mha_truth`.
+    """Return the expected results of query rows that see only the pages in `topk_pages` (`draw_pages`), up to their own token.
+    The layer has no sinks and no window. `mha_truth` documents the other arguments.
     """
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):
@@ -258,8 +258,8 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Return the pass of a case. Its pool has the requests' histories, and huge values in all other cells. `build_metadata`
-    None: the case's backend builds the metadata.
+    """Build the forward pass of a case. Its cache has the requests' histories, and huge values in all other cells.
+    `build_metadata` builds the metadata; None stands for the builder of the case's backend.
     """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
@@ -289,7 +289,7 @@ def with_padding_rows(query: Tensor, count: int) -> Tensor:
 
 
 def stored_width(case: ForwardCase) -> int:
-    """Return the number of elements per token and head in the cache's dtype. A byte of NVFP4 holds two values."""
+    """Return the number of elements per token and head that the cache stores. A byte of NVFP4 holds two values."""
     return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim
 
 
@@ -299,7 +299,7 @@ def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
-    """Return a pool with twice the number of pages that the case's requests need, so that half of the pages can be poisoned."""
+    """Return a pool with twice the pages that the case's requests need. The pages without a request can be poisoned."""
     return new_pool(
         case.kv_lens,
         page_size=case.page_size,
@@ -357,7 +357,7 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return the needle positions of each request (`needle_positions`); None if the case has no needles."""
+    """Return the positions of the needles (keys that outweigh all others) in each request; None if the case has none."""
     if case.contents is not Contents.NEEDLES:
         return None
     return [
@@ -367,7 +367,7 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
 
 
 def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
-    """Return the attention layer of a case. It has K and V scales for any cache dtype."""
+    """Return the attention layer of a case. It has scales for K and V even if the cache is not quantised."""
     model = case.model
     sinks = None
     if model.has_sinks and not case.block_sparse:
@@ -385,7 +385,7 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
-    """Fill the page tables' cells after each request's pages with ids of other pages, as stale cells of a replayed graph."""
+    """Fill the cells of the page tables after each request's pages with ids of other pages, as a replayed graph leaves them."""
     lens, encoder_lens = metadata.cache_seqlens_int32, metadata.encoder_cache_seqlens
     tables = ((metadata.page_table, lens), (metadata.swa_page_table, lens), (metadata.encoder_page_table, encoder_lens))
     for table, keys in tables:

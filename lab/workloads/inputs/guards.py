@@ -14,8 +14,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embedded(tensor: Tensor, value: float) -> Tensor:
-    """Return a contiguous copy of a tensor inside a larger vector filled with `value`. Its address is not a multiple of 16
-    bytes.
+    """Return a contiguous copy of a tensor inside a larger vector whose other elements are `value`. The copy's address is not
+    a multiple of 16 bytes.
     """
     how: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device, "filling": value}
     _, part = surrounded(tensor.numel(), before=AROUND, after=AROUND, **how)
@@ -38,7 +38,8 @@ def surrounded(
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """Copy a tensor between two guard regions.
+    """Copy a tensor into a buffer, with a guard region before and after it. A later change of a guard shows a write out of
+    bounds.
 
     Returns:
         (the copy, the whole buffer as uint8). The copy begins `at_byte` bytes after an address with an allocation's alignment.
@@ -52,21 +53,21 @@ def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
-    """Yield a sentence for each changed guard region of a buffer from `guarded`. `what` names the tensor."""
+    """Yield a sentence for each guard region of a buffer from `guarded` that was written. `what` names the tensor."""
     for side, guard in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
         if not bool((guard == GUARD_BYTE).all()):
             yield f"it wrote {side} {what}"
 
 
 def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a sentence for each tensor that differs from its earlier copy."""
+    """Yield a sentence for each tensor whose bits differ from its earlier copy, which has the same key in `before`."""
     for name, tensor in tensors.items():
         if not same_bits(tensor, before[name]):
             yield f"it changed its {name}"
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, which are equal only if the bits are: NaN equals NaN, and 0.0 differs from -0.0."""
+    """View a tensor as integers, to compare bits: NaN then equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 

@@ -8,7 +8,7 @@ from lab.workloads.attention_case import AttentionCase
 
 
 def packed_mask(shown: Tensor) -> Tensor:
-    """Pack masks, bool [batch, q_len, q_len], into XQA's words: uint16 [batch, q_len, words].
+    """Pack masks over draft tokens, bool [batch, q_len, q_len], into the words that XQA reads: uint16 [batch, q_len, words].
 
     Bit b of word w stands for draft token 16 w + b. If the last dimension is larger than q_len, bits after q_len are set too.
     """
@@ -20,7 +20,7 @@ def packed_mask(shown: Tensor) -> Tensor:
 
 
 def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
-    """Return draft masks by name: causal, full, a tree, and one that differs by request. Each is bool [batch, q_len, q_len]."""
+    """Return draft masks by name, bool [batch, q_len, q_len]: causal, full, a tree, and one that differs by request."""
     count, q_len = len(case.q_lens), case.q_lens[0]
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}
@@ -46,7 +46,7 @@ def with_bits_after(packed: Tensor) -> Tensor:
 
 
 def tree(q_len: int) -> Tensor:
-    """Return the mask of a binary tree, bool [q_len, q_len]: each row sees itself and its ancestors."""
+    """Return the mask of a binary tree of draft tokens, bool [q_len, q_len]: each row sees itself and its ancestors."""
     shown = torch.zeros(q_len, q_len, dtype=torch.bool)
     for row in range(q_len):
         token = row

@@ -39,7 +39,7 @@ BuildMLAMetadata = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class MLAPass(EnginePass):
-    """An `EnginePass` over paged latent entries, on the MLA decode kernel. A history is (entries [kv_len, head_dim],)."""
+    """A forward pass of the MLA backend, whose cache has paged latent entries. A history is (entries [kv_len, head_dim],)."""
 
     case: MLACase
     metadata: TRTLLMMLADecodeMetadata
@@ -50,7 +50,7 @@ class MLAPass(EnginePass):
         return tuple(as_stored(side, self.layer.k_scale, self.case.kv_dtype) for side in sides)
 
     def selected(self, requests: Sequence[int]) -> Tensor | None:
-        """Return the positions or groups that the rows of these requests select, as in `mla_truth`; None if they see all."""
+        """Return what the rows of these requests select, positions or groups, as in `mla_truth`; None if they see all."""
         return None
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
@@ -67,8 +67,8 @@ class MLAPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMLAPass(MLAPass):
-    """A pass with decode context parallelism, in which ranks share the tokens of each request. One GPU makes all ranks'
-    calls.
+    """A forward pass with decode context parallelism: several ranks share the tokens of each request. One GPU makes the calls
+    of all ranks.
     """
 
     metadata: Any  # one per rank
@@ -88,7 +88,7 @@ class ShardedMLAPass(MLAPass):
 
 @dataclass(frozen=True, eq=False)
 class SparseMLAPass(SelectingPass, MLAPass):
-    """A pass whose rows select entries.
+    """A forward pass whose rows select entries of the cache.
 
     In DeepSeek sparse attention (DSA) a row sees the entries at its selected positions. In DeepSeek-V4 it sees the tokens of
     its window and the compressed entries of its selected groups of tokens. A history is then (entries, compressed entries),
@@ -121,10 +121,10 @@ def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Gen
 
 
 def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generator) -> Tensor:
-    """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk].
+    """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk], -1 for none.
 
-    A row selects `topk` positions, or all tokens that it sees if these are fewer. Every third row selects about half of this
-    number. The other columns hold -1. `row_lens` has the number of tokens that each row sees.
+    A row selects `topk` positions, or all tokens that it sees if these are fewer. But every third row selects about half of
+    this number. `row_lens` has the number of tokens that each row sees.
     """
     drawn = torch.full((len(row_lens), topk), -1, dtype=torch.int32, device=generator.device)
     for number, (row, seen) in enumerate(zip(drawn, row_lens, strict=True)):
@@ -173,7 +173,7 @@ def mla_truth(
 def _selected_entries(
     histories: Sequence[History], q_lens: Sequence[int], selected: Tensor, layer: MLALayer
 ) -> Iterator[Tensor]:
-    """Yield the entries that each row sees. `mla_truth` documents the arguments."""
+    """Yield for each query row the entries that it sees. `mla_truth` documents the arguments."""
     rows = iter(selected)
     for (entries, *compressed), q_len in zip(histories, q_lens, strict=True):
         for end in range(len(entries) - q_len + 1, len(entries) + 1):
@@ -187,8 +187,8 @@ def _selected_entries(
 
 
 def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata | None = None) -> MLAPass:
-    """Return the pass of a case. Its pool has the requests' histories, and huge values in all other cells. `build_metadata`
-    None: the lab's builder for the case builds the metadata.
+    """Build the forward pass of a case. Its cache has the requests' histories, and huge values in all other cells.
+    `build_metadata` builds the metadata; None stands for the lab's builder for the case.
     """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     widths = [width for (width,) in case.token_shapes]

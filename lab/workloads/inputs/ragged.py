@@ -24,7 +24,7 @@ Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, 
 
 @dataclass(frozen=True, eq=False)
 class RaggedInputs:
-    """The tensors of a ragged context call."""
+    """The tensors of a ragged context call: query rows, and contiguous keys and values of each request."""
 
     query: Tensor  # [num_rows, num_qo_heads, head_dim]
     q_lens: tuple[int, ...]
@@ -58,7 +58,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs with the same query rows over the keys and values in `parts`."""
+        """Return inputs with the same query rows, but with the keys and values in `parts`, one pair per request."""
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class RaggedInputs:
 
 
 def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
-    """Draw the query rows, keys and values of a case."""
+    """Draw the query rows, keys and values of a case, and return them as the inputs of a call."""
     needles = [_limits(case, request) for request in range(len(case.q_lens))]
     query, histories = draw_histories(
         case,
@@ -116,12 +116,14 @@ def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
 
 
 def padded(rows: Tensor, value: float = PADDED) -> Tensor:
-    """Return the rows followed by `PADDING` rows of one value."""
+    """Return the rows followed by `PADDING` padding rows that are filled with `value`."""
     return torch.cat((rows, torch.full((PADDING, *rows.shape[1:]), value, device=rows.device).to(rows.dtype)))
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:
-    """Return positions for a request's needles: the first and last keys that rows see, and the ends of prefix chunks."""
+    """Return positions of a request for needles (keys that outweigh all others): the first and last keys that rows see, and
+    the ends of prefix chunks.
+    """
     kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
     ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
     return ends | set(needle_positions(kv_len, case.q_lens[request], TILE, case.window_left))

@@ -34,7 +34,9 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """The two seeds of a call's contents: `tokens` for K, V and pages; `call` for queries, lengths and replaced tokens."""
+    """The two seeds from which the inputs of a timed call are drawn: `tokens` gives K, V and pages; `call` gives queries,
+    lengths and some tokens that are replaced.
+    """
 
     tokens: int
     call: int
@@ -46,7 +48,7 @@ def wipe(arguments: Mapping[str, Any]) -> None:
 
 
 def touched(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return the indices, below `count`, of the tokens that a call with this seed replaces, evenly spread over all tokens."""
+    """Return the indices, evenly spread below `count`, of the cached tokens that a call with this seed replaces."""
     number = min(MOST_TOUCHED, count)
     first = random.Random(f"touched {seed}").randrange(max(count, 1))
     return (first + torch.arange(number, device=device) * (count // max(number, 1))) % max(count, 1)
@@ -54,7 +56,7 @@ def touched(seed: int, count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SeededRedraw:
-    """Draws new contents for the input tensors of timed calls, and judges the outputs: a base class for implementations of
+    """Draws new contents into the tensors of timed calls, and judges the outputs. A base class for implementations of
     `lab.timing.work.Redraw`.
     """
 
@@ -64,7 +66,7 @@ class SeededRedraw:
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return set `number` of the arguments without `out`. Each set has copies of the tensors."""
+        """Return set `number` of the call's arguments, without `out`. Each set has its own copies of the tensors."""
         if not self.sets:
             self.sets.append(self.first_set())
         while number >= len(self.sets):
@@ -72,20 +74,20 @@ class SeededRedraw:
         return self.sets[number]
 
     def first_set(self) -> dict[str, Any]:
-        """Return the arguments of the pass except `out`, with the page ids and lengths with which the pass was built."""
+        """Return the arguments of the pass without `out`, with its original page ids and lengths."""
         raise NotImplementedError
 
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
-        """Return the expected results of these requests' rows for inputs that are drawn from the seeds."""
+        """Return the expected results of these requests' rows if the inputs are drawn from these seeds."""
         raise NotImplementedError
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of the output rows: of all requests if `whole`, otherwise of some requests that the seeds choose."""
+        """Return a copy of the output rows to be judged: of all requests if `whole`, else of some that the seeds choose."""
         out: Tensor = self.forward.rows_of_requests(arguments["out"])
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that raises AssertionError if output rows, which `results` returned for these seeds, are wrong."""
+        """Return a function that raises AssertionError if output rows that `results` returned for these seeds are wrong."""
         truth = made(self.truth(seeds, self._judged(seeds, whole)))
 
         def check(results: Tensor) -> None:
@@ -106,7 +108,7 @@ class SeededRedraw:
         return torch.cat([parts[request] for request in requests])
 
     def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
-        """Return the requests that are judged: all with rows if `whole`, otherwise some, which the seeds choose."""
+        """Return the indexes of the requests to judge: all that have rows if `whole`, else some that the seeds choose."""
         case = self.forward.case
         order, chosen, pairs = [request for request, q_len in enumerate(case.q_lens) if q_len], list[int](), 0
         if whole:
@@ -135,14 +137,14 @@ class PassRedraw(SeededRedraw):
         return self._restored(copy.deepcopy(inputs)) if self.keeps_metadata else inputs
 
     def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Write the page ids and lengths with which the pass was built to the metadata in `inputs`, and return `inputs`."""
+        """Write the original page ids and lengths of the pass into the metadata of `inputs`, and return `inputs`."""
         for name, tensor in self._metadata.items():
             getattr(inputs["metadata"], name).copy_(tensor)
         self._write_lengths(inputs["metadata"], ())
         return inputs
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw new K and V, and write them into other pages of the cache."""
+        """Draw new K and V from the seed, and write them into the cache, in other pages than before."""
         cache = arguments["cache"]
         if self._moves:
             self._move_pages(arguments["metadata"], seed)
@@ -153,8 +155,8 @@ class PassRedraw(SeededRedraw):
         cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw new queries, replace some tokens in the cache, and fill the output with NaN. Some seeds make requests
-        shorter.
+        """Draw new queries, replace some tokens in the cache, and fill the output with NaN. For some seeds, also shorten the
+        requests.
         """
         rows = sum(self.forward.case.q_lens)
         arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
@@ -172,20 +174,20 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _moves(self) -> bool:
-        """Return True for a dense pass on one rank, whose page ids and lengths are drawn again."""
+        """Return True if the pages and lengths of the pass are drawn again: it is dense, and on one rank."""
         return not self.keeps_metadata and isinstance(
             self.forward.metadata, TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
         )
 
     @functools.cached_property
     def _metadata(self) -> dict[str, Tensor]:
-        """Return copies of the tables and lengths with which the pass was built."""
+        """Return copies of the page tables and lengths with which the pass was built, by name."""
         held = {name: getattr(self.forward.metadata, name, None) for name in (*TABLES, *LENGTHS)}
         return {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return (cache slots of all cached tokens, indices of these tokens among all tokens or None if all are cached)."""
+        """Return (slots of all cached tokens, indices of these tokens among all tokens; None if all tokens are cached)."""
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0
@@ -200,13 +202,13 @@ class PassRedraw(SeededRedraw):
 
     @property
     def _window_left(self) -> int:
-        """Return the case's window, outside of which tokens are not cached; -1 for DSV4, which caches compressed entries of
-        all tokens.
+        """Return the case's window if tokens outside of it are not cached; else -1. DSV4 caches compressed entries of all
+        tokens.
         """
         return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
 
     def _first_kept(self, request: int) -> int:
-        """Return the position of a request's first cached token. Pages before a window were evicted."""
+        """Return the position of a request's first token that is cached. The pages before its window were evicted."""
         case, window_left = self.forward.case, self._window_left
         before = max(0, case.first_rows[request] - window_left) if window_left >= 0 else 0
         return int(before // case.page_size * case.page_size)
@@ -220,7 +222,7 @@ class PassRedraw(SeededRedraw):
         return forward.stored(*(draw(total, *shape) for shape in case.token_shapes))
 
     def _tokens(self, seeds: Seeds) -> History:
-        """Return K and V (or latent entries) of all tokens in the cache's dtype, with the tokens that the call replaces."""
+        """Return K and V (or latent entries) of all tokens in the cache's dtype, including the tokens that a call replaces."""
         (_, tokens), places = self._slots, self._touched(seeds.tokens)
         sides, changed = self._drawn(seeds.tokens), self._drawn(seeds.call + 1, len(places))
         for side, new in zip(sides, changed, strict=True):
@@ -232,12 +234,12 @@ class PassRedraw(SeededRedraw):
         return touched(seed, len(slots), slots.device)
 
     def _moved(self, seed: int) -> Tensor:
-        """Return the slots of the cached tokens after the permutation of pages that a seed gives."""
+        """Return the slots of the cached tokens after the pages were moved as a seed says."""
         (slots, _), size = self._slots, self.forward.case.page_size
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the new id of each page: the ids are shifted cyclically by a number that the seed gives, except page 0's."""
+        """Return the new id of each page. All ids except page 0 are shifted cyclically by a number that the seed gives."""
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)
@@ -254,9 +256,7 @@ class PassRedraw(SeededRedraw):
         ]
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return the number of tokens by which each request is shorter than in the case; 0 unless `SHORTER_EVERY` divides the
-        seed.
-        """
+        """Return for each request how many tokens shorter it is than in the case; 0 unless `SHORTER_EVERY` divides the seed."""
         case = self.forward.case
         if not self._moves or seed % SHORTER_EVERY or "encoder_page_table" in self._metadata:
             return [0] * len(case.q_lens)
@@ -269,7 +269,7 @@ class PassRedraw(SeededRedraw):
         return found
 
     def _move_pages(self, metadata: Any, seed: int) -> None:
-        """Apply the permutation of pages that a seed gives to the metadata's page tables."""
+        """Replace the page ids in the metadata's page tables by the new ids that a seed gives."""
         pages = self._pages(seed)
         for name, table in ((name, self._metadata[name]) for name in TABLES if name in self._metadata):
             if name == "swa_page_table" or self.forward.case.window_left < 0:  # the tables of the cache's own pool

@@ -47,7 +47,7 @@ from lab.workloads.requests import History, Requests
 
 
 class MHAReplayFixture(ReplayFixture):
-    """A fixture for the MHA backend, whose layer has grouped-query attention, with or without a sliding window."""
+    """Runs graph replays of the MHA backend: grouped queries over paged K and V, with or without a sliding window."""
 
     case: GraphCase
     layer: AttentionLayer
@@ -100,7 +100,7 @@ class MHAReplayFixture(ReplayFixture):
 
 
 class MLAReplayFixture(ReplayFixture):
-    """A fixture for the MLA backend, whose cache has latent entries in place of K and V."""
+    """Runs graph replays of the MLA backend, whose cache has latent entries in place of K and V."""
 
     case: MLAGraphCase
     layer: MLALayer
@@ -161,7 +161,7 @@ class MLAReplayFixture(ReplayFixture):
 
 
 class SelectingFixture(ReplayFixture):
-    """A fixture whose passes draw the pages, positions or groups that their rows select. Padding rows select none."""
+    """Runs graph replays in which each row selects pages, positions or groups of tokens. Padding rows select none."""
 
     selected: Tensor  # the selections of the last pass, [rows, ...], without padding rows
 
@@ -177,7 +177,7 @@ class SelectingFixture(ReplayFixture):
         raise NotImplementedError
 
     def _of_indexer(self, selected: Tensor) -> Tensor:
-        """Return a selection in the shape that the backend takes."""
+        """Return a selection, [rows, ...], in the shape that the backend expects."""
         return selected
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
@@ -209,7 +209,7 @@ class SelectingFixture(ReplayFixture):
 
 
 class BlockSparseReplayFixture(SelectingFixture, MHAReplayFixture):
-    """A fixture for MiniMax-M3: each pass draws the pages that each K/V head of its rows sees."""
+    """Runs graph replays of MiniMax-M3. Each pass draws the pages that each K/V head of its rows sees."""
 
     tables = ("page_table",)
     rewritten = ("query_seq_lens", "seq_lens")
@@ -239,7 +239,7 @@ class BlockSparseReplayFixture(SelectingFixture, MHAReplayFixture):
 
 
 class DSAReplayFixture(SelectingFixture, MLAReplayFixture):
-    """A fixture for DeepSeek sparse attention: each pass draws the positions that its rows see."""
+    """Runs graph replays of DeepSeek sparse attention. Each pass draws the positions that its rows see."""
 
     selected: Tensor
     tables: tuple[str, ...] = ("page_table_1",)
@@ -263,7 +263,7 @@ class DSAReplayFixture(SelectingFixture, MLAReplayFixture):
 
 
 class DSV4ReplayFixture(DSAReplayFixture):
-    """A fixture for DeepSeek-V4: each pass draws the groups whose compressed entries its rows see."""
+    """Runs graph replays of DeepSeek-V4. Each pass draws the groups of tokens whose compressed entries its rows see."""
 
     layer: DSV4Layer
     cache: Any

@@ -35,7 +35,7 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """The query, the output and the metadata of one pass, without padding rows.
+    """What one pass of a fixture used and returned: its query, output and metadata, without padding rows.
 
     After a replay, `metadata` and `view` are the runner's buffers, which the next replay overwrites.
     """
@@ -49,7 +49,7 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Return the lab's own graph runner for a case. Tests pass other functions that return a deliberately wrong runner."""
+    """Return the lab's own graph runner for a case. (Tests pass functions that return a deliberately wrong runner.)"""
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
@@ -57,7 +57,8 @@ RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunn
 
 
 class ReplayFixture:
-    """The requests, layer and cache of a case, and a runner that captures and replays graphs. Each backend has a subclass.
+    """Runs graph replays and eager passes of one layer, and checks them. It has a pool, requests with histories, a cache, and
+    a runner that captures and replays graphs. Each backend has a subclass.
 
     Args:
         case: a case of the subclass's backend.
@@ -106,12 +107,14 @@ class ReplayFixture:
 
     @property
     def lengths(self) -> tuple[int, int, int, int]:
-        """Return four lengths of a request: short, at the end of a page, one token into a page, and the longest possible."""
+        """Return four K/V lengths: short, at the end of a page, one token into a page, and the longest possible."""
         size = self.case.page_size
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests from `first_request` on, with `totals` keys, new tokens included."""
+        """Return a batch of consecutive requests, the first with the index `first_request`. `totals` are their numbers of
+        keys, including new tokens.
+        """
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
@@ -130,7 +133,7 @@ class ReplayFixture:
         )
 
     def widths(self, count: int) -> list[int]:
-        """Return each request's number of query rows: 1 to `width` if the mode's requests may differ, otherwise `width`."""
+        """Return the query rows of `count` requests: 1 to `width` if the mode allows unequal numbers, otherwise `width`."""
         ragged = self.case.mode.forward_mode.query_rows.are_unequal_drafts
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
@@ -155,7 +158,7 @@ class ReplayFixture:
         return ReplayedPass(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Overwrite memory that the next replay must either write or not read.
+        """Overwrite memory that the next replay must write again, or must not read.
 
         The cache's page 0, the sink, is filled with the value, the metadata of `rewritten` with `POISONED_LENGTH`, and page
         tables with page 0.
@@ -168,7 +171,7 @@ class ReplayFixture:
                 filled.fill_(0 if name in self.tables else POISONED_LENGTH)
 
     def wrongs(self, batch: ForwardBatch, result: ReplayedPass) -> Iterator[str]:
-        """Yield a sentence for each error of a pass: in the metadata, then in the padding, then in the output."""
+        """Yield a sentence for each error in a pass: first in the metadata, then in the padding, then in the output."""
         if wrong := self._wrong_metadata(batch, result):
             yield wrong
         if result.view is not None:
@@ -176,7 +179,7 @@ class ReplayFixture:
         yield from self._wrong_output(batch, result)
 
     def pointers(self) -> dict[str, int]:
-        """Return the address of every buffer with which a graph was captured."""
+        """Return by name the address of each buffer that the captured graphs use."""
         tensors: dict[str, Any] = {"query": self.query, "out": self.out}
         for number, owner in enumerate((self.runner.inputs, *self._metadata_owners())):
             for name, value in vars(owner).items():
@@ -185,11 +188,11 @@ class ReplayFixture:
 
     @property
     def rewritten(self) -> tuple[str, ...]:
-        """Return the names of the metadata's lengths, write locations and offsets that each replay writes."""
+        """Return the names of the metadata tensors that each replay writes anew: lengths, write locations and offsets."""
         raise NotImplementedError
 
     def _pages_0(self) -> tuple[Tensor, ...]:
-        """Return page 0 of each pool of the cache."""
+        """Return page 0, which padding rows use, of each pool of the cache."""
         raise NotImplementedError
 
     def _layer(self) -> Any:
@@ -202,11 +205,11 @@ class ReplayFixture:
         admitted.write(self.cache, self.histories, sliding_window=self.case.sliding_window)
 
     def _uncounted(self) -> int:
-        """Return the number of tokens of a request that `seq_lens` does not count, such as drafted tokens."""
+        """Return how many tokens of a request `seq_lens` does not count in the fixture's mode, such as drafted tokens."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
-        """Return the objects that own the metadata tensors which the graphs read."""
+        """Return the objects whose attributes are the metadata tensors that the graphs read."""
         metadata = self.runner.metadata
         return (metadata.buffers,) if isinstance(metadata, GraphMetadata) else tuple(metadata.metadata.values())
 
@@ -215,7 +218,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return, by name, the metadata cells of padding requests, and the value that each must have.
+        """Return by name the metadata cells of padding requests, each with the value that it must have.
 
         Args:
             batch: the batch without padding.

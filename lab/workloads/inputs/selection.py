@@ -14,7 +14,7 @@ EMPTY_COLUMNS = 128  # columns of -1 before the first entry of Entries.LATE: a t
 
 def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
     """Return for each request the positions of the keys that its rows select, int64 [q_len, top_k], -1 for none. A row at
-    position p selects keys only in its first min(top_k, p + 1) columns.
+    position p uses only its first min(top_k, p + 1) columns.
     """
     selected = []
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
@@ -25,14 +25,14 @@ def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tenso
 
 
 def keys_up_to_rows(case: AttentionCase) -> list[int]:
-    """Return for each query row the number of keys up to its position, which is the most columns that the row uses."""
+    """Return for each query row the number of keys up to its own position: how many keys it may see."""
     requests = zip(case.kv_lens, case.q_lens, strict=True)
     return [max(kv_len - q_len + row + 1, 0) for kv_len, q_len in requests for row in range(q_len)]
 
 
 def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return for each request the keys that its rows see on the case's rank, int64 [q_len, kv_len], -1 for none. Keys are
-    counted among the rank's keys.
+    """Return for each request the keys that its rows see on the case's context-parallel rank: int64 [q_len, kv_len], indices
+    among the rank's keys, -1 for none.
     """
     rank, world = case.rank or (0, 1)
     seen = []
@@ -44,7 +44,7 @@ def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor
 
 
 def seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the keys of each request in the pages that a K/V head selects, bool [kv_len, num_kv_heads]."""
+    """Return for each request a mask of the keys in pages that each K/V head selects: bool [kv_len, num_kv_heads]."""
     found = []
     for request, kv_len in enumerate(case.kv_lens):
         pages = torch.zeros(-(-kv_len // case.page_size), case.num_kv_heads, dtype=torch.bool)
@@ -55,7 +55,7 @@ def seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
-    """Return the number of keys that each K/V head sees, int32 [num_kv_heads, batch_size]. `seen` is `AttentionInputs.seen`."""
+    """Return the number of keys that each K/V head sees, int32 [num_kv_heads, batch_size], from the masks of `seen_keys`."""
     return torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
 
 
@@ -74,7 +74,7 @@ def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Gene
 
 
 def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> list[int]:
-    """Return the `top_k` cells of one row, which may select the first `num_keys` keys."""
+    """Return the positions, -1 for none, that one row selects in its `top_k` columns among its first `num_keys` keys."""
     used = min(case.top_k, num_keys)
     if used == 0 or (case.entries is Entries.NONE and (row + case.seed) % 2 == 0):
         return [-1] * case.top_k
@@ -103,6 +103,6 @@ def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> li
 
 
 def _edges(num_keys: int, page_size: int) -> list[int]:
-    """Return the positions of the first and last keys of pages, and of the last key."""
+    """Return the positions of the first and last key of each page."""
     starts = range(0, num_keys, page_size)
     return sorted({num_keys - 1, *starts, *(start - 1 for start in starts if start)})

@@ -18,15 +18,15 @@ ODD = 7  # elements; stride of an axis of size 1, which has no meaning
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return a copy of a tensor [..., heads, elements] with NaN in all rows that are True in `rows`, bool [num_rows]."""
+    """Return a copy of a tensor [..., heads, elements] in which the rows that are True in `rows`, bool [num_rows], are NaN."""
     copied = tensor.clone()
     copied.view(-1, *copied.shape[-2:])[rows.nonzero().flatten().to(copied.device)] = math.nan
     return copied
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return a copy of the tensor, a view of larger storage with `gap` elements after each index of `axis`. Float elements of
-    gaps are large values and NaN in turn.
+    """Return a copy of a tensor with gaps in memory: `gap` elements follow each index of `axis`. If the elements are floats,
+    the gaps have large values and NaN in turn.
     """
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
@@ -36,17 +36,17 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return a contiguous copy of the tensor, a view that begins `offset_bytes` after the start of its storage."""
+    """Return a contiguous copy of a tensor that begins `offset_bytes` after the start of its storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
 def in_halves(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor [pages, 2, ...], a view of storage with index 0 of all pages before index 1 of all pages."""
+    """Return a copy of a tensor [pages, 2, ...] that is stored as [2, pages, ...]: K of all pages, then V of all pages."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in the same shape [..., rows, heads, elements], but stored as [heads, ..., rows, elements]."""
+    """Return a copy of a tensor [..., rows, heads, elements] that is stored as [heads, ..., rows, elements]."""
     heads = tensor.dim() - 2
     return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
@@ -68,13 +68,13 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def with_odd_strides(tensor: Tensor) -> Tensor:
-    """Return the tensor with an arbitrary stride on each axis of size 1, where strides have no meaning."""
+    """Return a view of the tensor with odd strides on axes of size 1, where a stride has no meaning."""
     strides = [ODD if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, strides)
 
 
 class Layout(TextEnum):
-    """A memory layout of a tensor [..., rows or tokens, heads, elements]. `of` returns a tensor in the layout."""
+    """A memory layout for a tensor [..., rows or tokens, heads, elements]. `of` returns an equal tensor in this layout."""
 
     CONTIGUOUS = "contiguous", lambda tensor: tensor
     ROWS_APART = "rows apart", lambda tensor: apart(tensor, -3, GAP)
