@@ -203,6 +203,11 @@ REFUSED: list[tuple[Kernel, dict[str, Any], str]] = [
         {"dtypes": NVFP4, "factors": "8 bytes a page"},
         f"loads 16 bytes at a time: the strides of K's scale factors {STRIDES}",
     ),
+    (
+        DECODE,
+        {"dtypes": NVFP4, "head_dim": 64, "num_kv_heads": 1, "factors": "NHD"},
+        f"loads 16 bytes at a time: the strides of K's scale factors {STRIDES}",
+    ),
     (DECODE, {"dtypes": NVFP4, "factors": "V 8 bytes on"}, "V's scale factors must begin at a multiple of them"),
     (
         DECODE,
