@@ -44,7 +44,7 @@ OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_fail
 
 
 def _seconds(text: str) -> float:
-    """Convert a text such as 90s, 10m or 2h to seconds. Raises BadParameter for another text."""
+    """Convert a text such as 90s, 10m or 2h to seconds. Raises BadParameter for any other text."""
     if not (found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh])", text)):
         raise typer.BadParameter(f"{text} is no time: a number and s, m or h, such as 90s, 10m or 2h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
@@ -283,8 +283,8 @@ def _judge_case(
 
 
 def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, console: Console) -> ExitStatus:
-    """Call `judge_it` while showing its progress, print its report (and, with `shows_coverage`, the coverage of K18), and
-    return the exit status.
+    """Call `judge_it` while its progress is shown, print its report, and return the exit status. `shows_coverage` also prints
+    which parameter values check K18 judged.
     """
     from lab.reports.judgement import show as show_report
 
@@ -357,7 +357,7 @@ def _print(console: Console, line: str) -> None:
 
 
 def rounds(file: Path | None) -> Iterator[int]:
-    """Yield 0. If a file is given, then wait for each change of the file and yield 1, 2 and so on, without end."""
+    """Yield 0; then, if a file is given, wait for each change of the file and yield 1, 2 and so on, without end."""
     number, seen = 0, _state_of(file)
     yield number
     while file is not None:

@@ -41,7 +41,7 @@ FOLLOWED = frozenset(
 
 @dataclass(frozen=True)
 class _Request:
-    """One request of a launch, read from the launch's offsets and lengths."""
+    """One request of a kernel launch: its query rows and keys, read from the offsets and lengths that the launch got."""
 
     number: int  #: index in the batch
     first_row: int  #: index of the first query row
@@ -85,11 +85,10 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 
 
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
-    """Write the LSE of every row, padding rows included, from the softmax statistics that the previous launch wrote
-    (`lse.cuh`).
+    """Write the LSE of each row, padding rows included, from softmax statistics that an earlier launch wrote (`lse.cuh`).
 
-    The statistics of a row and head are (m, d): m is the largest logit and d the sum of exp(logit - m). The LSE is
-    lse_scale * (log2(e) m + log2(d)).
+    The statistics of a row and head are (m, d): m is the largest logit and d the sum of exp(logit - m). The LSE is lse_scale *
+    (log2(e) m + log2(d)).
     """
     shape = (given.n // given.num_heads_q, given.num_heads_q)
     stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
@@ -118,9 +117,9 @@ def _has_two_pools(params: KernelParams) -> bool:
 
 
 def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Request]:
-    """Return the requests of a launch. A block-sparse launch has a list of lengths for each K/V head, and `table` is the head's
-    number; any other launch has one list, and `table` is 0. Raises UnsoundLaunchError if lengths and offsets contradict each
-    other.
+    """Return the requests of a launch. A block-sparse launch has a list of lengths for each K/V head, and `table` is the
+    number of the head; any other launch has one list, and `table` is 0. Raises UnsoundLaunchError if lengths and offsets
+    contradict each other.
     """
     count = params.batch_size
     lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (table + 1, count), torch.int32)[table].tolist()
@@ -154,10 +153,9 @@ def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Req
 
 
 class _Attention:
-    """The inputs and outputs of one launch, as views of the memory that its descriptors and pointers address.
+    """The inputs and outputs of a launch, as views of the memory to which its descriptors and pointers point.
 
-    If `kv_head` is given (in a block-sparse launch), only this K/V head and its query heads are computed. None stands for all
-    heads.
+    `kv_head` is the K/V head to compute, with its query heads, in a block-sparse launch; None computes all heads.
     """
 
     def __init__(
@@ -228,23 +226,21 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the queries [num_rows, num_qo_heads, head_dim]. Their descriptor has the dimensions (head_dim, heads, groups,
-        rows).
+        """Return the queries, [num_rows, num_qo_heads, head_dim], from their descriptor, which has the dimensions (head_dim,
+        heads, groups, rows).
         """
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
-        """Return the float32 scale in memory at `pointer`, or `number` if `pointer` is 0. Error messages call the
-        scale `what`.
-        """
+        """Return a scale: the float32 at the address `pointer`, or `number` if the address is 0. `what` names it in errors."""
         given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
         return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return K or V (`side` "K" or "V") of a request's keys `first` to `end` - 1, float64 [end - first, num_kv_heads,
-        head_dim].
+        """Return K (`side` "K") or V ("V") of a request for its keys from `first` to before `end`, float64 [end - first,
+        num_kv_heads, head_dim].
         """
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
@@ -256,12 +252,13 @@ class _Attention:
         return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
 
     def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the entries (latent keys) that a query row selects, float64 [entries, 1, head_dim of K].
+        """Return the entries (latent keys) that a query row selects, float64 [entries, 1, head_dim of K]. V is the first part
+        of K.
 
-        The table has one row for each query row, and its columns are places in the pool. The pool's descriptor has the
-        dimensions (head_dim, entries). V is the first part of K. A query row uses the number of columns in
-        `sparse_mla_top_k_lens`, or `position` + 1 columns without it. If the launch has two pools, the first 128 columns are
-        places in the window's pool, and a query row uses at most `position` + 1 of them.
+        The table of selections has one row per query row; its columns are places in the pool, whose descriptor has the
+        dimensions (head_dim, entries). A row uses the number of columns in `sparse_mla_top_k_lens`, or without it `position` +
+        1 columns. If the launch has two pools, the first 128 columns are places in the window's pool, and a row uses at most
+        `position` + 1 of them.
         """
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
@@ -276,8 +273,8 @@ class _Attention:
         return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
 
     def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
-        """Return the entries at places of the pool that the descriptor `member` addresses, float64 [entries, 1, head_dim of K].
-        The place -1 stands for no entry and is skipped.
+        """Return the entries at these places of a pool, float64 [entries, 1, head_dim of K]. The descriptor `member` has the
+        pool's address. The place -1 stands for no entry and is skipped.
         """
         tensor_map, dtype = self.maps[member], self.kernel.dtype_k
         places = places[places >= 0].long()
@@ -305,8 +302,8 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return K or V (`side`) of `count` keys from `first` on that are not paged, float64 [count, num_kv_heads, head_dim].
-        Their descriptor has the dimensions (head_dim, rows, heads, 1).
+        """Return K (`side` "K") or V ("V") of `count` keys from `first` on, if they are not paged: float64 [count,
+        num_kv_heads, head_dim]. Their descriptor has the dimensions (head_dim, rows, heads, 1).
         """
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
@@ -321,7 +318,7 @@ class _Attention:
         ).double()
 
     def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Return K or V (`side`) of whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
+        """Return K (`side` "K") or V ("V") of whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
         stored = self._page_rows(side, f"tma{side}_", ids, page_size, self._dtype(side))
         if self._dtype(side) != torch.uint8:
             tokens = stored.double()
@@ -331,8 +328,9 @@ class _Attention:
         return tokens.transpose(1, 2).flatten(0, 1)
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row holds one token of one head. The
-        descriptor `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
+        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row is the data of one token in one
+        head. The descriptor `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows
+        into one.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

@@ -43,9 +43,7 @@ class NotBuiltError(RuntimeError):
 
 
 def why_not_built() -> str | None:
-    """Return a sentence that says which package, compiler or source is missing to compile the launcher; None if nothing is
-    missing.
-    """
+    """Return a sentence that names the package, compiler or source that is missing to compile the launcher; None if none is."""
     missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
     if missing:
         return sentence("a dry run", missing)
@@ -60,8 +58,8 @@ def why_not_built() -> str | None:
 
 
 def nvcc() -> str | None:
-    """Return the path of nvcc: the environment variable `NVCC`, or the first one in PATH, `CUDA_HOME` and /usr/local/cuda.
-    Return None if there is none.
+    """Return the path of nvcc: the environment variable `NVCC`, or else the first nvcc in PATH, `CUDA_HOME` and
+    /usr/local/cuda. Return None if there is none.
     """
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     candidates = [os.environ.get("NVCC"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
@@ -111,7 +109,7 @@ def cache_folder() -> Path:
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return, by file name, the text of each header that the lab generates to compile the launcher with a kernel table."""
+    """Return the headers that the lab generates to compile the launcher with a kernel table: their text by file name."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -124,7 +122,7 @@ def generated(table: kernel_table.KernelTable) -> dict[str, str]:
 
 @functools.cache
 def launcher_members() -> frozenset[str]:
-    """Return the C++ names of the members of a kernel table's row that the installed launcher reads."""
+    """Return the C++ names of those columns of the kernel table that the installed launcher reads."""
     fmha = sorted((flashinfer_data() / "include/flashinfer/trtllm/fmha").iterdir())
     sources = [*fmha, *(flashinfer_data() / "csrc" / name for name in LAUNCHER)]
     return frozenset(name for each in sources for name in re.findall(r"\bkernelMeta\.(m[A-Z0-9]\w+)", each.read_text()))
@@ -132,8 +130,8 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the names of the members of the installed FlashInfer's struct `KernelParams`, in order. The members with
-    precomputed divisors are omitted.
+    """Return the names of the members of the installed FlashInfer's struct `KernelParams`, in order, without precomputed
+    divisors.
     """
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
@@ -151,8 +149,8 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def digest(made: dict[str, str]) -> str:
-    """Return the name of the library's folder in the cache: a digest of sources, flags, compiler and the generated
-    headers `made`.
+    """Return the name of the folder in the cache for the compiled library: a digest of sources, flags, compiler and the
+    generated headers `made`.
     """
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),

@@ -65,7 +65,7 @@ PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+
 
 @dataclass(frozen=True)
 class Shape:
-    """The parameters for which FlashInfer compiles one kernel module."""
+    """The sizes, dtypes and GPU for which FlashInfer compiles one module of a kernel."""
 
     kernel: Kernel  #: `XQA`, `XQA_MLA` or `FMHA_V2`
     capability: Capability  #: (major, minor) of the target
@@ -79,7 +79,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Whether one source file of FlashInfer supports a shape, according to nvcc."""
+    """What nvcc says about one source file of FlashInfer for a shape: whether it can be compiled, and its shared memory."""
 
     source: str  #: file name
     #: the first assertion that fails, with its file and line, or another error of nvcc or FlashInfer; None if the source
@@ -154,7 +154,7 @@ _MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa,
 
 @contextmanager
 def flashinfer_targets(capability: Capability) -> Iterator[None]:
-    """Make FlashInfer generate code for this compute capability only, in a temporary folder, while the context is open."""
+    """In the `with` block, make FlashInfer generate code for this compute capability only, and in a temporary folder."""
     from flashinfer.compilation_context import CompilationContext
     from flashinfer.jit import core, env
     from flashinfer.jit import xqa as jit_xqa
@@ -212,8 +212,8 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
 
 
 def _assertion(error: re.Match[str]) -> str:
-    """Return file, line and text of an error: the source of a failed assertion or of an inexact division, else nvcc's
-    message.
+    """Return what an error of nvcc says, with its file and line: the source text of a failed assertion or of a division with a
+    remainder, else nvcc's message.
     """
     path, words = Path(error["path"]), error["words"]
     text = "\n".join(path.read_text().splitlines()[int(error["line"]) - 1 :])
@@ -236,8 +236,8 @@ def _too_much(capability: Capability, needed_bytes: int | None) -> str | None:
 
 @functools.cache
 def _cublas() -> dict[str, str]:
-    """Return, by file name, headers that declare the cuBLAS names in a utility header of fmha_v2. No kernel uses these names,
-    and the real headers are missing on many machines.
+    """Return headers, by file name, that declare the names of cuBLAS in a utility header of fmha_v2. No kernel uses these
+    names, but the real headers are missing on many machines.
     """
     text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
     types, constants, functions = (

@@ -52,7 +52,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """Whether the compiler and the lab support one shape (the parameters with which FlashInfer compiles a kernel)."""
+    """One shape (the sizes for which FlashInfer compiles a kernel), and whether the compiler and the lab support it."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]  #: the compiler's verdict on each source
@@ -60,7 +60,7 @@ class JudgedShape:
 
     @property
     def refusal(self) -> str | None:
-        """Return the first failed assertion in the sources; None if all sources support the shape."""
+        """Return the first assertion that fails in one of the sources; None if all sources support the shape."""
         return next((each.refusal for each in self.verdicts if each.refusal is not None), None)
 
 
@@ -137,7 +137,7 @@ def _context() -> Iterator[Shape]:
 
 
 def problem(shape: Shape) -> PagedAttention:
-    """Return an attention problem with the dtypes and sizes of a shape. It has one request, one K/V head, and CPU tensors."""
+    """Return the attention problem (sizes and CPU tensors) of a shape, with one request and one K/V head."""
     sizes: dict[str, Any] = {
         "q_len": shape.q_len,
         "max_kv_len": shape.q_len,
@@ -270,9 +270,9 @@ def _section(
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
 ) -> list[str]:
-    """Return the lines of a heading and of a Markdown table with one row per value of `key`. `columns` are the headings of this
-    value. The other cells list, by their texts `item`, the shapes that compile, the shapes that do not, and the shapes that
-    only the lab refuses.
+    """Return the lines of a section: a heading, and a Markdown table with one row for each value of `key`. `columns` has the
+    headings for the values. The other cells list the shapes that compile, those that do not, and those that only the lab
+    refuses; `item` returns the text of a shape.
     """
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]

@@ -8,19 +8,19 @@ import torch
 
 
 class UnsoundLaunchError(RuntimeError):
-    """A launch accesses bytes outside its call's tensors, or two of its arguments contradict each other."""
+    """A kernel launch accesses bytes outside its call's tensors, or two of its arguments contradict each other."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The bytes of the tensors that a launch may access."""
+    """The address ranges of the tensors that a kernel launch may access."""
 
     #: (address of the first byte, address after the last byte) of each tensor, gaps between its elements included
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> "HostMemory":
-        """Return the memory of CPU tensors. The tensors must live longer than every view of the memory."""
+        """Return the address ranges of CPU tensors. The tensors must live longer than every view of their memory."""
         return cls(tuple(_span(tensor) for tensor in tensors if tensor.numel()))
 
     def view(
@@ -47,7 +47,7 @@ class HostMemory:
         return elements.as_strided(tuple(shape), tuple(stride // dtype.itemsize for stride in strides_bytes))
 
     def array(self, what: str, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor at an address, as `view` does for given strides. Raises UnsoundLaunchError like `view`."""
+        """Return the memory at an address as a contiguous tensor, without copying. Raises the errors of `view`."""
         strides_bytes: list[int] = []
         step = dtype.itemsize
         for size in reversed(shape):

@@ -33,7 +33,7 @@ PAGED = 2  # QkvLayout::PagedKv
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The properties of a trtllm-gen kernel, from its row of the kernel table."""
+    """The properties of a trtllm-gen kernel that determine what it computes, read from its row of the kernel table."""
 
     name: str  #: name under which the kernel is launched
     #: dtypes of the elements; uint8 is NVFP4, two elements per byte

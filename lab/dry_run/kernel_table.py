@@ -32,7 +32,7 @@ NO_MACHINE_CODE = '"' + 64 * "0" + '"'
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The rows of flashInferMetaInfo.h, stored by column."""
+    """The table of trtllm-gen's kernels (flashInferMetaInfo.h), with one row per kernel, stored by column."""
 
     source: str  #: origin of the table, such as "flashinfer-cubin 0.6.13"
     types: dict[str, str]  #: C++ type of each column, by FlashInfer's member name
@@ -45,12 +45,12 @@ class KernelTable:
         return {name: values[index] for name, values in self.columns.items()}
 
     def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
-        """Return, sorted, which of the `members` of a row this table does not have. `header` writes them as false."""
+        """Return, sorted, those of these columns that the table does not have. `header` writes false for them."""
         return tuple(sorted(members - set(self.columns)))
 
 
 def parsed(text: str, source: str) -> KernelTable:
-    """Parse the text of a header `flashInferMetaInfo.h`. Raises ValueError if the text is not such a header."""
+    """Parse the text of a header `flashInferMetaInfo.h`. `source` names its origin. Raises ValueError for another text."""
     struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
     rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
     if struct is None or not rows:
@@ -67,8 +67,8 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return the content of the lab's file for a table: one line per column, like `type name: value,value,...`, compressed with
-    xz.
+    """Return the content of the file in which the lab keeps a table: xz-compressed text, one line per column, like `type name:
+    value,value,...`.
     """
     lines = [table.source]
     for name, values in table.columns.items():
@@ -92,7 +92,7 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the table that the lab's own file stores."""
+    """Return the table in the file that is part of the lab."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 
@@ -113,8 +113,8 @@ def newest() -> KernelTable:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return a table as the text of a header `flashInferMetaInfo.h`, for a launcher that reads these members of a row. A member
-    that the table lacks is false in every row.
+    """Return a table as the text of a header `flashInferMetaInfo.h`, for a launcher that reads these columns (`members`). A
+    column that the table does not have is false in every row.
     """
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
@@ -160,7 +160,7 @@ def header_text(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the lab's file of the kernel table from flashinfer-cubin."""
+    """Convert flashinfer-cubin's kernel table to the file in which the lab keeps it (`python -m lab.dry_run.kernel_table`)."""
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.kernel_table", description=main.__doc__)
     parser.add_argument("path", type=Path, help="flashinfer-cubin's wheel, or a folder that it lies in")
     parser.add_argument("--version", help="flashinfer-cubin's version, where the path's name does not say it")

@@ -59,8 +59,8 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """A loaded copy of FlashInfer's launcher and the fake CUDA, for one GPU. Each GPU needs a copy, because the launcher caches
-    the properties of the GPU.
+    """FlashInfer's compiled launcher with a fake CUDA, loaded for one GPU. Each GPU needs a copy of its own, because the
+    launcher caches the properties of the GPU.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -83,20 +83,20 @@ class Launcher:
         self._library.FlashInferSetCubinCallback(self._give_cubin)
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the calls that the fake CUDA has received since the last `clear`, in order, one dictionary per call."""
+        """Return the CUDA calls that the launcher has made since the last `clear`, in order, as one dictionary per call."""
         return list(json.loads(self._library.dry_run_log()))
 
     def clear(self) -> None:
         self._library.dry_run_clear()
 
     def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, and add to `log` that FlashInfer's Python code filled it with zeros."""
+        """Note in `log` that FlashInfer's Python code has filled a tensor with zeros, and return the tensor."""
         self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
         return tensor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return the launcher's function with this name. If a call of it fails, it raises `LaunchError` with the messages of
-        the launcher and of the fake driver.
+        """Return the launcher's C++ function with this name. If a call of it fails, it raises `LaunchError` with the messages
+        of the launcher and of the fake driver.
         """
         function = getattr(self.module, name)
 

@@ -17,7 +17,7 @@ TMA_SWIZZLES = ("none", "32B", "64B", "128B", "128B_atom_32B", "128B_atom_32B_fl
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor in the arguments of a launch (cuda.h, `cuTensorMapEncodeTiled`)."""
+    """A TMA descriptor in the arguments of a launch (cuda.h, `cuTensorMapEncodeTiled`): address, shape and strides."""
 
     member: str  #: the descriptor's name in `KernelParams`, such as `tmaK_`
     #: one of `TMA_DTYPES`. e4m3 is "uint8". NVFP4 is "uint8" too, two elements per byte, unless the kernel unpacks it.
@@ -92,7 +92,7 @@ class LseArguments:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel."""
+    """One recorded launch of a kernel: its name, its grid, and its arguments."""
 
     name: (
         str  #: name in the kernel table for a trtllm-gen kernel; C++ mangled name for a kernel that FlashInfer compiles
@@ -120,7 +120,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A recorded call of a kernel that FlashInfer compiles for the call's shape, such as XQA. The call is not executed."""
+    """A recorded call of a kernel that FlashInfer compiles for the call's shape, such as XQA. It was not executed."""
 
     backend: str  #: "xqa", "xqa_mla" or "fmha_v2"
     compiled_for: tuple[tuple[str, Any], ...]  #: (parameter, value) pairs for which FlashInfer compiles the kernel
@@ -136,7 +136,7 @@ class Copy:
 
 
 def events(log: list[dict[str, Any]]) -> tuple[Launch | Fill | Copy, ...]:
-    """Convert the log of the fake CUDA (`Launcher.log`) to objects."""
+    """Convert the calls in the fake CUDA's log (`Launcher.log`) to launches, memsets and copies."""
     makers: dict[str, Any] = {"launch": _launch, "fill": Fill, "copy": Copy}
     return tuple(makers[each.pop("event")](**each) for each in map(dict, log))
 

@@ -36,7 +36,7 @@ ENTRIES = ("utils", "decode", "prefill", "mla", "xqa")  # the modules of FlashIn
 
 
 class Machine:
-    """An absent GPU, and the recorded calls that FlashInfer has made for it.
+    """A GPU that this machine does not have, and the calls that FlashInfer has made for it.
 
     Attributes:
         gpu: the GPU whose properties the fake CUDA reports.
@@ -60,17 +60,17 @@ class Machine:
         return self._launcher
 
     def called(self) -> "Launcher | _Computing":
-        """Return the object that FlashInfer uses in place of its own compiled module of trtllm-gen's launcher."""
+        """Return the launcher that FlashInfer calls in place of its own. It also computes outputs if the machine does."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
     def table(self) -> str:
-        """Return the origin of the table of trtllm-gen's kernels, such as "flashinfer-cubin 0.6.13"."""
+        """Return where the table of trtllm-gen's kernels comes from, such as "flashinfer-cubin 0.6.13"."""
         return self.launcher.table.source
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """Return the members of a kernel's row that the kernel table lacks. The launcher reads false for them."""
+        """Return the columns of the kernel table that the launcher reads and the table does not have. They count as false."""
         return self.launcher.table.lacks(build.launcher_members())
 
     @property
@@ -93,7 +93,7 @@ class Machine:
 
 
 class _Computing:
-    """A launcher that computes the outputs of a call's launches (`lab.dry_run.arithmetic`) before the call returns."""
+    """A launcher that also computes the outputs of each call on the CPU (`lab.dry_run.arithmetic`), before the call returns."""
 
     def __init__(self, launcher: Launcher, there: Machine) -> None:
         self._launcher, self._there = launcher, there
@@ -151,8 +151,8 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Return (module, attribute, function) for each attribute of a module of FlashInfer or the lab whose value is one of these
-    functions.
+    """Find all attributes of modules of FlashInfer and the lab whose value is one of these functions. Return (module,
+    attribute name, function) for each.
     """
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
@@ -165,7 +165,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return the replacement of each function of FlashInfer that queries the GPU or compiles a module."""
+    """Return the functions of FlashInfer that query the GPU or compile a module, each with the function that replaces it."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -194,8 +194,8 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return the modules of FlashInfer that `ENTRIES` names. Since FlashInfer 0.6.8 `mla` is a package, whose functions are in
-    `_core`: then that module is returned.
+    """Return the modules of FlashInfer that `ENTRIES` names. Since FlashInfer 0.6.8 `mla` is a package whose functions are in
+    its module `_core`, which is returned then.
     """
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]
@@ -206,13 +206,13 @@ def _answer(value: Any) -> Function:
 
 
 def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
-    """Return an object that replaces FlashInfer's `JitSpec` of the launcher: its `build_and_load` returns `launcher`."""
+    """Return a replacement for FlashInfer's `JitSpec` of the launcher. Its `build_and_load` returns `launcher`."""
     return SimpleNamespace(build_and_load=lambda: launcher, get_library_paths=lambda: ())
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for FlashInfer's function `compiles`, which compiles a module. It returns an object that only
-    records the calls of the module's functions.
+    """Return a replacement for `compiles`, a function of FlashInfer that compiles a kernel module. The returned module only
+    records its calls in `made`, under the name `backend`.
     """
     signature = inspect.signature(compiles)
 

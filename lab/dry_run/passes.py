@@ -57,7 +57,7 @@ PAGE_SIZE, Q_LEN = 64, 4
 
 @dataclass(frozen=True)
 class DryCall:
-    """One attention call of a forward pass, and what was launched for it."""
+    """One attention call of a forward pass on the absent GPU: the kernel that it would use, and its launches or its error."""
 
     function: str  #: FlashInfer's name of the call
     kernel: str  #: name of the kernel's row in `lab.kernels.support`
@@ -71,8 +71,8 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A named forward pass and its attention calls. A mixed batch may have two: one for its decode requests, one for
-    its other requests.
+    """A named forward pass and its attention calls on the absent GPU. A mixed batch may have two calls: one for its decode
+    requests, one for its other requests.
     """
 
     name: str
@@ -82,7 +82,7 @@ class DryPass:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The kernels and launches of forward passes on an absent GPU."""
+    """The result of a dry run: the kernels and launches of forward passes on a GPU that this machine does not have."""
 
     gpu: Gpu
     #: origin of the launcher's kernel table, such as "flashinfer-cubin 0.6.13"; None if the launcher was not called
@@ -114,7 +114,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words that distinguish a case of check M1 from other cases of the same forward mode. They are spelled like the
+    """Yield words that distinguish this case from other cases of check M1 in the same forward mode. They are spelled like the
     options in names of scenarios.
     """
     if case.draft_step == FROZEN_KV_STEP:
@@ -183,7 +183,7 @@ def dry_run(
 
 
 def why_no_launcher(gpu_name: str) -> str | None:
-    """Return a sentence that says why FlashInfer's launcher cannot be run for a GPU; None if it can."""
+    """Return a sentence that says why FlashInfer's launcher cannot be used in a dry run for this GPU; None if it can."""
     family = family_of(GPUS[gpu_name].capability)
     if family is None or family.trtllm_backend != "trtllm-gen":
         return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
@@ -198,9 +198,7 @@ def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tupl
 
 
 class _NotedCalls:
-    """An implementation of FlashInfer's functions that computes nothing: it records the kernel and the launches of
-    each call.
-    """
+    """An implementation of FlashInfer's functions that only records the kernel and the launches of each call."""
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
@@ -236,7 +234,7 @@ class _NotedCalls:
 
 
 def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
-    """Return the forward pass of a case, with uninitialised query and cache, and without expected outputs."""
+    """Return the forward pass of a case, without contents in query and cache, and without expected outputs."""
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:

@@ -69,9 +69,7 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
 
 def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
-    """Return True if the profiler's `names`, which are C++ signatures, contain exactly the attention kernels that a
-    pass launches.
-    """
+    """Return True if a pass launches exactly the attention kernels in `names`, which are C++ signatures from a profiler."""
     launched = {short_name(launch) for call in each.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(

@@ -79,7 +79,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one call is supported, according to the lab (`lab.kernels.support.why_not`) and to FlashInfer's launcher."""
+    """One call, and whether the lab (`lab.kernels.support.why_not`) and FlashInfer's launcher support it."""
 
     call: str  #: name of the function
     non_default: dict[str, Any]  #: the values, by axis, in which the call differs from the default call
@@ -114,15 +114,13 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
 
 @contextmanager
 def unguarded_machine(gpu: str) -> Iterator[Machine]:
-    """Make the launcher of an absent GPU (`machine`) get every call, also those that `why_not` refuses, while the
-    context is open.
-    """
+    """In the `with` block, simulate an absent GPU (`machine`) whose launcher also gets the calls that `why_not` refuses."""
     with machine(gpu) as made, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
         yield made
 
 
 def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
-    """Return the verdicts on the call that a point (a value for each axis) describes."""
+    """Return whether the lab and the launcher support the call that a point (a value for each axis) describes."""
     problem = SWEPT[call].make(point).problem()
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
@@ -142,7 +140,9 @@ def _agreement(
     kernel: Kernel,
     problem: Problem,
 ) -> str:
-    """Return the field `Verdict.agreement` from the two verdicts on a call."""
+    """Return how the lab and the launcher agree about a call: `Verdict.agreement`. `refusal` is the lab's sentence, and
+    `failure` the launcher's error or a sentence about a misread call; None if the call is accepted.
+    """
     if refusal is None and failure is None:
         return "taken by both"
     if failure is None:
@@ -158,7 +158,7 @@ def _agreement(
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield all sentences with which the rules of a kernel refuse a problem; `why_not` returns only the first."""
+    """Yield each sentence with which a kernel's rules refuse a problem. (`why_not` returns only the first.)"""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -185,7 +185,7 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 
 
 def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
-    """Return True if the launcher fails for an MLA call with more and longer requests than the point has."""
+    """Return True for an MLA call if the launcher fails when the call has more and longer requests than `point`."""
     if call is not AttentionCall.MLA_DECODE:
         return False
     failure, _ = _launched(gpu, call, point | {"batch_size": 40, "max_kv_len": 131072})
@@ -193,8 +193,8 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Make the call of a point. Return (failure, None) if it fails, else (None, name of the attention kernel). If the launch
-    misreads the call, return (a sentence about it, name of the kernel).
+    """Make the call that a point describes. Return (error, None) if it fails, else (None, name of the attention kernel). If
+    the launch misreads the call, return (a sentence about it, name of the kernel).
     """
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
@@ -215,7 +215,7 @@ def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | No
 
 
 def _survives(call: AttentionCall, arguments: Any) -> bool:
-    """Make a call in a child process. Return False if the launcher divides by 0, which kills the child."""
+    """Make a call in a child process. Return False if a division by 0 in the launcher kills the child."""
     child = os.fork()
     if child == 0:
         try:
@@ -299,7 +299,7 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
 
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """Return, by function, the number of calls of each kind of agreement or disagreement."""
+    """Return for each function how many calls had each kind of agreement or disagreement (`Verdict.agreement`)."""
     counts: dict[str, Counter[str]] = {call.value: Counter() for call in SWEPT}
     for verdict in verdicts:
         counts[verdict.call][verdict.agreement] += 1
@@ -354,8 +354,8 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield a row of the page's table for each function, reason and kind of agreement. It has the number of calls, and as an
-    example the call with the fewest non-default values.
+    """Yield the rows of a table: for each function, reason and kind of agreement, the number of calls, and as an example the
+    call with the fewest non-default values.
     """
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:

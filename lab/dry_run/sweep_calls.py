@@ -47,8 +47,8 @@ def context(point: Point) -> ContextCall:
 
 
 def _paged(point: Point) -> dict[str, Any]:
-    """Return the arguments that decode and context calls have in common. Each request has as many keys as query rows,
-    or no keys.
+    """Return the arguments that decode and context calls share, from a point (a value for each axis). A request has as many
+    keys as query rows, or no keys.
     """
     q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     heads, batch, page_size = point["group"] * point["num_kv_heads"], point["batch_size"], point["page_size"]
@@ -130,7 +130,7 @@ def scales_of(form: str) -> dict[str, Any]:
 
 
 def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of a call that concern its output [num_rows, num_qo_heads, head_dim] (`shape`) and its LSE."""
+    """Return the arguments for the output, [num_rows, num_qo_heads, head_dim] (`shape`), and the LSE of a call."""
     rows, heads, _ = shape
     given = {"given": (heads, 1), "strided": (heads + 3, 1)}.get(point["lse"])
     results: dict[str, Any] = {
@@ -144,9 +144,7 @@ def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 
 def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a query [num_rows, num_qo_heads, head_dim] (`shape`) with the strides that a value of the axis "query"
-    describes.
-    """
+    """Return a query [num_rows, num_qo_heads, head_dim] (`shape`) with the strides that `form` names on the axis "query"."""
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)
@@ -156,7 +154,7 @@ def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torc
 
 
 def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
-    """Return a `kv_cache` of 4 pages with the layout that a point describes."""
+    """Return a `kv_cache` of 4 pages, `width` elements per token and head, in the layout that a point describes."""
     heads, page_size = point["num_kv_heads"], point["page_size"]
     token = width + amount(point["gap"], "# elements a token")
     starts = {name: amount(point["kv_start"], f"{name} # bytes on") for name in ("K", "V")}
@@ -195,15 +193,15 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def amount(form: str, pattern: str) -> int:
-    """Return the number that stands in `form` where `pattern` has "#": 16 for "V 16 bytes on" and "V # bytes on". Return 0 if
-    the text does not match.
+    """Return the number in the text `form` at the place of "#" in `pattern`: 16 for "V 16 bytes on" and "V # bytes on". Return
+    0 if the texts do not match.
     """
     found = re.fullmatch(pattern.replace("#", r"(\d+)"), form)
     return int(found[1]) if found else 0
 
 
 def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:
-    """Return an uninitialised tensor that begins `start_bytes` after a multiple of 64 bytes."""
+    """Return an uninitialised tensor with this shape and these strides, `start_bytes` after a multiple of 64 bytes."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = torch.empty(math.ceil(((last + 1) * dtype.itemsize + start_bytes) / 64) * 64, dtype=torch.uint8)
     start_bytes -= start_bytes % dtype.itemsize

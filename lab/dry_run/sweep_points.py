@@ -22,7 +22,7 @@ PAGED_BASES: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class SweptCall:
-    """How the sweep chooses and makes calls of one function."""
+    """How the sweep chooses and makes calls of one function: axes with their values, and a function that makes a call."""
 
     model: Model  #: the axes of the call, with constraints on their values
     bases: tuple[Point, ...]  #: points that trtllm-gen supports. A random point differs from one of them on some axes.
@@ -57,9 +57,9 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points of a call in `SWEPT`: first each value of each axis, with all other axes at their default; then all
-    combinations of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of `SweptCall.bases`
-    on 1 to 5 axes.
+    """Yield different points of a call in `SWEPT`. First each value of each axis, with all other axes at their default; then
+    all combinations of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of
+    `SweptCall.bases` on 1 to 5 axes.
     """
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
@@ -75,7 +75,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a random point that differs from one of the call's bases on 1 to 5 axes; None if the model's constraints
+    """Return a random point that differs on 1 to 5 axes from one of the call's base points; None if the model's constraints
     forbid it.
     """
     model = SWEPT[call].model

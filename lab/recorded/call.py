@@ -97,8 +97,8 @@ def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) ->
 
 
 class ListedCall(NamedTuple):
-    """What the lab knows about a recorded call before it reads the call's tensors. `lab.recorded.case.RecordedCase` documents
-    the fields; `function` is the name of the called function, or "" if the record is damaged.
+    """A recorded call before its tensors are read: its file, function, time, graph replay and layer, as in
+    `lab.recorded.case.RecordedCase`. `function` is the name of the called function; "" if the record is damaged.
     """
 
     path: Path
@@ -201,8 +201,8 @@ class RecordedCall:
         return problem
 
     def refuse_block_sparse(self, done: str) -> None:
-        """Raise RecordingError if the call is block-sparse: each K/V head then selects its own pages. `done` completes the
-        message: "the call cannot be <done> yet".
+        """Raise RecordingError if the call is block-sparse, so that each K/V head selects its own pages. The message says that
+        "the call cannot be <done> yet".
         """
         if self.given.get("enable_block_sparse_attention"):
             what = "a call whose K/V heads select pages (enable_block_sparse_attention)"
@@ -257,8 +257,8 @@ def size_bytes(layout: Tensor) -> int:
 
 
 def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
-    """Return a tensor of zeros with the shape, strides and dtype of `layout`. Its address and `address`
-    are equal modulo ALIGNMENT_BYTES.
+    """Return a tensor of zeros with the shape, strides and dtype of `layout`, and with the alignment of `address`: its own
+    address is equal to it modulo ALIGNMENT_BYTES.
     """
     memory = torch.zeros(size_bytes(layout) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     own = memory[(address - memory.data_ptr()) % ALIGNMENT_BYTES :][: size_bytes(layout)]
@@ -266,5 +266,5 @@ def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
 
 
 def unrepeated(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor's elements in which an expanded dimension has size 1."""
+    """Return a view of a tensor that has each stored element once: an expanded dimension (of stride 0) has size 1."""
     return tensor[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in tensor.stride())]

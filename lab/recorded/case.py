@@ -37,7 +37,7 @@ class RecordedCase:
 
     @property
     def address(self) -> str:
-        """Return "FOLDER#number", the text with which a command names this call."""
+        """Return the text by which commands name this call: "FOLDER#number"."""
         path = Path(self.path)
         is_dumped_replay = path.parent.name == flashinfer_dumps.REPLAYS
         return f"{path.parents[2] if is_dumped_replay else path.parent}#{self.number}"
@@ -48,7 +48,7 @@ class RecordedCase:
         return own_form.read(path) if path.suffix == own_form.SUFFIX else flashinfer_dumps.read(path)
 
     def posed(self) -> tuple[RecordedCall, Problem]:
-        """Read the call, and return it with the attention problem that its arguments define.
+        """Read the call. Return it, and the attention problem (checked sizes and tensors) that its arguments define.
 
         Raises:
             RecordingError: the call cannot be read, or the lab does not support it.

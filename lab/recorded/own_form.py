@@ -174,13 +174,13 @@ def _layout(tensor: Tensor, pages: Tensor | None) -> dict[str, Any]:
 
 
 def _member(key: str, dtype: torch.dtype) -> str:
-    """Return the member of the archive that has the elements of a tensor."""
+    """Return which member of the archive ("numbers" or "contents") has the elements of a tensor."""
     return "contents" if dtype.is_floating_point or key.startswith(POOL) else "numbers"
 
 
 def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors with these layouts (`_layout`) from an archive. Raises ValueError if it has too few elements, before
-    memory for them is allocated.
+    """Read tensors from an archive. `layouts` describes each as `_layout` does. Raises ValueError if the archive has too few
+    elements, before memory for them is allocated.
     """
     members, tensors = {name: archive.open(name) for name in MEMBERS}, dict[str, Tensor]()
     left_bytes = {name: archive.getinfo(name).file_size for name in MEMBERS}
@@ -200,8 +200,8 @@ def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
-    """Return the arguments of a call, in which inputs that share memory with `out` or `lse` are replaced, because the call will
-    overwrite them. If `copies` is True they are replaced by copies, else by a RecordingError that says why they are lost.
+    """Return the arguments of a call, without inputs that share memory with `out` or `lse`, because the call will overwrite
+    these. They are replaced by copies if `copies` is True, else by a RecordingError that says why they are lost.
     """
     starts = {name: value.data_ptr() for name, value in given.items() if isinstance(value, Tensor)}
     ends = {name: start + size_bytes(given[name]) for name, start in starts.items()}

@@ -181,7 +181,7 @@ class Recorder:
         return recorded
 
     def _chooses(self, layer: int | None) -> bool:
-        """Return True if a call of this layer meets the conditions that need no tensors: layer, time and random choice."""
+        """Return True if a call of this layer is to be recorded as far as its layer, the time and the random choice decide."""
         triggers = self.triggers
         return (
             not self.has_ended
@@ -191,7 +191,7 @@ class Recorder:
         )
 
     def _is_drawn(self, count: int) -> bool:
-        """Return True for one call at random among each `count` calls of this method."""
+        """Return True for one random call of this method among each `count` calls."""
         place = next(self._matching) % count
         if place == 0:
             self._place = self._dice.randrange(count)
@@ -201,8 +201,8 @@ class Recorder:
         return not self.triggers.layers or layer in self.triggers.layers
 
     def _make(self, call: RecordedCall | None, run: Callable[[], Any], is_captured: bool) -> Any:
-        """Call the engine's function (`run`) and return its result. Record the call if it meets the conditions. If it is
-        captured in a CUDA graph, keep it to record the replays of the graph. `call` is None if the call cannot be recorded.
+        """Make the engine's call (`run`) and return its result. Record the call if it meets the conditions. If it is captured
+        in a CUDA graph, keep it, to record the graph's replays. `call` is None if the call cannot be recorded.
         """
         eager, path = None if is_captured else call, None
         with self._surviving():
@@ -303,8 +303,8 @@ class Recorder:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Log errors that recording raises in the block, so that they do not reach the engine. An OSError, such as a full disk,
-        ends the recording.
+        """In the `with` block, log errors of the recorder, so that they do not reach the engine. An OSError, such as a full
+        disk, also ends the recording.
         """
         try:
             yield
@@ -352,7 +352,7 @@ def _now() -> str:
 
 
 def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callable[..., Any]:
-    """Return a wrapper of a CUDA graph's method, which calls `hook` with the graph after the method has returned."""
+    """Return a wrapper of a CUDA graph's method. After the method has returned, the wrapper calls `hook` with the graph."""
 
     @functools.wraps(method)
     def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -364,8 +364,8 @@ def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callab
 
 
 def _layer_of_caller() -> int | None:
-    """Return the number of the model's layer that makes the current call. It is read from the local variables of the callers
-    (`Triggers.layers`). Return None if no caller has it.
+    """Return the number of the model's layer that makes the current call; None if it is not known. It is read from the local
+    variables of the calling functions, as `Triggers.layers` describes.
     """
     frame: FrameType | None = sys._getframe(2)
     for _ in range(MOST_FRAMES):

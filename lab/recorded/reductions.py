@@ -36,7 +36,7 @@ NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as
 
 
 class Part(NamedTuple):
-    """The part of a request that a smaller call keeps: some of the query rows, and the first `kv_len` keys."""
+    """The part of a request that a reduced call keeps: some of its query rows, and its first `kv_len` keys."""
 
     request: int
     rows: range
@@ -44,14 +44,14 @@ class Part(NamedTuple):
 
 
 def parts_of(call: RecordedCall) -> list[Part]:
-    """Return the parts that contain all rows and keys of a call's requests."""
+    """Return for each request of a call the part with all its query rows and keys."""
     problem = call.problem()
     sizes = enumerate(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True))
     return [Part(request, range(q_len), kv_len) for request, (q_len, kv_len) in sizes]
 
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
-    """Return a call with only these parts of its requests. Query rows that belong to no request are omitted."""
+    """Return a call that has only these parts of its requests. Query rows that belong to no request are left out."""
     problem, offsets = call.problem(), call.problem().row_offsets()
     requests, lengths = [part.request for part in parts], [part.kv_len for part in parts]
     widths = [len(part.rows) for part in parts]
@@ -246,7 +246,7 @@ def _drawn(name: str, side: int, tensor: Tensor) -> Tensor:
 
 
 def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[int]) -> RecordedCall:
-    """Return a call with only these K/V heads, and only the query heads `of_group` of each K/V head's group."""
+    """Return a call with only these K/V heads, and only the query heads with indexes `of_group` in each of their groups."""
     group = call.problem().group
     heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
     changes = {name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()}
@@ -273,7 +273,7 @@ def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
 
 
 def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:
-    """Yield the sequence without one of its halves, then without one of its quarters, and so on, down to one item."""
+    """Yield the sequence without one of its halves, then without one of its quarters, and so on, down to single items."""
     for size in halvings(len(items) // 2):
         yield from ([*items[:start], *items[start + size :]] for start in range(0, len(items), size))
 

@@ -86,14 +86,14 @@ def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str,
 
 
 def _raises(call: RecordedCall, fault: Fault | None) -> str:
-    """Return a Python expression of the program: True if an exception `error` of the function is the fault to be reproduced."""
+    """Return a Python expression that is True if `error`, which the function raised, is the fault to be reproduced."""
     if fault is None:
         return str(call.out is None)
     return f"type(error).__name__ == {fault.error!r}" if fault.error else str(fault.reason is Reason.NO_RETURN)
 
 
 def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
-    """Return (name, value) of each argument that is not equal to its default."""
+    """Return (name, value) of each argument of the call that differs from its default."""
     fields = CALL_TYPES[call.function].__dataclass_fields__
     return [
         (name, value)

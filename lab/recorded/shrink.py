@@ -19,7 +19,7 @@ SHOWN_ELEMENTS = 4
 
 
 class Reason(NamedEnum):
-    """Why a result is wrong."""
+    """Why the result of a call is wrong, without details."""
 
     ARGUMENTS = "the arguments are invalid"
     RAISED = "the call raises an error"

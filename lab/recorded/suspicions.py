@@ -24,7 +24,7 @@ MOST_SHOWN = 6
 
 
 class Place(NamedTuple):
-    """The position of a K or V vector."""
+    """The position of a K or V vector: of which request, token and K/V head. `side` is 0 for K and 1 for V."""
 
     side: int  #: 0 for K, 1 for V
     request: int
@@ -129,8 +129,8 @@ class RecordedInputs:
         return f"{key} holds {float(vector[~vector.isfinite()][0])}"
 
     def _place(self, side: int, request: int, token: int) -> tuple[int, int]:
-        """Return, for a key of a request, its page in the problem's cache and its slot within the page. `side` is 0 for K, 1
-        for V.
+        """Return where a key of a request is stored: its page in the problem's cache, and its slot in the page. `side` is 0
+        for K and 1 for V.
         """
         assert isinstance(self.problem, PagedAttention)
         at = torch.tensor([[request], [token]], device=self.problem.query.device)

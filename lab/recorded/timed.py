@@ -31,7 +31,7 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The sizes of a recorded call, with the names that `lab.timing.forward.case_facts` reads."""
+    """The lengths, dtypes, bytes and operations of a recorded call, as `lab.timing.forward.case_facts` reads them."""
 
     mode: AttentionCall
     geometry: str
@@ -101,9 +101,7 @@ class RecordedPass:
         return cls(sizes, given, [_deviation(each) for each in contents])
 
     def posed(self, arguments: Mapping[str, Any]) -> Problem:
-        """Return the attention problem that arguments of this call's function define. Its tensors are views of the
-        arguments.
-        """
+        """Return the attention problem (sizes and views of tensors) that these arguments of the call's function define."""
         problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
         return problem
 
@@ -147,7 +145,7 @@ class CallRedraw(SeededRedraw):
         return copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw all of K and V with a seed, and shift the page ids."""
+        """Draw new K and V from the seed, and shift all page ids by a number that the seed gives."""
         sides = _sides(self.forward.posed(arguments))
         for number, side in enumerate(sides, start=1):
             side.copy_(self._drawn(side.shape, side.dtype, number, seed))
@@ -160,8 +158,8 @@ class CallRedraw(SeededRedraw):
             arguments["block_tables"].copy_(torch.where(is_page, (table + shift * in_page) % count, table))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw the queries and a few keys and values with the seeds, and clear the output. For some seeds, shorten
-        the requests.
+        """Draw new queries and a few new keys and values from the seeds, and fill the output with NaN. For some seeds, also
+        shorten the requests.
         """
         query, kv_lens = arguments["query"], torch.tensor(self.forward.case.kv_lens, device=arguments["query"].device)
         query.copy_(self._drawn(query.shape, query.dtype, 0, seeds.call))
@@ -194,14 +192,14 @@ class CallRedraw(SeededRedraw):
         return truth_of_problem(self.forward.posed(arguments), arithmetic, requests=requests)
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return the number of keys by which each request is shortened for a seed."""
+        """Return for each request by how many keys a seed shortens it."""
         case = self.forward.case
         dice, shortens = random.Random(f"lengths {seed}"), not self.keeps_metadata and seed % SHORTER_EVERY == 0
         spare = (max(kv_len - max(q_len, 1), 0) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
         return [dice.randint(0, min(MOST_SHORTER, each)) if shortens else 0 for each in spare]
 
     def _drawn(self, shape: Sequence[int], dtype: torch.dtype, number: int, seed: int) -> Tensor:
-        """Draw contents of a shape and dtype for the query (`number` 0), K (1) or V (2)."""
+        """Draw the contents of the query (`number` 0), K (1) or V (2), in this shape and dtype."""
         generator = self._generator(seed + number)
         if dtype == NVFP4:
             return torch.randint(256, tuple(shape), dtype=dtype, device=generator.device, generator=generator)
@@ -216,6 +214,6 @@ def _sides(problem: Problem) -> list[Tensor]:
 
 
 def _deviation(contents: Tensor) -> float:
-    """Return the standard deviation of the finite elements; 1 if there are none or the deviation is 0."""
+    """Return the standard deviation of the finite elements; 1 if it would be 0 or there are none."""
     wide = contents.to(torch.float32)
     return float(wide[wide.isfinite()].std(correction=0).nan_to_num()) or 1.0

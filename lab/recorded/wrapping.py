@@ -9,8 +9,8 @@ Function = Callable[..., Any]
 
 
 def functions_of(names: Sequence[str], packages: Sequence[str]) -> dict[int, tuple[str, Function]]:
-    """Import packages, and find the functions with these names in the packages and in their submodules that are already
-    imported. Return (name, function) of each, by id(function).
+    """Import packages, and find the functions with these names in them and in their submodules that are already imported.
+    Return (name, function) for each function, by its id().
     """
     for package in packages:
         importlib.import_module(package)
@@ -24,7 +24,7 @@ def functions_of(names: Sequence[str], packages: Sequence[str]) -> dict[int, tup
 
 
 def replace_everywhere(new: Mapping[int, Function]) -> None:
-    """Replace attributes of all imported modules: a value whose id is a key of `new` becomes new[id]."""
+    """Replace attributes of all imported modules: an attribute whose object has an id() in `new` becomes new[id]."""
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", {})
         for name, value in list(space.items()):

@@ -31,7 +31,7 @@ from lab.timing.statistics import INTERLEAVED, Rule, Speed, compare_samples
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two timed forward passes or recorded calls that `lab ab` compares."""
+    """One of the two sides of `lab ab`: a forward pass or recorded call, the kernel that ran it, and its measured time."""
 
     scenario: str  #: name of the scenario, or address of the recorded call
     module: str  #: name of the kernel's module
@@ -54,6 +54,7 @@ def measure_sides(
         names: (name of the scenario or address of the recorded call, name of the kernel's module) for each side.
         cases: the forward pass or the recorded call of each side.
         modules: the kernel's module of each side.
+        method, num_samples: the clock and state of the L2 cache, and the number of samples of each side.
         seed: seed of the tensors' contents; None draws a new seed.
 
     Raises:
@@ -81,7 +82,7 @@ def measure_sides(
 
 def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
     """Return a table of both sides, and a line that says whether the second side is SLOWER, FASTER, the SAME or UNSURE, by how
-    many percent, and within which confidence interval. The exit status is WRONG if the second side is SLOWER.
+    many percent, and within which confidence interval. `rule` decides between them. The exit status is WRONG for SLOWER.
     """
     first, second = (side.time for side in sides)
     found = compare_samples(first.samples_us, second.samples_us, rule)

@@ -42,7 +42,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """How a case's verdict changed, the worst change first. `style` is the style of the table's cell."""
+    """How the verdict on a case changed, the worst change first. `style` is the style of the cell that shows the change."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -59,7 +59,7 @@ WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 
 @dataclass(frozen=True)
 class CasePair:
-    """The verdicts of both reports on one case."""
+    """One case that is in both reports: its verdict in the earlier report (`before`) and in the later one (`after`)."""
 
     before: CaseVerdict
     after: CaseVerdict
@@ -78,7 +78,7 @@ class CasePair:
 
 @dataclass(frozen=True)
 class ChangedCases:
-    """The cases of one check and function whose verdicts changed in the same way."""
+    """A row of the table: cases of one check and function whose verdicts changed in the same way."""
 
     change: VerdictChange
     check: str
@@ -222,8 +222,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return a sentence that says which parameters the cases with this change have, and the right cases do not have. Newly
-    wrong cases are described by their verdicts after the change, repaired cases by their verdicts before it.
+    """Return a sentence that says which parameters the cases with this change have, and the right cases do not. For newly
+    wrong cases, the later verdicts decide which cases are wrong; for repaired cases, the earlier ones.
     """
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]

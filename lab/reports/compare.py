@@ -75,7 +75,7 @@ class NotComparableError(ValueError):
 
 @dataclass(frozen=True)
 class RowComparison:
-    """Two rows that measure the same thing: the comparison of their samples, or the reason why it is refused."""
+    """A pair of rows that measure the same thing: how their times compare, or the reason why they must not be compared."""
 
     identity: Identity
     samples: SampleComparison | None = None
@@ -94,6 +94,7 @@ def compare(
     Args:
         before, after: path of a recorded run, or of a folder of repeated runs. If `by` is given, `after` must be None.
         by: the field and its two values, such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm").
+        rule: decides when a row is SLOWER, FASTER, the SAME or UNSURE.
         strict: an UNSURE row also gives exit status 1.
 
     Raises:
@@ -298,13 +299,13 @@ def _apart_from_method(identity: Identity) -> Identity:
 
 
 def _limits_of(rows: Sequence[Row]) -> str:
-    """Return the names of the limits that reduced the GPU's clocks in these rows, as text; "" if none was recorded."""
+    """Return as text the limits, such as the power limit, that reduced the GPU's clocks in these rows; "" if none."""
     return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison, with the verdict UNSURE if a limit of the GPU (such as its power limit) may have caused its
-    verdict. A limit makes a side slower, so a verdict that the limited side is the faster one is kept.
+    """Return the comparison, but UNSURE if a limit of the GPU, such as its power limit, may have caused the verdict. A limit
+    only makes a side slower, so that the limited side can still be the FASTER one.
     """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
@@ -331,7 +332,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return why a row's GPU cannot be as fast as recorded, as a sentence; "" if it can, or if the row has no rates."""
+    """Return a sentence why a row's GPU cannot be as fast as recorded; "" if it can, or if the row has no rates."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""
@@ -341,8 +342,8 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield a sentence for each difference in method, work or GPU clocks that forbids a comparison, or "" for none. If
-    `limited` (the clocks of a row were reduced), different SM clocks are allowed.
+    """Yield a sentence for each difference between two rows that forbids to compare them: in method, work or GPU clocks. ""
+    means none. If `limited` (the clocks of a row were reduced), different SM clocks are allowed.
     """
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
@@ -366,9 +367,7 @@ def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    """Return the lowest and the highest value of a recorded clock, in MHz. They are equal for a single number. Return () for
-    None.
-    """
+    """Return the lowest and highest value of a recorded clock in MHz, from a pair or a single number; () for None."""
     if clock_mhz is None:
         return ()
     return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)

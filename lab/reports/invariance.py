@@ -34,8 +34,8 @@ def invariance_report(found: Invariance) -> TableReport:
 
 
 def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
-    """Return the cell of a row for one pair of dtypes: the worst answer of its cases and the number of cases with this answer,
-    as "3/5" if five cases were made. The cell is a dash if the row has no case with these dtypes.
+    """Return the cell of a row for one pair of dtypes: the worst answer of its cases, and how many cases have it ("3/5" of
+    five cases). The cell is a dash if the row has no case with these dtypes.
     """
     for each in row:
         if each.dtypes == dtypes:

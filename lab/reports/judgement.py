@@ -48,8 +48,8 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the answer, what is broken, and how much was compared; then, for each region, its numbers of wrong and right
-    results and its smallest wrong case. A region is a set of wrong results that one rule on the parameters describes.
+    """Yield the first lines of a report: the answer, what is broken, and how much was compared; then, for each region, its
+    numbers of wrong and right results and its smallest wrong case. A region is a set of wrong results that one rule describes.
     """
     found = report.diagnosis
     yield from filter(None, (found.answer, found.broken, found.reach and f"  {found.reach}"))
@@ -62,7 +62,7 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def _hints(report: Report) -> list[str]:
-    """Return the remarks that all failed cases share, such as the remark that an exception may be meant as a refusal."""
+    """Return the remarks that all failed cases have, for example that an exception of the kernel may be meant as a refusal."""
     remarks = [verdict.judged.remarks for verdict in report.wrong if verdict.outcome is Outcome.FAILED]
     return [each for each in remarks[0] if all(each in others for others in remarks)] if remarks else []
 
@@ -115,7 +115,7 @@ def show(report: Report, console: "Console") -> None:
 
 
 def details(report: Report) -> list[str]:
-    """Return all lines that `show` prints, without the table."""
+    """Return the lines that `show` prints, but not the table of checks."""
     return [*summary(report), *notes(report)]
 
 

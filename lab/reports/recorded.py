@@ -55,7 +55,7 @@ class RecordedFileError(ValueError):
 
 
 class FileKind(NamedEnum):
-    """What a recorded file contains."""
+    """Which kind of results a recorded file contains."""
 
     BENCHMARKS = "benchmarks in pytest-benchmark's JSON"
     JUDGE = "a report of the judge"
@@ -65,7 +65,7 @@ class FileKind(NamedEnum):
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A JSON file of recorded results."""
+    """A file of recorded results: its path, which kind of results it has, and its parsed JSON."""
 
     path: Path
     name: str  #: path relative to the folder that was read, without ".json" or ".json.gz"
@@ -149,7 +149,7 @@ def _kind(content: Any) -> FileKind:
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark of a run."""
+    """One benchmark of a run: the time samples of one implementation on one scenario, and the facts recorded with them."""
 
     name: str  #: the test's full name
     samples_us: tuple[float, ...]  #: raw samples in microseconds per call, in the order of measurement
@@ -180,7 +180,7 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """Return the scenario, implementation, page size, dtypes, clock and state of L2, as (name, value) pairs."""
+        """Return (name, value) pairs: the scenario, implementation, page size, dtypes, clock and state of the L2 cache."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
@@ -215,7 +215,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rivals:
-    """Rows of one run that differ only in the implementation, the fastest first."""
+    """The rows of one run that timed different implementations of the same work, the fastest row first."""
 
     rows: tuple[Row, ...]
 
@@ -229,14 +229,14 @@ class Rivals:
 
     @property
     def as_fast(self) -> list[str]:
-        """Return the names of the fastest implementation and of the implementations whose verdict in `speeds` is SAME."""
+        """Return the names of the fastest implementation, and of those whose times are the SAME by `speeds`."""
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run of the benchmarks."""
+    """One recorded run of `lab bench`: a row for each timed benchmark, and the environment in which all were measured."""
 
     path: Path
     environment: Mapping[str, Any]  #: `lab.provenance.environment` of the run; empty if it was not recorded
@@ -268,8 +268,8 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return `FACTS` with an entry for each package that one of the environments names: the heading of a field, and the nested
-    keys of its value in an environment.
+    """Return the fields of an environment to show: from a heading to the nested keys of the value. They are `FACTS`, and one
+    for each package that an environment names.
     """
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}

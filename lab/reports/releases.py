@@ -43,7 +43,7 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding (a known failure), or a region (a group of wrong cases without a finding)."""
+    """A row of the table: a finding (a known failure) or a region (wrong cases without a finding), with its cases."""
 
     name: str
     cases: frozenset[CaseKey]  #: the affected cases
@@ -69,7 +69,7 @@ class FindingRow:
         return "present" if counts["wrong"] else "absent" if counts["right"] else "not reachable"
 
     def cell(self, release: Verdicts) -> Cell:
-        """Return a table's cell with the finding's status in a release, and the number of its wrong or right cases."""
+        """Return the table's cell for a release: the finding's status, and how many of its cases are wrong or right."""
         status, counts = self.status(release), self.counts(release)
         cases = {"present": f", {counts['wrong']} of {len(self.cases)}", "absent": f", {counts['right']}"}
         return words(status + cases.get(status, ""), STYLES[status])

@@ -42,7 +42,7 @@ TERMINAL_STYLES = {
 
 @dataclass(frozen=True)
 class Link:
-    """A link to another part of the HTML page. `target` is the id of that part."""
+    """A link within the HTML page. `target` is the id of the part of the page to which it leads."""
 
     text: str
     target: str
@@ -50,7 +50,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table."""
+    """A cell of a table: its text, the number by which a page sorts it, and its style and links."""
 
     text: str  #: the shown text; the unit is in the column's heading
     number: float | None = None  #: the unrounded value, by which the page sorts; None for words
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. The heading contains the unit. `is_number` is True if all cells of the column are numbers."""
+    """A column of a table. Its heading contains the unit. `is_number` is True if all its cells are numbers."""
 
     heading: str
     is_number: bool
@@ -74,7 +74,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as data. Columns that are not shown in it are named in `common` or `left_out`."""
+    """A table as data, for a terminal, Markdown or HTML. Columns that are not shown are in `common` or `left_out`."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -90,13 +90,13 @@ Columns = Mapping[str, Callable[[Any], Cell]]  # by heading: a function that ret
 
 
 def words(value: Any, style: str = "") -> Cell:
-    """Return a cell with a value as text. None and "" become a dash."""
+    """Return a cell that shows a value as text; a dash for None and ""."""
     return Cell(ABSENT if value is None or value == "" else str(value), style=style)
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell with value * scale, written with `digits` decimals, or with `SHOWN_DIGITS` significant digits if `digits`
-    is None. The value None becomes a dash.
+    """Return a cell that shows value * scale with `digits` decimals, or with `SHOWN_DIGITS` significant digits if `digits` is
+    None. It shows a dash for the value None.
     """
     if value is None:
         return Cell(ABSENT)
@@ -214,7 +214,7 @@ def markdown_of(table: Table) -> str:
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
-    """Convert a table to a table of rich, without the notes. `show_lines` draws a line between rows."""
+    """Convert a table to a table of the package rich, without captions and notes. `show_lines` draws a line between rows."""
     from rich.box import SIMPLE, SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -36,8 +36,8 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a function that makes a row's cell: the text of `cell`, then in brackets the text of `note` with `unit`. The
-    brackets are omitted if the note is absent or repeats the text.
+    """Return a function that makes a row's cell: the text of `cell`, followed in brackets by the text of `note` and `unit`.
+    The brackets are left out if the note is absent or repeats the text.
     """
 
     def with_note(row: Row) -> Cell:
@@ -120,8 +120,8 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return a cell with an implementation's median, styled by its comparison with the fastest implementation. The cell is a
-    dash if the implementation has no row in `rivals`.
+    """Return a cell with the median time of an implementation. Its style says how it compares with the fastest implementation.
+    It is a dash if the implementation has no row in `rivals`.
     """
     found = zip(rivals.rows, (Speed.SAME, *rivals.speeds), strict=True)
     verdicts = {row.implementation: (row.median_us, MEDIAN_STYLES.get(speed, "")) for row, speed in found}

@@ -32,7 +32,7 @@ SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 @dataclass(frozen=True)
 class CheckRow:
-    """The recorded result of one check of one function in one run of the judge."""
+    """The result of one check on one function, as a recorded report of the judge (`run`) has it."""
 
     run: "JudgedRun"
     key: str  #: the check's key
@@ -43,7 +43,7 @@ class CheckRow:
 
     @property
     def catches(self) -> str:
-        """Return a description of the defects that the check finds; "" if this version of the lab lacks the check."""
+        """Return words that say which errors the check finds; "" if this version of the lab does not have the check."""
         return CHECKS[self.key].catches if self.key in CHECKS else ""
 
     @property
@@ -78,7 +78,7 @@ class JudgedRun:
 
     @property
     def cases(self) -> Sequence[Mapping[str, Any]]:
-        """Return the recorded cases, which may be only some of the judged cases."""
+        """Return the cases in the recorded report. It may have only some of the judged cases."""
         return self.record.content.get("cases") or ()
 
     @functools.cached_property
@@ -244,7 +244,7 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 class _FaultGroup(NamedTuple):
-    """Wrong cases with the same run, check, function, verdict and cited findings."""
+    """A row of the table of wrong cases: cases with the same run, check, function, verdict and cited findings."""
 
     num_cases: int
     row: CheckRow
@@ -298,8 +298,8 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return one column per outcome, with the number of cases of this outcome. `counts_of` returns a record's numbers by
-    outcome.
+    """Return a column for each outcome, such as "wrong". It shows a record's number of cases with this outcome, which
+    `counts_of` returns.
     """
 
     def count(outcome: str, record: Any) -> Cell:

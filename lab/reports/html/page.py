@@ -96,9 +96,7 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
 
 
 def _outline(content: Any) -> str:
-    """Return a short description of the JSON content of a file that the page does not show: its keys, its length or
-    its value.
-    """
+    """Return a short description of the JSON content of a file that the page does not show: its keys, length or value."""
     if isinstance(content, Mapping):
         return ", ".join(content)
     return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"

@@ -27,8 +27,8 @@ FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture that the HTML page shows of a recorded experiment. The pictures of an experiment are listed as `DRAWINGS` in
-    its module in `studies.pictures`.
+    """A picture of a recorded experiment for the HTML page: its key, its description in words, and the function that draws it.
+    The module of an experiment in `studies.pictures` lists its pictures as `DRAWINGS`.
     """
 
     key: str  #: key of the drawn value in the recorded file
@@ -50,11 +50,13 @@ def panels(
     log: str = "",
     width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, NDArray[Any]]:
-    """Make a figure with a title and a grid of panels. Panels in a column share the x axis, and all panels share the y axis.
+    """Make a figure with a title and panels in a grid. Panels in a column share the x axis, and all panels share the y axis.
+    Return the figure and its `Axes`, an array [lines, columns].
 
-    pyplot is not used, because it would keep the figure in memory. The second result is an array of `Axes` [lines, columns].
+    pyplot is not used, because it would keep the figure in memory.
 
     Args:
+        lines, columns: numbers of panels below each other and next to each other.
         grid: the axes from whose ticks grid lines are drawn; None for no lines.
         log: the logarithmic axes: "x", "y", "xy" or "".
     """
@@ -117,7 +119,7 @@ def name_lines(axes: Axes, names: Sequence[str]) -> None:
 
 
 def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """Put a tick on the x axis at each of `sizes`, and nowhere else. Ticks are labelled like "4K"."""
+    """Put ticks on the x axis at these sizes, with labels such as "4K", and nowhere else."""
     axes.set_xticks(sizes, [in_short(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
 
@@ -130,7 +132,7 @@ def few_ticks(axes: Axes) -> None:
 
 
 def in_short(number: int) -> str:
-    """Abbreviate a number: 4,096 becomes "4K"."""
+    """Abbreviate a multiple of 1,024: 4,096 becomes "4K"."""
     if number >= 2**20 and number % 2**20 == 0:
         return f"{number // 2**20}M"
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)

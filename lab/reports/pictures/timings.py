@@ -107,7 +107,7 @@ def _name(row: Row) -> str:
 
 
 def _throttled_key(rows: Sequence[Row]) -> list[Artist]:
-    """Return the legend's entry for hollow marks; [] if no row was throttled."""
+    """Return the legend entry that explains hollow marks (the GPU reduced its clocks); [] if no row has one."""
     return [style.mark_key("throttled", "o", mfc="none")] if any(row.throttled_by for row in rows) else []
 
 
