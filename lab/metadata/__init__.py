@@ -1,4 +1,4 @@
-"""Turn a serving batch into the arguments of an attention kernel, as SGLang's backends do."""
+"""Attention metadata as in SGLang: convert a serving batch to arguments of attention kernels (lengths, page tables)."""
 
 from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo

@@ -1,1 +1,1 @@
-"""The parts that all attention backends share: forward modes and batches, the K/V pool, CUDA graphs, the plan stream."""
+"""What all attention backends share: forward modes and batches, the K/V pool, CUDA graphs, and plans of verify passes."""

@@ -1,8 +1,8 @@
 """The interface of an attention backend: it builds metadata (the arguments of its kernels), makes buffers for metadata in CUDA
 graphs, and prepares attention calls.
 
-A backend object holds only configuration. Requests are in a `KVPool`, and tensors that keep their addresses for CUDA graphs in
-`MetadataBuffers`.
+A *captured size* is a batch size for which a CUDA graph was captured. A backend object holds only configuration. Requests are
+in a `KVPool`, and tensors that keep their addresses for CUDA graphs in `MetadataBuffers`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """A protocol: the metadata of one forward pass over paged K/V. Its properties are arguments of the kernel."""
+    """A protocol: the metadata of a forward pass over paged K/V (lengths, page tables). Its properties are kernel arguments."""
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -32,55 +32,55 @@ class PassMetadata(Protocol):
     def block_tables(self) -> Tensor: ...
 
     def leading(self: PassT, batch_size: int) -> PassT:
-        """Return the metadata of the first `batch_size` requests, as slices of the same storage."""
+        """Return the metadata of the first `batch_size` requests. Its tensors are slices of this object's tensors."""
         ...
 
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the arguments with which `write_forward_metadata` writes this metadata in place.
+        """Return the `PassBuffers` with which a launch of `write_forward_metadata` writes this metadata in place.
 
         Args:
             seq_len_offset: tokens per request that ``seq_lens`` does not count.
             query_rows: query rows of every request, or a tensor with one number per request; None: ``cu_seqlens_q`` is not
                 written.
-            out_cache_loc: slots of the query rows, for metadata with sliding-window tensors.
+            out_cache_loc: slots to which K and V of the query rows are written; needed only for sliding-window tensors.
         """
         ...
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """A protocol: the metadata of one `GraphMode` for all captured batch sizes, in buffers whose addresses never change."""
+    """A protocol: buffers for the metadata of one `GraphMode`, at fixed addresses, so that CUDA graphs can read them."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of a captured batch size, always at the same addresses."""
+        """Return the metadata of a captured size, always at the same addresses."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in place. A CUDA graph can capture the
-        function, because it does not read the device on the host.
+        """Return a function that rebuilds the metadata of one captured size in place. A CUDA graph can capture the function,
+        because it does not read the device on the host.
 
         Args:
-            view: the batch of that size, whose tensors are the runner's input buffers (`StaticInputs.view`).
+            view: the batch of the captured size, whose tensors are slices of the runner's input buffers (`StaticInputs.view`).
         """
         ...
 
 
 class GraphMetadata(Generic[PassT]):
-    """The metadata of one mode for the largest captured size (`buffers`). Smaller sizes use leading slices of its tensors."""
+    """Metadata buffers (`buffers`) for the largest captured size of one mode. Smaller sizes use leading slices of them."""
 
     def __init__(self, mode: GraphMode, pool: KVPool, buffers: PassT) -> None:
         self.mode, self.pool, self.buffers = mode, pool, buffers
 
     def slices(self, batch_size: int) -> PassT:
-        """Return the metadata of a captured batch size. Raises ValueError if the buffers have too few requests."""
+        """Return the metadata of a captured size. Raises ValueError if the buffers have too few requests."""
         most = len(self.buffers.seq_lens)
         if not 1 <= batch_size <= most:
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={most}")
         return self.buffers.leading(batch_size)
 
     def prepare_launch(self, view: ForwardBatch, rows: int | Tensor | None, offset: int) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in one launch.
+        """Return a function that rebuilds the metadata of one captured size in one launch.
 
         Args:
             view: as in `MetadataBuffers.prepare`.
@@ -91,7 +91,8 @@ class GraphMetadata(Generic[PassT]):
 
 
 class RebuiltMetadata(Generic[MetadataT]):
-    """Metadata buffers of one mode. Each replay builds the metadata in new tensors by `build`, and copies all of it to them.
+    """Metadata buffers of one mode. Each replay calls `build`, which makes the metadata in new tensors, and copies these to the
+    buffers.
 
     The buffers of a captured size are made at the first access, from a batch of padding requests.
     """
@@ -118,7 +119,7 @@ class RebuiltMetadata(Generic[MetadataT]):
 
 
 class RebuildingBackend(Generic[MetadataT]):
-    """A backend whose CUDA graphs build the metadata in new tensors in each replay (`RebuiltMetadata`)."""
+    """A base class of backends that build metadata in new tensors, also in each replay of a CUDA graph (`RebuiltMetadata`)."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
         """Build the metadata of a pass in new tensors, without reading the device on the host."""
@@ -204,8 +205,8 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the number that a launch adds to every length in ``seq_lens``: `uncounted_tokens`, but 0 in a ragged verification
-    (see `prepare_passes`).
+    """Return the number that a launch adds to every length in ``seq_lens``: `uncounted_tokens`, except in a ragged
+    verification, where it is 0 (see `prepare_passes`).
     """
     if batch.forward_mode.query_rows.are_bounded:
         return 0

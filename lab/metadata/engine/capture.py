@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture the block under `with` into a graph as `torch.cuda.graph` does, with Python's garbage collection disabled.
+    """Capture the block under `with` into `graph` as `torch.cuda.graph` does, while Python's garbage collection is disabled.
 
     A collection may free another graph and its memory, and freeing memory invalidates a capture in progress.
     """

@@ -2,7 +2,8 @@
 
 A graph replays with the addresses that it was captured with. So a runner keeps one set of input and metadata buffers for its
 largest batch, and every captured batch size uses leading slices of them. A batch is copied into the inputs and padded to the
-next captured size. Its metadata is rebuilt in place: before the replay, or by the graph itself.
+next captured size. Its metadata is rebuilt in place: before the replay, or by the graph itself. A *captured size* is a batch
+size with a graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The batch that the graph of one captured size reads, its metadata, and the function that rebuilds it in place."""
+    """The forward pass of one captured size: the batch `view` that its graph reads, the metadata, and `rebuild`, which rewrites
+    the metadata in place.
+    """
 
     view: ForwardBatch
     metadata: MetadataT
@@ -30,7 +33,7 @@ class SizedPass(Generic[MetadataT]):
 
 @dataclass(frozen=True, eq=False)
 class CapturedSize(SizedPass[MetadataT]):
-    """A captured batch size with its CUDA graph. `replay` runs the graph, which writes to `output`."""
+    """A captured size with its CUDA graph. `replay` runs the graph, which writes to `output`."""
 
     replay: Callable[[], None]
     output: Any
@@ -39,7 +42,7 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return the `SizedPass` of each captured batch size, in ascending order."""
+    """Return a `SizedPass` for each batch size that will be captured, by size in ascending order."""
     passes = {}
     for size in sorted(set(batch_sizes)):
         view = inputs.view(size)
@@ -62,7 +65,7 @@ def size_for(batch_size: int, sizes: Sequence[int]) -> int:
 
 
 class GraphRunner(Generic[MetadataT]):
-    """Captured graphs of one mode for several batch sizes, replayed for any batch that fits.
+    """The CUDA graphs of one mode for several batch sizes. A batch runs in the graph of the smallest size that holds it.
 
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
 
@@ -70,7 +73,7 @@ class GraphRunner(Generic[MetadataT]):
         batch_sizes: the sizes to capture, in any order.
         body: called once per size. It returns the call that the graph runs after its metadata is rebuilt. The call is made
             twice: once to warm up, and once in the capture.
-        place: whether the metadata is rebuilt before the replay or inside the graph.
+        place: where the metadata is rebuilt: before the replay or inside the graph.
         padded_seq_len: see `StaticInputs`.
         metadata: the mode's buffers, with room for the largest size; None: the backend makes them.
 
@@ -107,7 +110,7 @@ class GraphRunner(Generic[MetadataT]):
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
-        """Copy a batch into the inputs, rebuild its metadata, and replay the graph of its size.
+        """Copy a batch into the input buffers, rebuild its metadata, and replay the graph of the smallest size that holds it.
 
         Return the graph's output, padding included. The next replay overwrites it.
         """

@@ -115,7 +115,7 @@ class ForwardBatch:
 
     @cached_property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft (`FROZEN_KV_STEP`)."""
+        """Return True for a pass of a frozen-KV draft (`FROZEN_KV_STEP`), which reads the target's K/V and writes none."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @cached_property

@@ -12,7 +12,7 @@ from lab.named_enum import NamedEnum
 
 
 class QueryRows(NamedEnum):
-    """How many query rows each request of a pass has, and which field of the batch has the number."""
+    """How many query rows each request of a forward pass has, and which field of the batch has this number."""
 
     NONE = "none"  # no attention runs
     ONE = "one"
@@ -33,7 +33,7 @@ class QueryRows(NamedEnum):
 
     @cached_property
     def are_bounded(self) -> bool:
-        """Return True if the host may know only an upper bound of a request's query rows: ``SpecInfo.num_draft_tokens``."""
+        """Return True if the host may know only an upper bound of the numbers of query rows: ``SpecInfo.num_draft_tokens``."""
         return self is QueryRows.VERIFIED
 
     @cached_property
@@ -42,7 +42,7 @@ class QueryRows(NamedEnum):
 
 
 class UncountedTokens(NamedEnum):
-    """Which tokens of a request are keys of a pass although ``seq_lens`` does not count them."""
+    """Which of a request's keys in a forward pass are not counted by ``seq_lens``."""
 
     NONE = "none"  # seq_lens counts the new tokens
     QUERY_ROWS = "query rows"  # the draft tokens that this pass verifies

@@ -19,7 +19,7 @@ class MetadataPlace(NamedEnum):
 
 @dataclass(frozen=True)
 class GraphMode:
-    """The mode of a set of CUDA graphs for several batch sizes (`GraphRunner`)."""
+    """The forward mode and the number of query rows per request of a set of CUDA graphs, which differ in batch size."""
 
     forward_mode: ForwardMode  #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2
     num_tokens_per_req: int = 1  #: query rows per request that the graphs have room for
@@ -35,7 +35,9 @@ class GraphMode:
 
     @classmethod
     def frozen_kv_draft(cls) -> "GraphMode":
-        """Return the mode of all passes of a frozen-KV draft (`FROZEN_KV_STEP`). A captured size is requests times ``topk``."""
+        """Return the mode of the passes of a frozen-KV draft, which reads the target's K/V and writes none. A captured size
+        counts requests times ``topk``.
+        """
         return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
 
     @classmethod
@@ -96,7 +98,8 @@ class GraphMode:
 
 
 class StaticInputs:
-    """The input buffers of all CUDA graphs of one mode. A graph reads a batch whose tensors are slices of these buffers.
+    """The input buffers that all CUDA graphs of one mode read: lengths, rows of the request table, and slots. A graph of a
+    smaller batch size reads slices of them.
 
     Args:
         padded_seq_len: length of padding requests.
@@ -115,8 +118,8 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch that the graph of a captured size reads: slices of the buffers, and host numbers that are valid in
-        every replay.
+        """Return the batch that the graph of size `batch_size` reads: its tensors are slices of the buffers, and its host
+        numbers are valid in every replay.
         """
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
@@ -138,8 +141,8 @@ class StaticInputs:
         They overwrite the values of an earlier, larger batch.
 
         Raises:
-            ValueError: the batch has another mode, more requests than the size, or more rows than the graph has room for. Or it
-                lacks the number of rows of each request, in a mode in which requests may differ in it.
+            ValueError: the batch has another mode, more requests than the size, or more rows than the graph has room for. Or
+                requests may have different numbers of rows in this mode, and the batch does not say how many each has.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req
@@ -182,9 +185,9 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Raise ValueError if a batch lacks the number of rows of each request, on the device or on the host.
+        """Raise ValueError if a batch does not have the number of query rows of each request on the device and on the host.
 
-        A ragged verification may lack it on the host (SGLang's `from_verify_lens_device`).
+        In a ragged verification the host's numbers may be missing (SGLang's `from_verify_lens_device`).
         """
         places = {"extend_seq_lens": "the device (extend_seq_lens)"}
         if not batch.forward_mode.query_rows.are_bounded:

@@ -19,7 +19,7 @@ def decide_needs_cpu_seq_lens(
 
     Args:
         attn_backends: the backends of target, draft and draft extend; None for one that does not exist. The attribute
-            ``needs_cpu_seq_lens`` of a backend says whether it reads the lengths. A backend without the attribute does.
+            ``needs_cpu_seq_lens`` of a backend says whether it reads the lengths; without the attribute it counts as True.
     """
     if two_batch_overlap or ngram:
         return True
@@ -27,7 +27,7 @@ def decide_needs_cpu_seq_lens(
 
 
 class LengthMirror:
-    """Copy a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True.
+    """Copies a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True.
 
     The copy runs on its own stream into pinned memory, after the work that is on the current stream when `read` is called. The
     host waits for the copy.

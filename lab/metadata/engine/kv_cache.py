@@ -15,7 +15,7 @@ def saturated_e4m3(values: Tensor) -> Tensor:
 
 
 def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor if it has this dtype or `dtype` is None; otherwise a new, uninitialised tensor of the same shape."""
+    """Return the tensor if `dtype` is its dtype or None; otherwise a new, uninitialised tensor of this dtype and shape."""
     return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 
@@ -28,7 +28,7 @@ class KVLayout(str, NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PagedKVCache:
-    """K and V of one layer, as the two halves of one allocation.
+    """The paged K/V cache of one layer. K and V are the two halves of one allocation.
 
     Raises:
         ValueError: ``storage`` is not a contiguous tensor of five axes that starts with 2.
@@ -49,9 +49,7 @@ class PagedKVCache:
 
     @property
     def k_cache(self) -> Tensor:
-        """Return K: ``[num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[num_pages, num_kv_heads, page_size,
-        head_dim]`` (HND).
-        """
+        """Return K, ``[num_pages, page_size, num_kv_heads, head_dim]`` (NHD), or with the two middle axes swapped (HND)."""
         return self.storage[0]
 
     @property
@@ -142,7 +140,8 @@ def _times_reciprocal(values: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NVFP4KVCache(PagedKVCache):
-    """K and V of one layer in NVFP4: pairs of e2m1 values in the bytes of `storage`, and one e4m3 scale factor per 16 elements.
+    """The paged K/V cache of one layer in NVFP4. A byte of `storage` has two e2m1 values; 16 elements have one e4m3 scale
+    factor.
 
     Raises:
         ValueError: `PagedKVCache` refuses the storage, or the scale factors do not fit its shape.
@@ -171,7 +170,9 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Return a cache with the storage of `packed`, a uint8 cache with half the head's size, and scale factors of 0."""
+        """Return an NVFP4 cache with the storage of `packed`, a uint8 cache of head_dim / 2, and with scale factors of 0.
+        `trtllm_gen` is True if trtllm-gen reads the cache.
+        """
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
         factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(E4M3)
@@ -203,7 +204,8 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """The MLA cache of one layer: one entry per token. The entry is the key of all heads, its latent part their value.
+    """The MLA cache of one layer. It has one entry per token: the entry is the key of all heads, and its latent part their
+    value.
 
     Raises:
         ValueError: ``storage`` is not a contiguous tensor of three axes.
@@ -252,7 +254,9 @@ class ShardedLatentCache:
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot, in the cache of the slot's rank. Errors are as in `PagedLatentCache.write`."""
+        """Store one token's entry at each slot of the pool, in the cache of the rank that holds the slot. Errors are as in
+        `PagedLatentCache.write`.
+        """
         _check_slots(slots)
         _check_rows("entries", entries, [slots.shape[0], self.storage.shape[3]], self.storage.dtype)
         size, slots = self.storage.shape[0], slots.clamp(min=0)
@@ -273,13 +277,13 @@ def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype
 
 
 def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write each row to its slot of ``[num_pages, page_size, ...]``, and rows of negative slots to slot 0."""
+    """Write ``rows[i]`` to slot ``slots[i]`` of ``[num_pages, page_size, ...]``; rows of negative slots go to slot 0."""
     slots, page_size = slots.clamp(min=0), pages.shape[1]
     pages[slots // page_size, slots % page_size] = rows
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Return the view with the stride that an axis of size 1 would have in a larger contiguous tensor.
+    """Return the view with another stride for each axis of size 1: the stride that it would have in a contiguous tensor.
 
     A permuted cache of one head has stride(1) == stride(2). torch permits it, but a TMA descriptor does not (FlashInfer issue
     2232). SGLang 0.5.23 corrects the same strides.

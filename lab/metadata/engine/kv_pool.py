@@ -11,7 +11,7 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """The length of one request in tokens, and its page ids."""
+    """One request of the pool: its length in tokens, and its page ids."""
 
     length: int
     pages: list[int]  #: pages of the full pool; virtual pages if the pool has them
@@ -20,8 +20,8 @@ class _Request:
 
 
 class KVPool:
-    """Allocates slots for the K and V of requests, as SGLang's request table, page allocator and sliding-window pool do
-    together.
+    """Allocates slots (places for one token's K and V) to requests. It does the work of SGLang's request table, page allocator
+    and sliding-window pool.
 
     A slot is ``page * page_size + offset``. Page 0 is the sink: padding rows write to it, and no request gets it. Pages and
     rows of the request table are allocated in shuffled order, so that code which is right only for consecutive ids fails. A
@@ -45,8 +45,8 @@ class KVPool:
 
     Attributes:
         block_table_width: number of columns of a page table, the pages of a request of ``max_context_len`` tokens.
-        req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is
-            reserved for padding and is all zeros.
+        req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is reserved
+            for padding and is all zeros.
         full_to_swa: ``[pages * page_size + 1]`` int64, where ``pages`` is ``num_virtual_pages`` if given, else ``num_pages``:
             the sliding-window slot of each slot, 0 if it has none. The last entry is -1, so that slot -1 stays -1. None without
             a sliding-window pool.
@@ -107,7 +107,7 @@ class KVPool:
         self._requests: dict[int, _Request] = {}
 
     def add_request(self, length: int) -> int:
-        """Admit a request of ``length`` tokens, 0 or more. Return its req_pool_index, its row in the request table, which is
+        """Add a request of ``length`` tokens, 0 or more. Return its req_pool_index (its row in the request table), which is
         never 0.
 
         Raises:
@@ -127,7 +127,7 @@ class KVPool:
         return row
 
     def extend_request(self, req_pool_index: int, count: int) -> Tensor:
-        """Append ``count`` tokens and return their slots, ``[count]`` int64.
+        """Append ``count`` tokens to a request, and return their slots, ``[count]`` int64.
 
         Raises:
             RuntimeError: too few pages are left; nothing is changed then.
@@ -201,7 +201,7 @@ class KVPool:
         return self._swa_map()[full_slots.to(torch.int64)]
 
     def evict_swa(self, req_pool_index: int, before: int) -> None:
-        """Free the sliding-window pages of a request all of whose tokens are before position ``before``.
+        """Free those sliding-window pages of a request whose tokens are all before position ``before``.
 
         The tokens' entries in `full_to_swa` become 0, in the sink. The full pool keeps the tokens.
 

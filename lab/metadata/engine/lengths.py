@@ -19,7 +19,7 @@ PADDED_SEQ_LEN = 1
 
 
 class DraftAttention(NamedEnum):
-    """The attention backend of a draft model. It decides how many keys a request has in draft step ``step``."""
+    """The attention backend of a draft model. It determines how many keys a request has in each draft step."""
 
     MHA = "mha"  # seq_lens + step + 1: the tokens of the earlier steps and of this step count
     MHA_FROZEN_KV = "mha frozen kv"  # seq_lens in every step: the draft reads the target's K/V and writes none
@@ -46,7 +46,7 @@ def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
 
 
 def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
-    """Return the field `name` of a batch, a list of lengths; raises ValueError if it is None."""
+    """Return the host list `name` of a batch, such as "extend_seq_lens_cpu"; raises ValueError if it is None."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -56,7 +56,7 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
 
 
 def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
-    """Return the field `name` of a batch, a tensor of lengths; raises ValueError if it is None."""
+    """Return the length tensor `name` of a batch, such as "extend_seq_lens"; raises ValueError if it is None."""
     lengths: Tensor | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(f"{batch.forward_mode!r} takes its rows from the device tensor {name}, which is None")
@@ -66,7 +66,7 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 def max_query_rows(batch: ForwardBatch) -> int:
     """Return ``max_seq_len_q``, the largest number of query rows of one request, from numbers on the host.
 
-    It is ``num_draft_tokens`` in a ragged verification whose numbers of rows the host does not know.
+    In a ragged verification it is ``num_draft_tokens`` if the host does not know the requests' numbers of rows.
 
     Raises:
         ValueError: ``extend_seq_lens_cpu`` is missing, or ``num_draft_tokens`` in an empty batch.
@@ -102,7 +102,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the number of query rows of each request, from numbers on the host. Padding rows after them are not counted."""
+    """Return the number of query rows of each request, from numbers on the host. Padding rows of the batch are not counted."""
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     return host_lengths(batch, "extend_seq_lens_cpu")
@@ -127,7 +127,7 @@ def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor
     """Return three tensors ``[num_rows]``: the index of each row's request, the number of tokens that the row sees (its own
     token and those before it), and a bool, True for padding rows.
 
-    Padding rows have the index of the last request. So a batch without requests must have no rows.
+    Padding rows have the index of the last request. A batch without requests must have no rows.
     """
     keys, mode = key_lens(batch, attention), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -143,7 +143,7 @@ def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return how many keys of a request ``seq_lens`` leaves out in this pass, such as drafted tokens.
+    """Return how many keys of each request ``seq_lens`` does not count in this forward pass, such as drafted tokens.
 
     In a ragged verification the number differs by request (``extend_seq_lens``). The result is then its upper bound,
     ``num_draft_tokens``. Only draft steps depend on `attention`.
@@ -169,7 +169,8 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
     """Append padding requests of `PADDED_SEQ_LEN` tokens until the batch has `batch_size` requests.
 
-    SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), at times after it has built metadata.
+    SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), sometimes after it has built the
+    metadata.
 
     Raises:
         ValueError: requests may differ in rows in this mode, or the batch has more than `batch_size` requests.
@@ -214,7 +215,7 @@ def exclusive_cumsum(lengths: Tensor) -> Tensor:
 
 
 def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return ``cu_seqlens_q`` of requests with ``q_len`` rows each: ``[batch_size + 1]`` int32."""
+    """Return ``cu_seqlens_q`` for requests with ``q_len`` rows each: ``[batch_size + 1]`` int32."""
     return torch.arange(0, batch_size * q_len + 1, q_len, dtype=torch.int32, device=device)
 
 
@@ -233,5 +234,5 @@ def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
 
 
 def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Return the number of pages of each length, same shape; 0 or below for a length of 0 or below."""
+    """Return how many pages each length in `cache_seqlens` needs, same shape; 0 or below for a length of 0 or below."""
     return (cache_seqlens + (page_size - 1)) // page_size

@@ -23,15 +23,15 @@ VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """Whether a part of the planned metadata must be written after the draft."""
+    """Whether a part of the planned metadata depends on the draft, and must be written after it (the module's fix-up)."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
 
 
 class PlanStart(NamedEnum):
-    """When the planning of a verify pass starts. In SGLang 0.5.13 it waits for nothing, so that it may read unfinished inputs;
-    this is not modelled.
+    """When the planning of a verify pass starts. SGLang 0.5.13 starts it at once, so that it may read unfinished inputs; this
+    is not modelled.
     """
 
     IN_LINE = "in line"  # on the forward stream, after the draft: SGLang's default
@@ -41,7 +41,9 @@ class PlanStart(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """The buffers that a verify pass reads, written by `VerifyBackend.plan`. The next plan overwrites them."""
+    """The batch, metadata and mask of a verify pass, in buffers that `VerifyBackend.plan` writes. The next plan overwrites
+    them.
+    """
 
     batch: ForwardBatch  #: the input buffers of a captured batch size, padding included
     metadata: Any
@@ -49,7 +51,7 @@ class PlannedVerify:
     mask: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that the kernel takes, by its name in the metadata; the mask's name is "mask"."""
+        """Return every tensor that the verify pass's kernel takes, by its name in the metadata. The mask is named "mask"."""
         named = vars(self.metadata) | {"mask": self.mask}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -60,7 +62,7 @@ Draft = Callable[[VerifyBuffers], object]
 
 
 class VerifyBackend(ABC):
-    """The part of an attention backend that plans a verify pass. The two methods named `..._after_draft` have SGLang's names.
+    """The part of an attention backend that plans a verify pass. The methods named `..._after_draft` have SGLang's names.
 
     Attributes:
         fix_up: NONE: no part of the plan depends on the draft's tokens, positions or tree. AFTER_DRAFT: the backend defines
@@ -79,7 +81,7 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch, on the current stream, the work of the plan that does not depend on the draft, without reading the device."""
+        """Launch the part of the plan that does not depend on the draft, on the current stream, without reading the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         """Return ``[tree, positions]``, the backend's buffers that the draft fills; None if the draft has its own."""
@@ -95,7 +97,7 @@ class VerifyBackend(ABC):
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Check that a backend sets `fix_up`, and that its methods agree with it.
+    """Check that a backend sets `fix_up`, and that it defines a method for the fix-up only if there is one.
 
     Raises:
         NotImplementedError: `fix_up` is None, or is AFTER_DRAFT and the fix-up's method is not defined.
@@ -131,7 +133,7 @@ class _Moment(NamedEnum):
 
 
 class PlanStream:
-    """Run speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
+    """Runs speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
 
     Four events order the work. The last column says what would go wrong without the event:
 

@@ -30,7 +30,7 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHABackend:
-    """Build metadata and make calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls."""
+    """Builds metadata and makes calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls."""
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
@@ -71,7 +71,7 @@ class TRTLLMMHABackend:
         """Prepare one layer's attention (see `Backend.prepare_attention`).
 
         Args:
-            plan: the calls to make; None: the result of `plan_calls`.
+            plan: the attention calls to make for the layer; None: the result of `plan_calls`.
 
         Raises:
             ValueError: `call_arguments` refuses the pass.
@@ -100,7 +100,7 @@ class TRTLLMMHABackend:
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the attention calls of one layer. `query_dtype` is the dtype of the query after the engine's cast."""
+        """Return the attention calls that one layer makes. `query_dtype` is the dtype to which the engine casts the query."""
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

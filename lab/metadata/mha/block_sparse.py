@@ -35,7 +35,7 @@ NUM_PAGES = 16  # largest number of pages that a row selects
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseMetadata:
-    """The metadata of a block-sparse decode or verification."""
+    """The metadata of a forward pass (decode or verification) on the block-sparse decode call."""
 
     page_table: Tensor  #: ``[num_rows, width]`` int32, the pages of each row's request
     query_seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens each row sees, 0 or more
@@ -46,7 +46,9 @@ class BlockSparseMetadata:
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many tokens the row at position ``num_tokens - 1`` of its request sees in its selected pages."""
+    """Return how many tokens a row sees in its selected pages (its own page and at most 15 pages before it), if its request has
+    ``num_tokens`` tokens up to the row.
+    """
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
@@ -105,7 +107,7 @@ def copy_selected_pages(
 
 
 def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of a compact cache as the call's ``kv_cache``: overlapping pages of all K/V heads in HND order."""
+    """Return (K, V) of a compact cache as the call's ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
     _, rows, heads, _, _, head_dim = compact.shape
     shape = ((rows - 1) * heads * NUM_PAGES + NUM_PAGES, heads, PAGE_SIZE, head_dim)
     stride = PAGE_SIZE * head_dim
@@ -115,7 +117,7 @@ def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
-    """Build metadata and make block-sparse decode calls as SGLang's MiniMax-M3 backend (MSA-v1) does."""
+    """Builds metadata and makes block-sparse decode calls as SGLang's MiniMax-M3 backend (MSA-v1) does."""
 
     implementation: Any = None  #: any object with FlashInfer's decode function, such as `lab.references`
     num_kv_heads: int = 1

@@ -21,14 +21,14 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):
-    """The launches that write the metadata of a captured batch size. The values that kernels read are the same for both."""
+    """How the metadata of a captured batch size is written: in one launch or many. Kernels read equal values after both."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23
 
 
 def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Allocate a pass's metadata as uninitialised tensors. Raises ValueError where `build_mha_metadata` does."""
+    """Allocate the metadata of a forward pass as uninitialised tensors. Raises the ValueErrors of `build_mha_metadata`."""
     check_attends(batch, pool)
     metadata = TRTLLMMHAMetadata.allocate(
         pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
@@ -51,7 +51,7 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
 
 
 class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
-    """The metadata buffers of one mode for all captured sizes, as SGLang's `init_cuda_graph_state` makes them.
+    """The metadata buffers of one mode for all captured batch sizes, as SGLang's `init_cuda_graph_state` makes them.
 
     Tables and running sums start as 0. ``cu_seqlens_q`` of decode and verification is written only when the buffers are made.
 
@@ -98,8 +98,8 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata by `write`. Then copy each request's length and page-table row to its query rows' entries in the
-    `encoder_*` tensors.
+    """Call `write`, which writes the metadata of requests. Then copy each request's length and page-table row to the
+    `encoder_*` tensors, once per query row.
     """
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
@@ -110,7 +110,9 @@ def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> N
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
-    """Build new metadata, and copy its tensors to the buffers, without `cu_seqlens_q` of decode and verification."""
+    """Build the metadata of `view` in new tensors, and copy them to `metadata`, except the constant `cu_seqlens_q` of decode
+    and verification.
+    """
     built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
     presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
     for each in fields(TRTLLMMHAMetadata):

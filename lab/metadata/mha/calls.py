@@ -21,7 +21,7 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """The arguments of attention calls that differ from layer to layer.
+    """One attention layer of a model: the call arguments that differ from layer to layer, such as scales, window and sinks.
 
     Attributes:
         k_scale, v_scale: the numbers by which stored K and V were divided. Calls apply them only over a quantised cache.
@@ -39,7 +39,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One attention call of a pass: the FlashInfer function, and the consecutive requests and query rows that it computes."""
+    """One attention call of a layer: the FlashInfer function, and the consecutive requests and query rows that it computes."""
 
     call: AttentionCall
     first_request: int
@@ -57,7 +57,7 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the FlashInfer call that a mode uses on MHA. Raises ValueError for PREBUILT.
+    """Return the FlashInfer function that the MHA backend calls in a forward mode. Raises ValueError for PREBUILT.
 
     Args:
         draft_extend: the call of DRAFT_EXTEND and DRAFT_EXTEND_V2; None: `ForwardMode.mha_call`. SGLang's change 24566 moved
@@ -114,7 +114,7 @@ def call_arguments(
     cache: PagedKVCache,
     max_context_len: int,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one planned call, without `out`, `workspace_buffer` and settings.
+    """Return the keyword arguments of one planned call, except `out`, `workspace_buffer` and those of `CallSettings`.
 
     Raises:
         ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
@@ -156,8 +156,8 @@ def call_arguments(
 
 
 def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the scale that a call applies to K or V: the layer's over e4m3 (1 if it is 0 or below) and NVFP4, otherwise 1
-    (SGLang 0.5.23, `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
+    """Return the factor that a call applies to K or V: the layer's `scale` over e4m3 (1 if it is 0 or below) and NVFP4,
+    otherwise 1 (SGLang 0.5.23, `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
     """
     if kv_dtype == E4M3:
         return scale if scale > 0 else 1.0
@@ -167,7 +167,8 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments of a verification on an encoder-only layer, in which each query row is a request of its own.
+    """Return the arguments of the call in which each query row is a request of its own, for a verification on an encoder-only
+    layer.
 
     The decode call is causal among the rows of one request, and an encoder-only layer is not causal. With a window, every row
     sees the window of its request's last token (SGLang 0.5.23).
@@ -190,7 +191,9 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the decode call's `q_len_per_req` if all requests have the same number of query rows, else their row offsets."""
+    """Return the arguments that give the decode call's number of rows: `q_len_per_req` if all requests have the same number,
+    else row offsets.
+    """
     requests = planned.requests
     offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": offsets}
@@ -209,7 +212,7 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
 
 @dataclass(frozen=True)
 class CallDtypes:
-    """The dtypes of a call's query, to which the engine casts the query before the call, and of its output."""
+    """The dtype to which the engine casts the query before a call, and the dtype of the call's output."""
 
     query: torch.dtype
     out: torch.dtype
@@ -249,7 +252,7 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
 
 @dataclass(frozen=True, eq=False)
 class CallSettings:
-    """The arguments that have the same values in all calls of an engine.
+    """The settings of an engine that have the same values in all its attention calls.
 
     Attributes:
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of decode and context calls

@@ -33,7 +33,7 @@ SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 @dataclass(frozen=True, eq=False)
 class ZigzagShard:
-    """The part of one rank in an extend pass that is divided among ranks: its query rows, and the metadata of its call."""
+    """One rank's part of an extend pass that is divided among ranks: its query rows, and the metadata of its call."""
 
     rows: Tensor  #: ``[num_rows]`` int64, indices of the rank's query rows in the whole batch, in the order of its call
     #: number of rows of the rank's tensors, the same on all ranks, because collectives require it: the largest number of query
@@ -45,7 +45,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return the reason why every rank computes the whole batch; "" if the batch is divided among the ranks."""
+    """Return why a batch is not divided among the ranks, so that every rank computes all of it; "" if it is divided."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:

@@ -22,11 +22,12 @@ DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """An implementation of FlashInfer's functions whose decode call makes several decode calls of another implementation.
+    """An implementation of FlashInfer's functions that wraps another one: it divides a decode call into several calls of the
+    wrapped implementation.
 
-    The first call has the shortest requests. All other functions are taken from the other implementation. A divided call must
-    have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A prepared call sorts
-    the lengths on the device each time, so that a CUDA graph may capture it.
+    The first call has the shortest requests. All other functions are the wrapped ones. A divided call must have an `out`, and
+    returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A prepared call sorts the lengths on the
+    device each time, so that a CUDA graph may capture it.
 
     Args:
         implementation: any object with FlashInfer's decode function, such as `lab.kernels.portable`.
@@ -45,7 +46,7 @@ class DecodeSplit:
         return getattr(self._implementation, name)
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Tensor:
-        """Run FlashInfer's decode call in several calls of the implementation, and return `out`."""
+        """Run FlashInfer's decode call as several calls of the wrapped implementation, and return `out`."""
         result: Tensor = self.prepare_trtllm_batch_decode_with_kv_cache(**arguments)()
         return result
 
@@ -68,7 +69,7 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The n requests of one call: their indices, copies of their inputs, and the call's output."""
+    """The requests of one of the calls: their indices in the batch, copies of their inputs, and the call's output."""
 
     requests: Tensor  #: ``[n]`` int64, indices in the batch, a view that each sort rewrites
     #: pairs of a tensor over all requests of the batch, and its copy over the group's requests
@@ -81,8 +82,8 @@ class _Group:
 
 
 def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return a function that sorts the requests by length and then, for each group of requests, gathers the inputs, makes a
-    call and scatters the output.
+    """Return a function that sorts the requests by length, divides them into `splits` groups, and for each group copies its
+    inputs, makes a call and copies the output back.
     """
     lens, out = _movable(arguments["seq_lens"]), arguments["out"]
     of_requests = {
@@ -114,6 +115,6 @@ def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Cal
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, viewed as integers of the same size if torch cannot sort or gather its dtype."""
+    """Return the tensor in a form that torch can sort and gather: an unusual dtype is viewed as integers of its size."""
     unusual = {torch.uint16: torch.int16, torch.uint32: torch.int32}
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else unusual.get(tensor.dtype, tensor.dtype))

@@ -26,7 +26,7 @@ from lab.metadata.engine.lengths import (
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHAMetadata:
-    """The metadata that SGLang's TRT-LLM MHA backend keeps per forward pass.
+    """The metadata of one forward pass in SGLang's TRT-LLM MHA backend: lengths, offsets, and page tables.
 
     Attributes:
         encoder_cache_seqlens, encoder_page_table: ``[num_tokens]`` and ``[num_tokens, ceil(max_context_len / page_size)]``
@@ -93,7 +93,7 @@ class TRTLLMMHAMetadata:
         return self.page_table
 
     def leading(self, batch_size: int) -> "TRTLLMMHAMetadata":
-        """Return the metadata of the first `batch_size` requests, of ``max_seq_len_q`` rows each, as slices of the tensors."""
+        """Return the metadata of the first `batch_size` requests, ``max_seq_len_q`` rows each, as slices of the tensors."""
         of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
         counts = dict.fromkeys(of_rows, batch_size * self.max_seq_len_q)
         counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
@@ -184,11 +184,11 @@ def build_mha_metadata(
 
 
 def mixed_tail_split(batch: ForwardBatch) -> int:
-    """Return the number of leading requests that go to the context call. The other requests have one new token each and go to
-    the decode call.
+    """Return how many of the first requests the context call computes. The remaining requests have one new token each, and the
+    decode call computes them.
 
-    SGLang 0.5.23 splits off the trailing run of requests with one new token. The scheduler puts the decoding requests of a
-    MIXED batch there, but an EXTEND batch is split too, and the result may be 0.
+    SGLang 0.5.23 splits off all last requests of the batch that have one new token. The scheduler puts the decoding requests of
+    a MIXED batch there, but an EXTEND batch is split too, and the result may be 0.
 
     Raises:
         ValueError: the mode is not a prefill, the batch is speculative, or ``extend_seq_lens_cpu`` is missing.
@@ -212,6 +212,6 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Return the sliding-window slot that each query row writes, ``[num_tokens]`` int64. It is 0 for padding rows."""
+    """Return the sliding-window slot to which each query row's K and V are written, ``[num_tokens]`` int64; 0 for padding."""
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))

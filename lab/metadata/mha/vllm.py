@@ -26,7 +26,7 @@ from lab.named_enum import NamedEnum
 
 
 class Engine(NamedEnum):
-    """The engine that makes a pass's calls. vLLM calls trtllm-gen on SM100 and SM103, and XQA on SM90 and SM120 (line 1302)."""
+    """Which engine and kernels are modelled. vLLM calls trtllm-gen on SM100 and SM103, XQA on SM90 and SM120 (line 1302)."""
 
     SGLANG = "SGLang"
     VLLM = "vLLM"
@@ -35,7 +35,7 @@ class Engine(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class VLLMBackend:
-    """Make the calls of vLLM's FlashInfer backend, with any implementation of FlashInfer's calls.
+    """Makes the attention calls of vLLM's FlashInfer backend, with any implementation of FlashInfer's calls.
 
     On XQA's GPUs vLLM calls ``flashinfer_xqa_batch_decode_with_kv_cache`` and FlashInfer's prefill wrapper
     (``vllm/utils/flashinfer.py``, line 690). This backend makes the equivalent decode and context calls instead.
@@ -87,7 +87,8 @@ class VLLMBackend:
         return run
 
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:
-        """Return the calls of one layer: decode call, then context call (``split_decodes_and_prefills`` of ``utils.py``).
+        """Return the calls that one layer makes: the decode call, then the context call (``split_decodes_and_prefills`` of
+        ``utils.py``).
 
         If no request needs a context call, the decode call includes the padding rows. For trtllm-gen, all requests of a decode
         call have the same number of query rows, except padding requests, which may have 0. For XQA, these numbers may differ.
@@ -105,7 +106,8 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the decode call's `q_len_per_req`, or row offsets if requests differ in rows (`_compute_decode_query_lens`).
+        """Return the decode call's `q_len_per_req`, or its row offsets if requests have different numbers of rows
+        (`_compute_decode_query_lens`).
 
         In the offsets for trtllm-gen a padding request has no rows. For XQA, and if all requests have one row, `q_len_per_req`
         counts rows of padding requests too.

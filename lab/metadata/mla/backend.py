@@ -24,7 +24,8 @@ from lab.metadata.mla.rows import dense_block, unpad_draft_extend_output
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
-    """Build metadata and make decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's call.
+    """Builds metadata and makes decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's
+    call.
 
     `lab.metadata.mla.calls.prepare_mla_prefill` makes the calls of a prefill.
     """
@@ -47,7 +48,7 @@ class TRTLLMMLABackend:
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[TRTLLMMLADecodeMetadata]]:
-        """Make the buffers of each mode. Without DCP all modes share one block table."""
+        """Make the metadata buffers of each mode. Without decode context parallelism all modes share one block table."""
         if self.dcp is not None:
             return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
         table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend)

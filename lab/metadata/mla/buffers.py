@@ -33,9 +33,10 @@ def new_block_table(
     attention: DraftAttention,
     draft_extend: QueryLayout,
 ) -> Tensor:
-    """Allocate the block table that a backend's captured modes and sizes share, as SGLang's `init_cuda_graph_state` does.
+    """Allocate the block table that all captured modes and batch sizes of a backend share, as SGLang's `init_cuda_graph_state`
+    does.
 
-    The table is filled with -1 only here. A replay writes the cells of its requests' pages. The cells after them keep the
+    The table is filled with -1 only here. A replay writes the cells of its requests' pages. Later cells of a row keep the
     values of earlier replays.
 
     Returns:
@@ -58,7 +59,7 @@ def _pads_query_rows(mode: GraphMode, draft_extend: QueryLayout) -> bool:
 
 
 class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
-    """The metadata buffers of one mode for all captured sizes: leading rows of the backend's block table, and lengths.
+    """The metadata buffers of one mode for all captured batch sizes: the first rows of the backend's block table, and lengths.
 
     Args:
         block_kv_indices: the result of `new_block_table`.
@@ -100,8 +101,8 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Write the metadata by `write`, count padding rows in `seq_lens_k`, and write page 0, the sink, to the columns of pages
-    that only padding rows need.
+    """Call `write`, which writes the metadata of the requests' `rows` query rows. Then count padding rows in `seq_lens_k`, and
+    write page 0, the sink, to the columns of pages that only padding rows need.
     """
     write()
     assert metadata.seq_lens_q is not None

@@ -22,7 +22,8 @@ from lab.metadata.mla.rows import pad_draft_extend_query
 
 @dataclass(frozen=True)
 class MLALayer:
-    """The arguments of MLA calls that differ from layer to layer. Default sizes are DeepSeek-V3's.
+    """One MLA layer of a model: the call arguments that differ from layer to layer, such as sizes and scales. Default sizes are
+    DeepSeek-V3's.
 
     Absorption multiplies queries by the key projection, so that queries attend to the cache's latent entries directly. A decode
     runs after absorption, a prefill before it.
@@ -56,7 +57,7 @@ def mla_call_arguments(
     cache: PagedLatentCache,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of the decode call, without `out` and `workspace_buffer`.
+    """Return the keyword arguments of the MLA decode call, except `out` and `workspace_buffer`.
 
     Args:
         query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, as `mla_query` returns it.
@@ -93,8 +94,8 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
-    """Return the query rows of a pass in the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a copy
-    with padding rows, as `metadata.query_layout` says.
+    """Return the query rows of a pass in the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``: a view or, if
+    `metadata.query_layout` is PADDED, a copy with padding rows.
 
     Args:
         query: ``[num_tokens, heads, head_dim]``. Rows after ``metadata.num_rows`` are padding and are left out.

@@ -38,7 +38,7 @@ from lab.metadata.mla.rows import merge_by_lse, without_keys
 
 @dataclass(frozen=True)
 class DecodeContextParallel:
-    """One GPU of decode context parallelism: the number of GPUs that share each request, at least 2, and this GPU's rank."""
+    """One GPU of decode context parallelism: `size` is the number of GPUs that share each request, `rank` this GPU's number."""
 
     size: int
     rank: int
@@ -56,7 +56,7 @@ class DecodeContextParallel:
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
-        """Return the number of tokens in one GPU's page; raises ValueError if the pool's page size is no multiple of `size`."""
+        """Return the number of tokens in one GPU's page. Raises ValueError if the pool's page size is no multiple of `size`."""
         if pool.page_size % self.size:
             raise ValueError(
                 f"page_size={pool.page_size} is no multiple of the {self.size} GPUs: widen the pool's pages by their number"
@@ -70,7 +70,7 @@ def build_mla_dcp_metadata(
     """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23).
 
     ``seq_lens_k`` counts the keys of each request that the rank owns, 0 or more; ``global_seq_lens_k`` counts the keys on all
-    ranks, like `build_mla_decode_metadata`. Column c of the block table has ``req_to_token[request, rank + c * size *
+    ranks, as `build_mla_decode_metadata` does. Column c of the block table has ``req_to_token[request, rank + c * size *
     page_size] // size // page_size`` for each page with a token of the rank, then -1.
 
     Args:

@@ -33,7 +33,7 @@ TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of colum
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sizes of the indexer, the part of a model that selects for each query row the positions to which it attends."""
+    """The sizes of the indexer, the part of a model that selects the positions to which each query row attends."""
 
     #: largest number of positions in whole groups that are selected for a row (``index_topk``)
     topk: int = 2048
@@ -49,7 +49,7 @@ class Indexer:
 
 @dataclass(frozen=True, eq=False)
 class DSAMetadata:
-    """The metadata of a pass on the sparse MLA decode call."""
+    """The metadata of a pass on the sparse MLA decode call: lengths, and the place of each position of a row's request."""
 
     #: ``[num_rows, max_context_len]`` int32, the place of each position of the row's request; -1 in padding rows
     page_table_1: Tensor
@@ -59,11 +59,11 @@ class DSAMetadata:
     max_seq_len: int  #: an upper bound of the tokens of one request, computed on the host
 
     def places(self, topk_indices: Tensor) -> Tensor:
-        """Return the pool's index of each selected entry, -1 in other columns: int32 ``[num_rows, top_k rounded up to 4]``.
+        """Return the place (index in the pool) of each selected entry, then -1: int32 ``[num_rows, top_k rounded up to 4]``.
 
         Args:
-            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, or -1.
-                Missing rows select nothing.
+            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, or -1. Rows
+                that it lacks select nothing.
         """
         num_missing = len(self.seq_lens) - len(topk_indices)
         padding = (0, -topk_indices.shape[1] % TOP_K_MULTIPLE, 0, num_missing)
@@ -112,7 +112,7 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 
 @dataclass(frozen=True, eq=False)
 class DSABackend(RebuildingBackend[DSAMetadata]):
-    """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does with ``trtllm`` for decode and prefill.
+    """Builds metadata and makes sparse MLA decode calls as SGLang's DSA backend does with ``trtllm`` for decode and prefill.
 
     `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
     """
@@ -187,8 +187,8 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
 def count_entries(places: Tensor, top_k_lens: Tensor) -> None:
     """Write the number of entries of each row of `places` to `top_k_lens`, the call's ``sparse_mla_top_k_lens``.
 
-    SGLang passes this argument for models without a rotary part. The places of a row must precede its -1. A row without entries
-    gets place 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
+    SGLang passes this argument for models without a rotary part. In a row, all places must precede the first -1. A row without
+    entries gets place 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
     """
     top_k_lens.copy_((places >= 0).sum(dim=1))
     places[:, 0].masked_fill_(top_k_lens == 0, 0)

@@ -48,8 +48,8 @@ TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of
 
 @dataclass(frozen=True)
 class DSV4Layer(MLALayer):
-    """The arguments of DeepSeek-V4's calls that differ from layer to layer. Of the fields of `MLALayer` only `softmax_scale` is
-    used: a whole entry is both key and value, and SGLang divides no entry by a scale.
+    """One attention layer of DeepSeek-V4. Only the field `softmax_scale` of `MLALayer` is used: a whole entry is both key and
+    value, and SGLang divides no entry by a scale.
     """
 
     compress_ratio: int = TOKENS_ALONE  #: one of `RATIOS`
@@ -59,7 +59,7 @@ class DSV4Layer(MLALayer):
 
 @dataclass(frozen=True, eq=False)
 class DSV4Cache:
-    """The cache of one layer: an entry of each token, and the compressed entries."""
+    """The cache of one layer: one entry per token in sliding-window pages, and the compressed entries."""
 
     #: contiguous ``[num_entries, head_dim]``: the entries of tokens, page by page, then the compressed entries, page by page
     storage: Tensor
@@ -80,7 +80,7 @@ class DSV4Cache:
 
     @property
     def compressed(self) -> PagedLatentCache:
-        """Return the compressed entries; in a layer without any the tokens' entries, as SGLang passes to the call."""
+        """Return the compressed entries; if a layer has none, the tokens' entries, as SGLang passes them to the call."""
         if self.compress_ratio == TOKENS_ALONE:
             return self.window
         per_page = self.pool.page_size // self.compress_ratio
@@ -108,7 +108,7 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a pass on DeepSeek-V4's call."""
+    """The metadata of a forward pass on DeepSeek-V4's call: the lengths, window entries and pages of each query row."""
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
     #: ``[num_rows, 128]`` int32, the places of the row's token and of the 127 tokens before it, newest first; then -1
@@ -219,7 +219,9 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return an int32 copy of the rows. Its storage is padded with `value` to a multiple of `TILE_ROWS` rows."""
+    """Return an int32 copy of the rows. Its allocation is longer: padded with `value` to a multiple of `TILE_ROWS` rows,
+    because the kernel reads whole tiles of rows.
+    """
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
     tiles[: len(rows)] = rows
@@ -228,7 +230,7 @@ def _whole_tiles(rows: Tensor, value: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Backend(RebuildingBackend[DSV4Metadata]):
-    """Build metadata and make DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
+    """Builds metadata and makes DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
 
     `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
     """

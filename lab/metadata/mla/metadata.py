@@ -36,7 +36,7 @@ COUNTER_BATCH_SIZE = 8192
 
 
 class QueryLayout(NamedEnum):
-    """How a pass's query rows are brought into the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``."""
+    """How query rows are brought into the decode kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``."""
 
     VIEW = "view"  # as a view: every request has ``max_seq_len_q`` rows
     PADDED = "padded"  # as a copy: rows of zeros follow the rows of each request, and their output is dropped
@@ -44,7 +44,7 @@ class QueryLayout(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLADecodeMetadata:
-    """The metadata that the MLA backend keeps for a pass on the decode kernel: decode, verification, draft extend."""
+    """The metadata of a forward pass on the MLA decode kernel: a decode, a verification or a draft extend."""
 
     #: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request (the call's ``block_tables``). In an
     #: eager pass -1 follows the live pages
@@ -72,7 +72,7 @@ class TRTLLMMLADecodeMetadata:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of query rows that a pass reads and writes."""
+        """Return the number of query rows of the pass that the call reads, and whose output it writes."""
         rows = self.sum_seq_lens_q
         return self.batch_size * self.max_seq_len_q if rows is None else rows
 
@@ -85,7 +85,7 @@ class TRTLLMMLADecodeMetadata:
         return self.block_kv_indices
 
     def leading(self, batch_size: int) -> "TRTLLMMLADecodeMetadata":
-        """Return the metadata of the first `batch_size` requests, of ``max_seq_len_q`` rows each, as slices of the tensors."""
+        """Return the metadata of the first `batch_size` requests, ``max_seq_len_q`` rows each, as slices of the tensors."""
         sliced: dict[str, Any] = {
             name: value[: batch_size + (name == "cu_seqlens_q")]
             for name, value in vars(self).items()
@@ -108,7 +108,7 @@ class TRTLLMMLADecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLAPrefillMetadata:
-    """The metadata that the MLA backend keeps for a prefill, whose new tokens attend to each other without the cache."""
+    """The metadata of an MLA prefill, in which the new tokens of a request attend to each other without the cache."""
 
     max_seq_len: int  #: largest number of new tokens of a request
     cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys
@@ -215,7 +215,7 @@ def replan_outgrown(
     batch: ForwardBatch,
     build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
 ) -> TRTLLMMLADecodeMetadata:
-    """Return `metadata`, or the result of ``build(batch)`` if the batch has more requests than `metadata`.
+    """Return metadata with enough requests for the batch: `metadata`, or ``build(batch)`` if the batch has more requests.
 
     SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism. Its
     `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it only added rows.

@@ -28,7 +28,7 @@ CHUNK_CAPACITY = 128 * 1024  # largest number of tokens in a chunk: default of S
 
 @dataclass(frozen=True, eq=False)
 class PrefixChunk:
-    """One chunk of the cached prefixes of a batch, which one call reads."""
+    """One chunk of the cached prefixes of a batch: the tokens that one call reads, their number per request, and slots."""
 
     seq_lens: Tensor  #: ``[batch_size]`` int32, tokens of each request, 0 or more
     cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``

@@ -38,7 +38,8 @@ def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tens
 
 
 def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
-    """Copy the rows of each request i from the front of ``padded[i]`` to `out`, without gaps. Further rows become zero.
+    """Copy the rows of each request i from the front of ``padded[i]`` to `out`, request after request. Rows of `out` after them
+    become zero.
 
     Args:
         padded: ``[batch_size, max_seq_len_q, heads, kv_lora_rank]``.
@@ -66,7 +67,7 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and LSE with 0 and -inf in the rows that see no key (SGLang's `fixup_zero_kv_rows`).
+    """Return (output, LSE), in which rows that see no key have the output 0 and the LSE -inf (SGLang's `fixup_zero_kv_rows`).
 
     Args:
         out, lse: ``[num_rows, heads, head_dim]`` and ``[num_rows, heads]``.

@@ -22,7 +22,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The rows of a draft extend whose logits a graph computes. Request i has d rows; the first accept_lens[i] are accepted."""
+    """For which rows of a draft extend a graph computes logits. Request i has d rows; the first accept_lens[i] are accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     ALL_ROWS_WITH_TOPK = "all rows with top-k"  # in addition the most probable token of each row: SGLang 0.5.13's graph
@@ -45,7 +45,7 @@ def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
-    """The inputs of a draft model's forward pass, without the attention metadata."""
+    """The input buffers of a draft model's forward pass (token ids, hidden states, selected rows), without metadata."""
 
     input_ids: Tensor  #: int64 [num_tokens]
     hidden_states: Tensor  #: [num_tokens, hidden_size], the target model's hidden states
@@ -80,7 +80,7 @@ class DraftInputs:
 
 @dataclass(frozen=True, eq=False)
 class DraftOutputs:
-    """The outputs of a draft model, in `DraftExtendOutput.num_rows` rows."""
+    """The output tensors of a draft model. They have one row per query row or per request (`DraftExtendOutput.num_rows`)."""
 
     logits: Tensor  #: float32 [num_rows, vocab_size]
     hidden_states: Tensor  #: [num_rows, hidden_size]
@@ -104,14 +104,14 @@ def supports_draft_extend_graph(backend: object) -> bool:
 
 
 class DraftModel(Protocol):
-    """A protocol: the draft model that a graph runs, such as `studies.stand_in_model.StandInModel`."""
+    """A protocol: the draft model that a CUDA graph runs, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
         """Return zero-filled input buffers. Zeros are valid token ids and row indices."""
         ...
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Return output buffers of `DraftExtendOutput.num_rows` rows."""
+        """Return output buffers with the number of rows that `form` requires (`DraftExtendOutput.num_rows`)."""
         ...
 
     def prepare(
@@ -123,14 +123,14 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function, fit for a CUDA graph, that reads `inputs`, writes K and V to the cache and fills `outputs`."""
+        """Return a function that reads `inputs`, writes K and V and fills `outputs`. A CUDA graph can capture it."""
         ...
 
 
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the `body` of a `GraphRunner` that runs the model on slices of the input and output buffers."""
+    """Return the `body` argument of a `GraphRunner` that runs the draft model on slices of the input and output buffers."""
 
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
@@ -147,11 +147,12 @@ def model_body(
 
 
 class DraftExtendGraph:
-    """CUDA graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, as SGLang's draft-extend runner has them.
+    """The CUDA graphs of a draft model's draft extend (``DRAFT_EXTEND_V2``) for several batch sizes, as in SGLang's
+    draft-extend runner.
 
     Args:
         spec_info: the number of rows per request, in the fields that `GraphMode.draft_extend_v2` reads.
-        disable_padding: run only batches of exactly a captured size.
+        disable_padding: True: a batch runs only if its size is exactly a captured one.
 
     Raises:
         ValueError: the backend does not declare `supports_draft_extend_graph`, or `spec_info` has no number of rows.

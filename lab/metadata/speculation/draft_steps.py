@@ -32,7 +32,7 @@ MOST_STEPS = 8  # largest ``speculative_num_steps``
 
 
 class DraftPlan(NamedEnum):
-    """Which launches write the metadata of all steps of a draft."""
+    """Which launches write the metadata of all steps of a draft: one or several."""
 
     COMMON_TEMPLATE = "common template"  # a launch for the ragged lists, then one per step (before change 26241)
     PER_STEP = "per step"  # one launch per step (after change 26241)
@@ -41,7 +41,7 @@ class DraftPlan(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata of one draft step, and its lists of K/V slots (None except with `DraftPlan.COMMON_TEMPLATE`)."""
+    """The metadata of one step of a draft and, with `DraftPlan.COMMON_TEMPLATE`, the lists of K/V slots of its requests."""
 
     metadata: PassMetadata
     kv_indptr: Tensor | None = None  #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``
@@ -90,7 +90,7 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """The buffers of a draft's metadata for every batch of at most ``max_batch_size`` requests.
+    """Buffers for the metadata of all steps of a draft, for batches of at most ``max_batch_size`` requests.
 
     Attributes:
         kv_indptr, kv_indices: ``[speculative_num_steps, max_batch_size + 1]`` and ``[speculative_num_steps, max_batch_size *
@@ -209,7 +209,7 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
 
 
 def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    """Return a function that allocates the metadata of one step. Its argument is the step's page table; None: a new table.
+    """Return a function that allocates the metadata of one draft step. It takes the step's page table, or None for a new one.
 
     All steps of MHA share one `cu_seqlens_q`.
     """

@@ -24,7 +24,7 @@ class VerifyMaskForm(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class VerifyMask:
-    """A buffer for the bool mask of any batch of up to ``max_batch_size`` requests.
+    """A buffer for the bool mask of a verification of at most ``max_batch_size`` requests.
 
     Raises:
         TypeError: the buffer is not bool.
@@ -54,7 +54,7 @@ class VerifyMask:
         return self.buffer.nbytes
 
     def fits(self, batch_size: int) -> bool:
-        """Return True if the buffer has room for a step of `batch_size` requests."""
+        """Return True if the buffer has room for a verification of `batch_size` requests."""
         return batch_size <= self.max_batch_size
 
 
@@ -66,7 +66,7 @@ def verify_mask_cells(
     max_context_len: int,
     seq_lens_sum: int | None = None,
 ) -> int:
-    """Return the number of cells, of one byte each, in the bool mask of one step.
+    """Return the number of cells, of one byte each, in the bool mask of one verification.
 
     It is ``d * seq_lens_sum + batch_size * d * d`` for FULL, and ``batch_size * d * d`` for QLEN_ONLY.
 
@@ -108,7 +108,7 @@ def preallocate_verify_mask(
     skip_prefill: bool = False,
     is_draft_runner: bool = False,
 ) -> VerifyMask | None:
-    """Allocate the zero-filled mask of a backend for all its steps. Return None if the backend does not verify.
+    """Allocate the zero-filled mask that a backend uses in all its verifications. Return None if the backend does not verify.
 
     For 256 requests, 4 draft tokens and 131,072 tokens of context it has 134,221,824 bytes (FULL) or 4,096 (QLEN_ONLY).
 
@@ -129,7 +129,7 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set the whole buffer to True, also for a small batch, as SGLang does before it builds a tree.
+    """Set all cells of the buffer to True, also for a small batch, as SGLang does before it builds a tree.
 
     SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for kernels that
     read it.

@@ -21,7 +21,7 @@ FUSED_MHA = TRTLLMMHABackend()
 
 
 class CapturedVerify(VerifyBackend):
-    """Plan a verify pass in CUDA graphs: a plan writes the inputs and the metadata of a captured batch size.
+    """A `VerifyBackend` for verify passes in CUDA graphs. A plan writes the inputs and the metadata of a captured batch size.
 
     Args:
         num_draft_tokens: query rows of each request.
@@ -83,7 +83,7 @@ class CapturedVerify(VerifyBackend):
 
 
 class ChainVerify(CapturedVerify):
-    """Plan the verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft.
+    """Plans the verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft.
 
     Args:
         verify_mask: the mask that SGLang's draft fills while it builds a tree. No kernel reads it. None: the draft allocates
@@ -108,8 +108,8 @@ class ChainVerify(CapturedVerify):
 
 
 class TreeMaskVerify(CapturedVerify):
-    """Plan the verification of trees. The metadata is the same as for chains, and a mask lets each draft token see only itself
-    and its ancestors.
+    """Plans the verification of trees. The metadata is the same as for chains, and a mask lets each draft token see only itself
+    and its ancestors among the draft tokens.
 
     Attributes:
         parents: ``[max_batch_size, d]`` int64 as in `pack_tree_mask`: chains, until the draft writes its trees.
