@@ -130,6 +130,20 @@ def test_written_memory_and_failures_follow_from_nothing() -> None:
     assert found.broken.startswith("The call fails wherever a draft mask is given")
 
 
+@pytest.mark.parametrize(("wrong_outputs", "first"), [(12, "memory"), (24, "output")])
+def test_memory_that_is_written_more_often_than_results_are_wrong_comes_first(wrong_outputs: int, first: str) -> None:
+    """It is then the cause: a kernel that clears a page of its input makes later calls wrong."""
+    pairs = [
+        (
+            result(4, wrong=n < wrong_outputs, mask=n < wrong_outputs),
+            result(4, wrong=n % 2 > 0, held="memory", sinks=n % 2 > 0),
+        )
+        for n in range(40)
+    ]
+    found = diagnose([verdict(n, *pair) for n, pair in enumerate(pairs)])
+    assert [region.held for region in found.regions] == sorted(["output", "memory"], key=lambda held: held != first)
+
+
 def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
     shapes = [(20,), (20, 33), (33,), (20, 40), (7,), (1, 2), (9,), (9, 9)] * 3
     verdicts = [
