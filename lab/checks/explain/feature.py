@@ -105,7 +105,8 @@ class Choice:
 
     def phrase(self, operator: str, value: Value) -> str:
         kind = None if self.kinds is None else self.kinds.__members__.get(str(value).upper())
-        words = value if kind is None else f"“{str(kind.value).partition(':')[0]}”"
+        words = str(value) if kind is None else str(kind.value).partition(":")[0]
+        words = f"“{words}”" if kind is not None or " " in words else words
         return f"{self.text} {'is' if operator == '==' else 'is not'} {words}"
 
     def column(self, values: Sequence[Value | None]) -> Bits:

@@ -240,7 +240,7 @@ FEATURES: dict[str, CaseFeature] = {
         for name, text in WATCHED.items()
     },
     # Where no other feature says where a result is wrong.
-    "result": Choice("the name of the result", Cost.SETTING, is_negated=False),
+    "result": Choice("the compared result", Cost.SETTING, is_negated=False),
 }
 
 
