@@ -86,9 +86,7 @@ class GivenCall:
 
 
 class CaseRun:
-    """The judging of one case: makes its calls and collects errors. An `expect...` method records an error instead of raising
-    it.
-    """
+    """The judging of one case: makes its calls and collects errors. An `expect...` method records an error; it raises none."""
 
     def __init__(
         self,
@@ -202,8 +200,9 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record under the name `what` that a call in the `with` block failed, or was refused unless `needed`, instead of
-        raising the error. If the CUDA context is lost, raise KernelError, because no later call can succeed.
+        """Record the KernelError of a failed call in the `with` block under the name `what`, instead of raising it; likewise
+        the Unsupported of a refused call, unless it is `needed`. If the CUDA context is lost, raise KernelError: no later call
+        can succeed.
         """
         try:
             yield
@@ -264,7 +263,9 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make a call of a forward pass, or prepare it if `prefix` is "prepare_" or "plan_". Errors get the pass's lengths."""
+        """Make a call of an engine's forward pass. With the `prefix` "prepare_" or "plan_", return the prepared call. Errors
+        are recorded with the lengths of the whole pass, which may make two calls.
+        """
         if not prefix:
             of_call = self.note_call(interface, arguments)
             lengths = self._of_case if self._of_case.of_requests else of_call

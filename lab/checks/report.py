@@ -230,9 +230,7 @@ class Report:
 
     @functools.cached_property
     def coverages(self) -> tuple[Coverage, ...]:
-        """Return for each function which parameter values and pairs of values check K18 (combinations) judged; () if K18 did
-        not run.
-        """
+        """Return for each function which parameter values and pairs of values check K18 judged; () if K18 did not run."""
         return coverages(self.verdicts, self.ranges)
 
 

@@ -189,8 +189,8 @@ def need_gpu() -> None:
 
 
 def prepare_machine(device: str | None = None) -> None:
-    """Turn on Triton's interpreter if kernels will run on the CPU. Triton reads this setting when it is imported, so call this
-    before.
+    """Turn on Triton's interpreter if kernels will run on the CPU. Call this before Triton is imported, which reads this
+    setting.
 
     Args:
         device: where the kernels will run, such as "cuda:1"; None stands for a GPU if there is one, else the CPU.

@@ -252,8 +252,7 @@ class _Attention:
         return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
 
     def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the entries (latent keys) that a query row selects, float64 [entries, 1, head_dim of K]. V is the first part
-        of K.
+        """Return the entries (latent keys) that a query row selects, float64 [entries, 1, head_dim of K]. V is a part of K.
 
         The table of selections has one row per query row; its columns are places in the pool, whose descriptor has the
         dimensions (head_dim, entries). A row uses the number of columns in `sparse_mla_top_k_lens`, or without it `position` +

@@ -130,9 +130,7 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the names of the members of the installed FlashInfer's struct `KernelParams`, in order, without precomputed
-    divisors.
-    """
+    """Return the members of the installed FlashInfer's struct `KernelParams`, in order, without precomputed divisors."""
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)

@@ -201,8 +201,8 @@ def _words(shape: Shape) -> str:
 
 
 def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
-    """Return the text of compiled.md: which shapes compile, and which assertion fails for other shapes. `facts` is the
-    environment.
+    """Return the text of compiled.md: which shapes compile, and which assertion fails for the others, with the environment
+    (`facts`).
     """
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]
     refused = sum(row.refusal is not None for row in rows)

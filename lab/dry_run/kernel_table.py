@@ -144,9 +144,7 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
 
 
 def header_text(path: Path) -> str:
-    """Return the text of the file `flashInferMetaInfo.h` in a wheel or a folder. Raises ValueError if there is none,
-    or several.
-    """
+    """Return the text of the one file `flashInferMetaInfo.h` in a wheel or folder. Raises ValueError unless there is one."""
     if path.is_file():
         with zipfile.ZipFile(path) as wheel:
             found = [name for name in wheel.namelist() if name.endswith(HEADER_NAME)]

@@ -51,9 +51,7 @@ class Machine:
 
     @property
     def launcher(self) -> Launcher:
-        """Return trtllm-gen's launcher, which is compiled at the first access. Raises NotBuiltError if it cannot be
-        compiled.
-        """
+        """Return trtllm-gen's launcher. It is compiled at the first access; raises NotBuiltError if that is not possible."""
         if self._launcher is None:
             self._launcher = launcher_for(self.gpu)
             self._launcher.clear()

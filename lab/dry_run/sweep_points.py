@@ -75,9 +75,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a random point that differs on 1 to 5 axes from one of the call's base points; None if the model's constraints
-    forbid it.
-    """
+    """Return a random point that differs on 1 to 5 axes from one of the call's bases; None if the constraints forbid it."""
     model = SWEPT[call].model
     names = rng.sample(list(model.axes), rng.randint(1, 5))
     return model.completed(rng.choice(SWEPT[call].bases) | {name: rng.choice(model.axes[name]) for name in names})

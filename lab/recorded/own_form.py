@@ -51,9 +51,7 @@ _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d
 
 
 def listed(folder: Path) -> list[ListedCall]:
-    """Return the calls that a folder has in the lab's own format, in the order of time, with which the names of the
-    files begin.
-    """
+    """Return the calls in a folder that have the lab's own format, in the order of time (their file names begin with it)."""
     found = [
         (path, match.groups()) for path in sorted(folder.glob(f"*{SUFFIX}")) if (match := _NAME.fullmatch(path.name))
     ]

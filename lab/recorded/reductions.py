@@ -195,9 +195,7 @@ def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield a variant with random contents in all arguments of `CONTENTS`, then variants with random contents in one
-    argument.
-    """
+    """Yield a call with random contents in all arguments of `CONTENTS`, then calls with random contents in one of them."""
     names = [name for name in contents_of(call) if name not in call.drawn]
     if names:
         yield drawn(call, names)
@@ -228,9 +226,7 @@ def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
 
 
 def seed_of(name: str, side: int) -> int:
-    """Return the seed of the random contents of an argument's tensor. `side` is its index if the argument is a tuple,
-    else 0.
-    """
+    """Return the seed of an argument's random contents. `side` is the index of the tensor in a tuple, else 0."""
     return 10 * CONTENTS.index(name) + side
 
 

@@ -114,8 +114,8 @@ def shrunk(
     Args:
         call: a recorded call.
         find: returns why a call's result is wrong, None if it is right: `recorded_fault`, or a result of `fault_by_calling`.
-        reductions: `REDUCTIONS`; with `recorded_fault`, `OF_OUTPUTS`. With `recorded_fault`, a call that did not return is not
-            shrunk.
+        reductions: the reductions to try: `REDUCTIONS`, or `OF_OUTPUTS` if `find` is `recorded_fault`. Then a call that did
+            not return is not shrunk.
         synthetic: replace all contents by random values at the end, even if the result is then right.
 
     Returns:

@@ -24,7 +24,7 @@ MOST_SHOWN = 6
 
 
 class Place(NamedTuple):
-    """The position of a K or V vector: of which request, token and K/V head. `side` is 0 for K and 1 for V."""
+    """The position of a K or V vector: its request, token and K/V head, and `side`, which is 0 for K and 1 for V."""
 
     side: int  #: 0 for K, 1 for V
     request: int

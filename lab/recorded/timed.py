@@ -136,9 +136,7 @@ class CallRedraw(SeededRedraw):
 
     @property
     def selects(self) -> bool:
-        """Return True if rows select entries (sparse MLA). Lengths are then not changed, because the selected entries depend on
-        them.
-        """
+        """Return True if rows select entries (sparse MLA). The selected entries depend on the lengths, which are kept then."""
         return bool(self.forward.given.get("sparse_mla_top_k"))
 
     def first_set(self) -> dict[str, Any]:
@@ -158,9 +156,7 @@ class CallRedraw(SeededRedraw):
             arguments["block_tables"].copy_(torch.where(is_page, (table + shift * in_page) % count, table))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw new queries and a few new keys and values from the seeds, and fill the output with NaN. For some seeds, also
-        shorten the requests.
-        """
+        """Draw new queries and a few keys and values, and fill the output with NaN. Some seeds also shorten the requests."""
         query, kv_lens = arguments["query"], torch.tensor(self.forward.case.kv_lens, device=arguments["query"].device)
         query.copy_(self._drawn(query.shape, query.dtype, 0, seeds.call))
         problem, ends = self.forward.posed(arguments), kv_lens.cumsum(0)

@@ -120,9 +120,7 @@ def read_report(path: Path) -> RecordedFile:
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:
-    """Return the verdicts of a report. Raises ReportError, with the file's name, if this version of the lab cannot
-    read them.
-    """
+    """Return the verdicts of a report. Raises ReportError, with the file's name, if this lab cannot read them."""
     try:
         return list(read_cases(file.content))
     except ReportError as error:
@@ -136,17 +134,15 @@ def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, t
 
 
 def _setting(file: RecordedFile, name: str) -> Any:
-    """Return the value of one of `SETTINGS`. For "checks" it is a text that lists each check with the function that
-    it judged.
-    """
+    """Return the value of one of `SETTINGS`. For "checks", a text lists each check with the function that it judged."""
     if name == "checks":
         return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
     return file.content.get(name)
 
 
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
-    """Return a table of the cases whose verdict changed, one row per change, check and function; the module says which exit
-    status the report has. Raises RecordedFileError if a file cannot be read, ReportError if this version of the lab cannot read
+    """Return a table of the cases whose verdict changed, one row per change, check and function, with the exit status of the
+    module's docstring. Raises RecordedFileError if a file cannot be read, ReportError if this version of the lab cannot read
     its cases, and NotComparableError if both paths are the same file.
     """
     if os.path.realpath(before_path) == os.path.realpath(after_path):

@@ -177,7 +177,7 @@ def _summary(rows: Sequence[RowComparison], missing: Sequence[Identity], added: 
 
 
 def _exit_status(rows: Sequence[RowComparison], *, is_strict: bool, misses_rows: bool) -> ExitStatus:
-    """Return the exit status that this module's docstring defines."""
+    """Return the exit status by the rules in the module's docstring. `misses_rows`: a row of BEFORE is not in AFTER."""
     changes = {row.samples.speed for row in rows if row.samples is not None}
     if not changes:
         return ExitStatus.NOT_JUDGED
@@ -219,8 +219,8 @@ FIGURES: Columns = {
 
 
 def _reasons(rows: Sequence[RowComparison], shared: Collection[str]) -> Iterator[str]:
-    """Yield a line for each reason why rows are REFUSED or UNSURE, with these rows. Rows are named by their settings; settings
-    in `shared`, which are equal in all rows, are omitted.
+    """Yield a line for each reason why rows are REFUSED or UNSURE, followed by these rows. Rows are named by their settings;
+    settings in `shared`, which are equal in all rows, are left out.
     """
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
@@ -305,7 +305,7 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
     """Return the comparison, but UNSURE if a limit of the GPU, such as its power limit, may have caused the verdict. A limit
-    only makes a side slower, so that the limited side can still be the FASTER one.
+    only makes a side slower: the verdict stays if the limited side is the faster one.
     """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
@@ -342,8 +342,8 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield a sentence for each difference between two rows that forbids to compare them: in method, work or GPU clocks. ""
-    means none. If `limited` (the clocks of a row were reduced), different SM clocks are allowed.
+    """Yield a sentence, or "" for none, for each difference that forbids a comparison: in method, work or GPU clocks. If
+    `limited` (the clocks of a row were reduced), different SM clocks are allowed.
     """
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),

@@ -211,8 +211,8 @@ def _command(smallest: CaseResult) -> str:
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:
-    """Yield the first wrong recorded call of each function, why recorded calls were not judged, the remarks on all cases, and a
-    line that recorded calls are judged by their own page tables.
+    """Yield the first wrong recorded call of each function, why recorded calls were not judged, the remarks on all cases, and
+    a sentence that says that recorded calls are judged by their own page tables.
     """
     first: dict[str, RecordedCase] = {}
     for verdict in report.wrong:

@@ -99,9 +99,7 @@ def value_at(mapping: Any, keys: Sequence[str]) -> Any:
 
 
 def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
-    """Return a dictionary from (group, member) pairs: for each group, the list of its members. It keeps the order of
-    the pairs.
-    """
+    """Return for each group of (group, member) pairs the list of its members, in the order of the pairs."""
     found: dict[Group, list[Member]] = {}
     for group, member in pairs:
         found.setdefault(group, []).append(member)

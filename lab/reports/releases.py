@@ -151,9 +151,7 @@ def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
 
 
 def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> Iterator[FindingRow]:
-    """Yield a row for each finding of the page, whose headings are given by anchor; then one for each finding that only cases
-    cite.
-    """
+    """Yield a row for each finding of a page (`headings` by anchor), then a row for each finding that only reports cite."""
     affected = grouped(
         (cited, key)
         for of in verdicts.values()

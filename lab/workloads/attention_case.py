@@ -196,9 +196,7 @@ class AttentionCase:
 
     @cached_property
     def all_kv_lens(self) -> tuple[int, ...]:
-        """Return the number of keys of each request on all context-parallel ranks together. The case's own rank has `kv_lens`
-        of them.
-        """
+        """Return the keys of each request on all context-parallel ranks together; the case's rank has `kv_lens` of them."""
         rank, world = self.rank or (0, 1)
         return tuple(
             max(world * (kv_len - 1) + rank + 1 + (request + self.seed) % world if kv_len else min(rank, q_len), q_len)

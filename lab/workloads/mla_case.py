@@ -176,9 +176,7 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return how many different entries the last `rows` rows of a request with `seen` tokens see, if all of them select
-        the same ones.
-        """
+        """Return how many entries the last `rows` rows of a request with `seen` tokens see if all select the same ones."""
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
         entries = seen // self.compress_ratio if self.compress_ratio else 0

@@ -61,9 +61,7 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return for each request the position of the first token that the pass writes to the cache; the request's length if
-        it writes none.
-        """
+        """Return for each request the position of the first token whose K and V the pass writes; its length if none."""
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
@@ -90,8 +88,7 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        """Return the cache slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft, which writes
-        none.
+        """Return the cache slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft.
 
         Raises:
             ValueError: the pool does not hold the requests, or not all of their tokens.

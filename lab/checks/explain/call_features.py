@@ -143,7 +143,7 @@ def _plain(value: Any) -> Value | None:
 
 
 def features_of_case(case: Any) -> CallFeatures:
-    """Return the features of a case: of its fields, its forward mode, its batch and each request.
+    """Return the features (named properties) of a case: of its fields, its forward mode, its batch and each request.
 
     Raises:
         UnknownFeatureError: `lab.checks.explain.features` does not list a field of the case.
@@ -380,8 +380,8 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features (named properties) of a call that is about to be made, and record it in `log`. Copy its lengths to
-    the host.
+    """Return the features (named properties) of a call that is about to be made, and record it in `log`. Copy lengths to the
+    host.
 
     `around` has features of the case. They are part of the result; a feature of the call replaces one of the same name. If
     `lab.calls` refuses the arguments, only the features of the case and of `CallLog.read` are returned.

@@ -294,8 +294,7 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Find rules for the wrong results of kind `held`. Return their regions, and the number of wrong results outside all
-    regions.
+    """Find rules for wrong results of kind `held`. Return their regions, and the number of wrong results outside these.
 
     Rules are found among units (requests), but the numbers in a region count results.
     """

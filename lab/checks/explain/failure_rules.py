@@ -37,9 +37,7 @@ MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which 
 
 @dataclass(frozen=True)
 class Literal:
-    """A test of one feature, such as `q_len >= 2`: the feature's name, an operator (`lab.checks.explain.feature.OPERATORS`), a
-    value.
-    """
+    """A test of one feature, such as `q_len >= 2`: its name, one of `lab.checks.explain.feature.OPERATORS`, and a value."""
 
     feature: str
     operator: str
@@ -129,8 +127,8 @@ class _Search:
     """A search for failure rules. Units (requests or whole results) for which the same literals (tests) are true form a group.
 
     `holds` is bool [literals, groups]: whether a literal is true for the units of a group. `bad` and `good` are the weights of
-    the wrong and of the right units in each group. `costs` has the bits of each literal, and `alone` the bits of a rule of
-    only this one.
+    the wrong and of the right units in each group. `costs` has the bits of each literal, `alone` the bits of a rule of one
+    literal.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -145,9 +143,7 @@ class _Search:
         self.alone = _bits(inside_bad, inside_good) + outside + self.costs
 
     def rules(self) -> list[Chosen]:
-        """Return the rules, the most informative first. No rule, or one rule without tests, means that results are wrong
-        everywhere.
-        """
+        """Return the rules, the most informative first. No rule, or an empty one, means that results are wrong everywhere."""
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]
@@ -175,9 +171,7 @@ class _Search:
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return (false alarms, misses): the weight of right units for which a rule holds, and of wrong units for which none
-        holds.
-        """
+        """Return the weight of the right units for which a rule holds (false alarms), and of the wrong ones that are missed."""
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
@@ -197,9 +191,7 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units, by weight, among those units for which a rule holds. `left` has the groups to
-        count.
-        """
+        """Return the share of wrong units, by weight, among those units of the groups `left` for which a rule holds."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 

@@ -151,9 +151,7 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model (parameters with their values) of random attention cases: sizes, dtypes, number of requests, and
-    lengths.
-    """
+    """Return the model (parameters with their values) of random attention cases, including numbers and lengths of requests."""
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),

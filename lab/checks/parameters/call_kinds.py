@@ -19,9 +19,7 @@ Change = Callable[[AttentionCase], AttentionCase]  # raises ValueError for a cas
 
 @dataclass(frozen=True)
 class CallKind:
-    """A special kind of call, such as one over an NVFP4 cache: which functions have it, and how a plain case is changed into
-    it.
-    """
+    """A special kind of call, such as one over an NVFP4 cache: the functions that have it, and how a plain case is changed."""
 
     interfaces: tuple[AttentionCall, ...]  # the functions that have calls of this kind
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
@@ -41,9 +39,7 @@ class CallKind:
 
 
 def _changed(change: Change, plain: Sequence[AttentionCase]) -> AttentionCase | None:
-    """Return the first plain case that can have a form, changed by `change`, which raises ValueError for other cases; else
-    None.
-    """
+    """Return the first plain case that `change` can change, after the change; None if it raises ValueError for all cases."""
     for case in plain:
         with suppress(ValueError):
             return change(case)

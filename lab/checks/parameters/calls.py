@@ -98,9 +98,7 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
-    """Build the tensors of a configuration, and return a call that passes each argument in the form that the configuration
-    names.
-    """
+    """Build the tensors of a configuration, and return a call that passes each argument in the configuration's form."""
     family = FAMILIES[AttentionCall(of.interface)]
     inputs = family.inputs(of, ranges, device)
     sinks = inputs.sinks
@@ -119,9 +117,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _plain_values(call: BuiltCall) -> None:
-    """Pass each parameter of the configuration that is an argument of the call and a number, bool or None, unless it is the
-    default.
-    """
+    """Pass each parameter that is an argument of the call if its value is a number, bool or None, and not the default."""
     for name, argument in CALL_TYPES[call.interface].__dataclass_fields__.items():
         value = call.forms.get(name, argument.default)
         if (value is None or isinstance(value, int | float)) and value != argument.default:

@@ -65,9 +65,7 @@ def at_limits(model: Model) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Circumstance:
-    """A situation for which kernels have separate code, such as a long request, as a model that allows only calls in this
-    situation.
-    """
+    """A situation for which kernels have separate code, such as a long request: a model of only such calls."""
 
     model: Model
     chosen: int  # number of axes of a case that may have other values than the default
@@ -79,8 +77,7 @@ class Circumstance:
     @property
     def goals(self) -> list[Values]:
         """Return what the cases in this situation must contain: each single value with which a call computes something, and
-        the window `WINDOW` with each position of the longest request. What belongs to another shard (part of the run) is left
-        out.
+        the window `WINDOW` with each position of the longest request. Goals of other shards (parts of the run) are left out.
         """
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]

@@ -30,9 +30,7 @@ class Reach(NamedEnum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which parameter values of one function, and which pairs and triples of values, were judged, declined or left out in a
-    run.
-    """
+    """Which values of one function's parameters, and which pairs and triples of values, were judged or declined in a run."""
 
     interface: Interface
     values: Mapping[str, Mapping[Any, Reach]]  # by axis and value
@@ -57,9 +55,7 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return a text such as "40 of 42 values and 300 of 320 pairs of decode": how many were judged, of those that are
-        possible.
-        """
+        """Return a text with the judged among the possible values: "40 of 42 values and 300 of 320 pairs of decode"."""
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
@@ -100,8 +96,7 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return two sets of combinations (single values, pairs and declared triples): those in judged cases, and in declined
-    cases.
+    """Return two sets of combinations (values, pairs and declared triples): those in judged, and those in declined cases.
 
     A case that failed before a comparison is in neither. A group of `Model.apart`, such as an NVFP4 cache, is ignored if every
     judged case has a value of the group.

@@ -160,9 +160,7 @@ class Model:
 
     @functools.cached_property
     def _largest_triples(self) -> Mapping[str, int]:
-        """Return for each axis the number of combinations of values of the largest declared triple that contains it; 0 without
-        one.
-        """
+        """Return for each axis the number of value combinations of the largest declared triple that contains it, or 0."""
         sizes = {triple: math.prod(len(self.axes[name]) for name in triple) for triple in self.triples}
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
@@ -214,8 +212,7 @@ class Model:
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
         """Yield the default point, and for each other value of each axis a point with this value and otherwise defaults, as
-        far as the rules permit. A value that belongs to another shard (part of the run) is left out, unless its axis is in
-        `of_all`.
+        far as the rules permit. Values of other shards (parts of the run) are left out, except for the axes in `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -247,9 +244,7 @@ class Model:
 
     @functools.cached_property
     def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
-        """Return for each (axis, value) pair the point with this value and otherwise defaults; None if the rules forbid the
-        value.
-        """
+        """Return for each (axis, value) pair the point with this value and otherwise defaults; None if the rules forbid it."""
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     @functools.cached_property

@@ -107,8 +107,7 @@ def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
     """Return the implementation's metadata builder, wrapped so that it cannot change its inputs: if it changes a tensor of the
-    batch or pool, an error is recorded and the tensor is restored. The expected metadata is computed from the inputs
-    afterwards.
+    batch or pool, an error is recorded and the tensor is restored. The expected metadata is computed from them later.
 
     Args:
         run: the run of the case.
@@ -131,8 +130,7 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata that the implementation builds for a pass and then for a later pass: compare it with loops over
-    requests.
+    """Judge the metadata that the implementation builds for a pass and for a later pass: compare it with loops over requests.
 
     A build must not change its inputs or the first pass's metadata. The metadata must not share memory with the batch or pool.
     """

@@ -84,8 +84,8 @@ class Configuration(Chosen):
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return, for the model of a function, its defaults by axis, and the values of each axis. These are a dict from each value
-    to itself, so that a text finds the enum member that is equal to it.
+    """Return two mappings for a function's model: from each axis to its default, and from each axis to its values. The values
+    are a dict from each value to itself: a text, which is equal to an enum member, finds this member.
     """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}

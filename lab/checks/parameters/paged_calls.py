@@ -141,13 +141,13 @@ def longest_requests(of: Chosen) -> list[int]:
 
 
 def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return the lengths with 0 for the requests that `without`, a `Without`, names. Another value of it changes nothing."""
+    """Return the lengths with 0 for the requests that `without`, a `Without`, names. Any other value changes nothing."""
     empty = empty_requests(without, len(lens))
     return tuple(0 if request in empty else length for request, length in enumerate(lens))
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the numbers of keys of the longest requests in place: in turn to a result of `longest()` and to half of one."""
+    """Set the numbers of keys of the longest requests to results of `longest()`; for every second one to half of a result."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 

@@ -179,14 +179,12 @@ class LogitScale(TextEnum):
 
     @property
     def query_factor(self) -> float:
-        """Return the factor for the query. With SMALL, products q·k exceed float16's 65,504, and their scaled logits are
-        usual.
-        """
+        """Return the factor for the query. With SMALL, products q·k exceed float16's 65,504, and their scaled logits do not."""
         return 1.0 / self.factor if self is LogitScale.SMALL else 1.0
 
 
 class ValueScale(TextEnum):
-    """How `bmm2_scale`, the scale of the output, is passed. A rounded 0.9 shows, because it has many mantissa bits."""
+    """How `bmm2_scale`, the scale of the output, is passed. 0.9 has many mantissa bits, so that rounding it shows."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None

@@ -98,8 +98,7 @@ class Check:
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
         """Return the fixed (not random) cases of the check for a function at a level, with the parameter values in `ranges`.
-        For a check with `more` (K18), return only the cases of the shard (part of a run); for another check, those of all
-        shards.
+        Only a check with `more` (K18) returns the cases of the shard (part of a run); other checks return those of all shards.
         """
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:

@@ -31,9 +31,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Make the call while all cache entries that no row selects are huge or NaN, as `dead` says. Expect the bits of the result
-    `expected`.
-    """
+    """Make the call while all cache entries that no row selects are huge or NaN (`dead`). Expect the bits of `expected`."""
     inputs = run.build(dead=dead)
     places, entries = inputs.places(), inputs.k_pages.flatten(0, 1)
     selected = places[places >= 0].long()
@@ -45,8 +43,7 @@ def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     """Make the call as if an engine had freed the pages before all windows: the page table names an unused page of huge or NaN
-    values (`dead`) instead. In a window's first page, the tokens before the window are huge. Expect the bits of the result
-    `expected`.
+    values (`dead`) instead. In a window's first page, the tokens before the window are huge. Expect the bits of `expected`.
     """
     case = run.case
     inputs = run.build(dead=dead)

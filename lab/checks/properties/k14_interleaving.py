@@ -166,7 +166,7 @@ def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, At
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:
-    """Return the value after `value` in a tuple, which is cyclic; the first value if `value` is not in it."""
+    """Return the value that follows `value` in a tuple; the first value if it is the last one or not in the tuple."""
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 

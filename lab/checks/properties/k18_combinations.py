@@ -82,7 +82,7 @@ def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> 
 
 
 def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    """Return the model (parameters with their values) of a function, restricted to the goals of a shard (part of the run)."""
+    """Return a function's model (parameters with their values), which must be covered only for a shard (part of the run)."""
     model = MODELS[interface](ranges)
     return model if shard == model.shard else replace(model, shard=shard)
 
@@ -110,8 +110,7 @@ def _left_in_circumstances(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
     """Yield cases for values that were judged, but not in each circumstance (such as long requests), because a case was
-    declined for another of its values. At most `chosen` axes of a case differ from their default; None: the circumstance's own
-    number.
+    declined for another of its values. At most `chosen` axes differ from their default; None: as the circumstance says.
     """
     model = _model(interface, ranges, shard)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
@@ -190,9 +189,7 @@ def _e4m3_queries_with_sizes(model: Model) -> Iterator[Values]:
 
 
 def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:
-    """Sort cases by the number of multiplications in Q·K^T, and leave out those above `most`. Cases without a paged call count
-    as 0.
-    """
+    """Sort cases of paged calls by the number of multiplications in Q·K^T, without those above `most`. Others come first."""
 
     def num_products(case: Configuration) -> int:
         if case.interface not in PAGED_CALLS:
@@ -207,9 +204,7 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float 
 def _new_cases(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield a case for each point, except cases that have a verdict and repeated cases. Cases that differ only in their seed
-    are equal.
-    """
+    """Yield a case for each point, except repeated cases and cases that have a verdict. Seeds are not compared."""
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
     for case in _numbered(interface, ranges, points):
         if repr(replace(case, seed=0)) not in before:

@@ -41,8 +41,8 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Audit some of the right cases in `verdicts`, and yield the audit's verdicts. Once `is_over` returns True, stop after the
-    first.
+    """Audit some of the right cases in `verdicts`, and yield the audit's verdicts. Stop after the first once `is_over` is
+    True.
 
     If the lab could judge no case of the audit, the last verdict is FAILED, because nothing confirms the right cases.
     """

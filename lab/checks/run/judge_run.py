@@ -279,8 +279,7 @@ class CheckRun:
         """Judge cases in batches: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all cases at once.
         No case is begun after the end of the run. `drawn` says that the cases are random.
 
-        `keep` is called with each verdict in the order of the cases, and with False if the verdict was read from an earlier
-        report.
+        `keep` is called with each verdict in the order of the cases, and with False if it was read from an earlier report.
         """
         first = self._run.pool.workers
         ends = [0, *(() if self.is_telling else range(first, len(cases), CASES_PER_WORKER * first)), len(cases)]
@@ -302,8 +301,8 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases and keep their verdicts. Shrink each wrong case to a simpler one, until `most_wrong` different
-        ones exist.
+        """Judge random cases and keep their verdicts, for at most `most_wrong` different wrong cases, each shrunk to a simpler
+        one.
 
         Right verdicts of cases that were not planned are kept for at most `MOST_KEPT` cases. `wrong` has the reprs of the
         wrong cases so far; this method adds further ones.

@@ -123,8 +123,7 @@ def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
-    """Return a `Condition` that is true if `is_so(case, request)` is true for each request that the error sentence lists as
-    wrong.
+    """Return a `Condition` that is true if `is_so(case, request)` is true for each request in the error sentence's list.
 
     If the sentence lists no request, the condition is false; with `some_if_unnamed`, it is then that of `some_request`.
     """

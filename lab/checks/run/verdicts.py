@@ -170,8 +170,7 @@ def dishonest(judged: Judged, reason: str) -> Judged:
 
 def credible(judged: Judged) -> Judged:
     """Return the findings that a worker sent. Return DISHONEST instead if a kernel must have changed them: they are no
-    `Judged`, or they are RIGHT with an error above its bound. Call this only in a process that has not loaded the kernel's
-    code.
+    `Judged`, or they are RIGHT with an error above its bound. Only a process without the kernel's code may call this.
     """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))

@@ -69,8 +69,7 @@ class Workers:
     """The processes that judge cases: worker processes if the implementation is given by name, else this process.
 
     A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. A worker that
-    loses the CUDA context still reports its findings. Each worker gets one of the visible GPUs in turn, unless the device has
-    an index.
+    loses the CUDA context still reports its findings. Unless the device has an index, workers take turns on the visible GPUs.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ class Workers:
 
 
 def _status_of(exitcode: int | None) -> int | None:
-    """Return the exit status with which a kernel ended its worker, from the worker's, in which `ENDED_WITH_0` replaces 0."""
+    """Return the exit status that a kernel gave its worker. In `exitcode`, the worker's own, `ENDED_WITH_0` stands for 0."""
     return 0 if exitcode == ENDED_WITH_0 else exitcode
 
 

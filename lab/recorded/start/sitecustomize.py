@@ -19,8 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 class _FirstImport(MetaPathFinder):
     """An import hook that starts the recorder after the first import of a recorded package, when the imports of its root
-    package have ended: so the recorder does not see a package that is only partly initialised. A failed import does not start
-    it.
+    package have ended: so the recorder sees no package that is only partly initialised. A failed import does not start it.
     """
 
     running = 0  # number of modules of the root packages whose import has not ended

@@ -35,9 +35,7 @@ class Finding:
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:
-        """Return the section that describes the finding, as HTML; "" if `folder` has no such page or the page no such
-        section.
-        """
+        """Return the section that describes the finding, as HTML; "" if there is no such page or section in `folder`."""
         page = folder / Path(self.path).name
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
         headings = list(SECTION_HEADING.finditer(text))

@@ -117,15 +117,13 @@ class JudgedRun:
 
     @property
     def sentence(self) -> str:
-        """Return the sentence of the recorded diagnosis; if no diagnosis was recorded, the numbers of wrong and
-        failed cases.
-        """
+        """Return the sentence of the recorded diagnosis; if there is none, the numbers of wrong and failed cases."""
         numbers = " and ".join(f"{outcome} in {self.counts[outcome]}" for outcome in BROKEN if self.counts[outcome])
         return str(self.diagnosis.get("sentence") or f"{numbers} of {self.counts.total():,} cases.".capitalize())
 
     @property
     def reach(self) -> str:
-        """Return the line of the recorded diagnosis that counts what was compared, and says what was not judged."""
+        """Return the line of the recorded diagnosis that says how many results were compared, and what was not judged."""
         return str(self.diagnosis.get("reach") or "")
 
     @property
@@ -150,9 +148,7 @@ class JudgedRun:
 
     @property
     def smallest_case(self) -> dict[str, str]:
-        """Return, by heading, the recorded diagnosis' smallest wrong case, a command that judges it again, and its wrong
-        result.
-        """
+        """Return, by heading, the smallest wrong case of the recorded diagnosis, its result, and a command to reproduce it."""
         smallest = self.diagnosis.get("smallest") or {}
         number, facts = smallest.get("case"), {}
         found = next((case for case in self.cases if case.get("number") == number is not None), None)
@@ -252,9 +248,7 @@ class _FaultGroup(NamedTuple):
 
 
 def fault_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of wrong cases: one row per run, check, function, verdict and cited findings. It shows the worst of the
-    row's cases.
-    """
+    """Make a table of wrong cases: one row per run, check, function, verdict and cited findings, with the worst case of it."""
     faults = grouped(
         ((row.run.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
         for row in rows

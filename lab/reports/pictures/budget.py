@@ -13,9 +13,7 @@ LOOKS = {"quantisation": "o-", "kernel": "s--", "bound": "^:"}
 
 
 def budget_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Plot relative L2 errors over the number of keys, with one panel per cache dtype and one colour per distribution of
-    values.
-    """
+    """Plot relative L2 errors over the number of keys: a panel for each cache dtype, a colour for each kind of values."""
     caches = list(dict.fromkeys(row["kv"] for row in rows))
     colours = style.assigned([row["values"] for row in rows], style.COLOURS)
     figure, panels = style.panels(title, 3.6, columns=len(caches), log="xy")

@@ -159,9 +159,7 @@ def assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:
-    """Return matplotlib's arguments for a bar. It is hatched if `throttled`: the GPU reduced its clocks during the
-    measurement.
-    """
+    """Return matplotlib's arguments for a bar: hatched if `throttled` (the GPU reduced its clocks while it was measured)."""
     return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": HATCH if throttled else None}
 
 

@@ -20,8 +20,8 @@ NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
     """Draw a roofline plot (Williams, Waterman and Patterson 2009): one mark per row, at its arithmetic intensity and its rate
-    in TFLOP/s. The colour shows the implementation and the marker the forward mode. Marks of throttled rows are
-    hollow.
+    in TFLOP/s. The colour shows the implementation and the marker the forward mode. A hollow mark says that the GPU reduced
+    its clocks.
 
     A roof is drawn for the measured rates in `ceilings` (`lab.timing.Ceilings.facts`), and one for the datasheet's rates, if
     the memory's rate and the matrix units' rate are both known. Each row must have the facts "operations" and "bytes_moved".
@@ -62,8 +62,8 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
 
 def floor_figure(rows: Sequence[Row], title: str) -> Figure:
     """Draw one line per scenario with a mark per implementation, at the ratio of its median time to the scenario's floor (the
-    least possible time). The axis is logarithmic, and the ratio of the fastest implementation is written beside its mark. Rows
-    without a floor are omitted.
+    least possible time). The axis is logarithmic, and the ratio of the fastest implementation is written next to its mark.
+    Rows without a floor are omitted.
 
     If an implementation timed a scenario with several settings, each line's name contains the settings that differ.
     """

@@ -218,7 +218,7 @@ def draw_histories(
         lens: the lengths of the pass.
         generator: draws the query first, then the needles' directions, then each request's tokens.
         needles: positions of each request's needles; None: no needles.
-        head_dims: head_dim of K and of V, or only of a latent entry. The query has the first.
+        head_dims: head_dim of K and of V, or only of a latent entry. The first is the query's too.
 
     Returns:
         The query, [num_rows, num_qo_heads, head_dim], and for each request its K and V or its entries, [kv_len, num_kv_heads,

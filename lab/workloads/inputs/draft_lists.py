@@ -192,8 +192,7 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 def in_place(function: Callable[..., Any]) -> Writer:
     """Return a function that writes kv_indices and kv_indptr in place: `function` itself if it does so. If it returns lists,
-    like the reference, wrap it: zeros are read beyond the columns of ``req_to_token``, and lists that exceed their rows are
-    truncated.
+    like the reference, wrap it: it reads zeros beyond the columns of ``req_to_token``, and truncates lists that are too long.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function

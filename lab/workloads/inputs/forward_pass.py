@@ -158,9 +158,7 @@ class ForwardPass(EnginePass):
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
-        """Return the query rows and metadata of each context-parallel rank; () without context parallelism. Each rank makes a
-        call of its own.
-        """
+        """Return the query rows and metadata of each context-parallel rank, for its own call; () if there is one rank."""
         ranks = self.case.context_parallel
         return tuple(zigzag_shard(self.batch, self.metadata, ranks, rank) for rank in range(ranks)) if ranks > 1 else ()
 

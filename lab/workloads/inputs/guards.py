@@ -38,8 +38,7 @@ def surrounded(
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """Copy a tensor into a buffer, with a guard region before and after it. A later change of a guard shows a write out of
-    bounds.
+    """Copy a tensor into a buffer, between two guard regions, in which a write out of bounds shows.
 
     Returns:
         (the copy, the whole buffer as uint8). The copy begins `at_byte` bytes after an address with an allocation's alignment.

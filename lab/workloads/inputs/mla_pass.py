@@ -67,9 +67,7 @@ class MLAPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMLAPass(MLAPass):
-    """A forward pass with decode context parallelism: several ranks share the tokens of each request. One GPU makes the calls
-    of all ranks.
-    """
+    """A forward pass with decode context parallelism: ranks share the tokens of a request. One GPU makes all their calls."""
 
     metadata: Any  # one per rank
     cache: Any

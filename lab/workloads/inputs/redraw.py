@@ -155,9 +155,7 @@ class PassRedraw(SeededRedraw):
         cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw new queries, replace some tokens in the cache, and fill the output with NaN. For some seeds, also shorten the
-        requests.
-        """
+        """Draw new queries, replace some cached tokens, and fill the output with NaN. Some seeds also shorten the requests."""
         rows = sum(self.forward.case.q_lens)
         arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
         places = self._touched(seeds.tokens)
@@ -202,9 +200,7 @@ class PassRedraw(SeededRedraw):
 
     @property
     def _window_left(self) -> int:
-        """Return the case's window if tokens outside of it are not cached; else -1. DSV4 caches compressed entries of all
-        tokens.
-        """
+        """Return the case's window if tokens outside of it are not cached; else -1. (DSV4 caches entries of all tokens.)"""
         return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
 
     def _first_kept(self, request: int) -> int:

@@ -138,9 +138,7 @@ class ReplayFixture:
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
-        """Draw the batch's queries, fill the padding rows with `padding`, and replay a graph. The returned query and output are
-        copies.
-        """
+        """Draw the batch's queries, fill padding rows with `padding`, replay a graph, and return copies of query and output."""
         rows = batch.num_tokens
         self.query[:rows].copy_(self._randn(rows, *self.query.shape[1:]))
         self.query[rows:].fill_(padding)
