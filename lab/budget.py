@@ -114,8 +114,8 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
-    """Yield the requests of recorded decode and context calls. Each K/V head of a request becomes a request with the last query
-    row and the keys in its window, without sinks.
+    """Yield the requests of recorded decode and context calls. Each K/V head of a request becomes one request, with the last
+    query row and the keys in its window. Sinks are left out.
 
     Raises:
         ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.

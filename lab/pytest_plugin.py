@@ -121,7 +121,7 @@ def _offered(name: str, refusals: Any) -> list["Interface"]:
 
 
 def _workers(name: str, refusals: Any = None) -> "Workers":
-    """Return a worker process for a kernel, so that a crash of the kernel does not end pytest."""
+    """Return a pool with one worker process for a kernel, so that a crash of the kernel does not end pytest."""
     from lab.checks.run.judge import TIME_LIMIT_S, device_of
     from lab.checks.run.workers import Workers
     from lab.ranges import Ranges
@@ -154,7 +154,7 @@ class JudgedKernel(pytest.Collector):
         self._stack.close()
 
     def collect(self) -> Sequence["CheckOfFunction"]:
-        """Return a test for each check of each function."""
+        """Return one test per function of the kernel and check."""
         from lab.checks.properties import checks
 
         return [
@@ -167,8 +167,8 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the values with which a function is judged: the requested values, or the values that it supports if it does
-        not support most cases.
+        """Return the values with which a function is judged: those that the options request or, if it does not support most of
+        these cases, those that it supports.
         """
         from lab.workloads.interfaces import PAGED_CALLS
 
@@ -215,7 +215,7 @@ class NotRight(Exception):  # noqa: N818 - a verdict
 
 
 class CheckOfFunction(pytest.Item):
-    """One check of one function of a kernel, as a test."""
+    """A pytest item: the test that judges one function of a kernel by one check."""
 
     def __init__(self, *, check: str, interface: "Interface", **node: Any) -> None:
         super().__init__(**node)

@@ -108,7 +108,7 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`, and the values that check K18 (combinations) adds to the default."""
+    """The command-line option of a field of `Ranges`: help text, type, and further values for check K18 (combinations)."""
 
     help: str
     kind: Kind
@@ -258,7 +258,7 @@ class Ranges:
         return E4M3 if dtype == E4M3 or (self.e4m3_arithmetic and kv_dtype == E4M3) else None
 
     def holds(self, model: "Geometry") -> bool:
-        """Return True if the ranges contain a model's head_dim and group size, and sinks if it has them."""
+        """Return True if the ranges contain a model's head_dim and group size, and sinks if the model has sinks."""
         return (
             model.head_dim in self.head_dims
             and model.group in self.groups

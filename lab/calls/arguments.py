@@ -229,8 +229,8 @@ def check_table_rows(block_tables: torch.Tensor) -> None:
 
 
 def check_max_q_len(call: Any) -> int:
-    """Return a decode call's upper bound of the query rows of a request. Raise TypeError or ValueError unless the call has
-    either `q_len_per_req`, or `cum_seq_lens_q` with `max_q_len`.
+    """Return the largest number of query rows that a request of a decode call may have. Raise TypeError or ValueError unless
+    the call has either `q_len_per_req`, or `cum_seq_lens_q` with `max_q_len`.
     """
     if call.cum_seq_lens_q is None:
         if call.max_q_len is not None:
@@ -245,7 +245,9 @@ def check_max_q_len(call: Any) -> int:
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Return a scale: a float32 tensor of one element unchanged, a finite number as a float. Raise an error otherwise."""
+    """Check a scale and return it: a float32 tensor of one element unchanged, a finite number as a float. Raise TypeError or
+    ValueError for any other value.
+    """
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -260,7 +262,7 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def check_skip_softmax(factor: object) -> float:
-    """Return `skip_softmax_threshold_scale_factor` as a float; None is 0. Raise an error unless it is finite and >= 0."""
+    """Return `skip_softmax_threshold_scale_factor` as a float, 0 for None. Raise an error unless it is finite and >= 0."""
     name = "skip_softmax_threshold_scale_factor"
     if factor is None:
         return 0.0
@@ -305,7 +307,7 @@ def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return an uninitialised tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it."""
+    """Return a new tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it before each run."""
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
@@ -356,8 +358,8 @@ def output_dtype(call: Any) -> torch.dtype:
 
 
 def check_lse(call: Any) -> torch.Tensor | None:
-    """Return the call's `lse`. Raise TypeError or ValueError unless it is None or float32 [num_rows, num_qo_heads] without
-    elements that share memory.
+    """Check the call's `lse` and return it. Raise TypeError or ValueError unless it is None or float32 [num_rows, num_qo_heads]
+    whose elements do not share memory.
     """
     if call.lse is None:
         return None

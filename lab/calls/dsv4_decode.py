@@ -175,7 +175,7 @@ class DSV4DecodeCall:
         return out.view(self.query.shape) if self.out is None else self.out
 
     def _pool(self, name: str) -> torch.Tensor:
-        """Return a pool as [num_pages, 1, page_size, head_dim]."""
+        """Return the pool that the argument `name` holds, in the form [num_pages, 1, page_size, head_dim]."""
         if self.kv_layout not in ("HND", "NHD"):
             raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {self.kv_layout!r}")
         pool = arguments.check_tensor(name, getattr(self, name), (self.query.dtype,))

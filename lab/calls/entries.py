@@ -71,7 +71,8 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Return, for each of the requests, (places, indices) of the entries that its rows select. `places`, int64 [num_keys], are
-    sorted and distinct. `indices`, int64 [q_len, num_columns], are positions in `places`; -1 is no entry. Requires `selected`.
+    sorted and distinct. `indices`, int64 [q_len, num_columns], are positions in `places`; -1 is no entry. The problem must have
+    `selected`.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

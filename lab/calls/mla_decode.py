@@ -233,7 +233,7 @@ class MLADecodeCall:
         return batch_size
 
     def _selected(self, num_rows: int) -> torch.Tensor | None:
-        """Return the entries of each row, a view [num_rows, sparse_mla_top_k]; None if `block_tables` has pages."""
+        """Return the table of selected entries, a view [num_rows, sparse_mla_top_k]; None if `block_tables` has pages."""
         top_k, lens = self.sparse_mla_top_k, self.sparse_mla_top_k_lens
         if not top_k:
             if lens is not None:

@@ -89,7 +89,7 @@ class AttentionProblem(Softmax):
         return self.seq_lens.shape[-1]
 
     def kv_lens(self) -> list[int]:
-        """Return the number of keys of each request, in a block-sparse call its largest over the K/V heads. Synchronises."""
+        """Return the number of keys of each request (block-sparse: the largest number over its K/V heads). Synchronises."""
         lengths = self.seq_lens.cpu().to(torch.int64)
         return (lengths.amax(dim=0) if lengths.dim() == 2 else lengths).tolist()
 
@@ -144,7 +144,7 @@ class AttentionProblem(Softmax):
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
-        """Return the features that a kernel must support to compute the problem. Reads no tensor's contents."""
+        """Return the features that a kernel must support to compute the problem. No tensor's contents are read."""
         return features_of_fields(self)
 
     def check_values(self) -> None:
@@ -273,7 +273,7 @@ class PagedAttention(AttentionProblem):
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
     def of_one_pool(self) -> "PagedAttention":
-        """Return an equal problem whose entries all lie in `k_cache` and `v_cache`. Only a DSV4 problem has a second pool."""
+        """Return an equal problem whose entries all lie in one pool. Only a DeepSeek-V4 problem has a second pool."""
         return self
 
     def check_values(self) -> None:
@@ -368,7 +368,7 @@ def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
 
 
 def checked(problem: AnyProblem) -> AnyProblem:
-    """Return the problem. On a CPU, check its lengths, offsets, ids, scales and sinks first."""
+    """Return the problem. If it is on a CPU, first check its lengths, offsets, page ids, scales and sinks."""
     if problem.query.device.type == "cpu":
         problem.check_values()
         refuse_nan(problem, in_query=False)

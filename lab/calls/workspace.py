@@ -16,7 +16,7 @@ SEMAPHORE_BYTES = 8 * 2**20
 
 
 def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a contiguous workspace's semaphores, uint8 [SEMAPHORE_BYTES], and the scratch after them, as views."""
+    """Return two views of a contiguous workspace: its semaphores, uint8 [SEMAPHORE_BYTES], and the scratch after them."""
     data = workspace.view(-1).view(torch.uint8)
     return data[:SEMAPHORE_BYTES], data[SEMAPHORE_BYTES:]
 

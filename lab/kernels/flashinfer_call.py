@@ -70,7 +70,7 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a prepared call of a function of the installed FlashInfer. Raises the errors of `installed_taking`."""
+    """Return a `PreparedCall` of the installed FlashInfer's function `module.name`. Raises the errors of `installed_taking`."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
@@ -198,7 +198,7 @@ def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[s
 def trtllm_gen_memory(
     call: DecodeCall | ContextCall | MLADecodeCall | DSV4DecodeCall, problem: PagedAttention
 ) -> dict[str, Any]:
-    """Return the workspace and the counter argument of a call that runs trtllm-gen.
+    """Return the arguments for workspace and counters of a call that runs trtllm-gen.
 
     If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. FlashInfer would
     allocate and zero counters in each call.

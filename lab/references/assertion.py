@@ -78,7 +78,7 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the object of the FlashInfer call that has these arguments. Raise TypeError if there is no such call."""
+    """Return the `lab.calls` object of the FlashInfer call that has these arguments. Raise TypeError if there is none."""
     errors: dict[type[Any], TypeError] = {}
     for call in CALL_TYPES.values():
         try:
@@ -113,7 +113,7 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return a sentence about the wrong vectors of an output, if there are any. `truth` is None without query rows."""
+    """Return [a sentence about the wrong vectors of an output], or [] if all are right. `truth` is None without query rows."""
     if truth is None:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]

@@ -50,7 +50,7 @@ class TimedPasses:
 
     @classmethod
     def of(cls, case: TimedCase, device: torch.device) -> "TimedPasses":
-        """Build the pass of a case, or read a recorded call, for timing. Raises RecordingError if the call cannot be read."""
+        """Return the `TimedPasses` of a case's pass or of a recorded call. Raises RecordingError if the call cannot be read."""
         if isinstance(case, ForwardCase):
             return cls.over(build_forward(case, device))
         if isinstance(case, MLACase):

@@ -47,7 +47,7 @@ MOST_RENEWED = 8
 
 
 class DeviceClock:
-    """A clock for pytest-benchmark, in seconds. It moves only when `advance` adds a measured GPU time."""
+    """A clock for pytest-benchmark, in seconds. It stands still except when `advance` adds a measured GPU time."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -162,7 +162,7 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Call `lab.timing.staging.check_results`. If results are wrong, raise WrongWorkError with the call's name."""
+    """Check a call's results by `lab.timing.staging.check_results`. Raise WrongWorkError with its name if they are wrong."""
     try:
         check_results(works, seeds)
     except AssertionError as error:

@@ -116,7 +116,7 @@ def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_c
 
 
 def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> tuple[float, float]:
-    """Return the least times in µs in which the rates allow the bytes and the operations; 0 for an unknown rate."""
+    """Return the least times in µs to move the bytes, and to do the operations, at these rates; 0 for an unknown rate."""
     matrix_rate_tflops = rates.matrix_rate_tflops
     matrix_us = 0.0 if matrix_rate_tflops is None else operations / matrix_rate_tflops / 1e6
     return bytes_moved / rates.bandwidth_gbps / 1e3, matrix_us

@@ -45,7 +45,7 @@ Step = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
 class RefusedTimeError(RuntimeError):
-    """A time is refused: the hardware cannot reach it, two clocks disagree, or the GPU or a thread ran foreign work."""
+    """A time is refused: the hardware cannot reach it, two clocks disagree, or foreign work ran on the GPU or in a thread."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ INTERLEAVED = Rule(minimum_effect_percent=1.0)  # variants that are interleaved 
 
 
 class Speed(enum.Enum):
-    """The verdict on the second set of samples, relative to the first."""
+    """Whether the second set of samples is faster or slower than the first."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -95,7 +95,7 @@ class Times:
 
 @dataclass(frozen=True)
 class SampleComparison:
-    """The change of the median time from one set of samples to another.
+    """The result of comparing two sets of time samples: a verdict (`speed`), and the change of the median time.
 
     Attributes:
         before_us, after_us: the medians.

@@ -32,7 +32,7 @@ class Redraw(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GpuWork:
-    """A call to be timed, with lower bounds of the bytes that it moves and the operations that it does.
+    """A call to be timed, with its tensors and lower bounds of the bytes that it moves and the operations that it does.
 
     Attributes:
         prepare: takes the arguments, does the preparation that is not timed, and returns the timed call.
@@ -59,7 +59,7 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """Return this timed call and `count` - 1 copies of it with copied tensors."""
+        """Return a list of this timed call and `count` - 1 copies of it, each on its own tensors."""
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":

@@ -44,7 +44,7 @@ from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pa
 
 
 class Strides(NamedTuple):
-    """Strides of a call's tensors, in elements."""
+    """The strides, in elements, of a call's query (rows, heads), pools of K and V, and page tables."""
 
     query_row: int
     query_head: int
@@ -94,7 +94,9 @@ def _attention_kernel(
     OVERLAPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head."""
+    """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head.
+    `paged._grid` describes the grid.
+    """
     if OVERLAPS:  # the next launch, the merge or the launch for other requests, may begin
         gdc_launch_dependents()
     reach = reach_of(window_left, max_q_len)

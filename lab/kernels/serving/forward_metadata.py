@@ -192,7 +192,9 @@ def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
 
 
 def _query_rows_constant(buffers: PassBuffers) -> int:
-    """Return a pass's number of query rows per request. If it is not one number, return PRESET_ROWS or CUMULATIVE_ROWS."""
+    """Return a pass's number of query rows per request; PRESET_ROWS if `cu_seqlens_q` is not written, CUMULATIVE_ROWS if each
+    request has its own number.
+    """
     if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
     return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows

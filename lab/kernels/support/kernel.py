@@ -19,13 +19,14 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes that a kernel supports, and the sentences for other dtypes, without the kernel's name.
+    """The (query, K/V, output) dtypes that a kernel supports, and the error sentences for other dtypes, without the kernel's
+    name.
 
     Attributes:
         triples: the supported combinations.
-        queries, kv, out: the sentences for an unsupported query dtype, a K/V dtype that is unsupported with the query dtype,
-            and an output dtype that is unsupported with these two. They may contain `{q}`, `{kv}` and `{out}`. `kv` may map
-            each K/V dtype to its sentence, and `out` each query dtype.
+        queries, kv, out: the error sentences for an unsupported query dtype, a K/V dtype that is unsupported with the query
+            dtype, and an output dtype that is unsupported with these two. They may contain `{q}`, `{kv}` and `{out}`. `kv` may
+            map each K/V dtype to its sentence, and `out` each query dtype.
     """
 
     triples: Triples
@@ -34,7 +35,7 @@ class Dtypes:
     out: str | Mapping[torch.dtype, str]
 
     def why_not(self, q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> str | None:
-        """Return the sentence for the first unsupported dtype of query, K/V and output; None if all are supported."""
+        """Return the error sentence for the first unsupported dtype among query, K/V and output; None if all are supported."""
         if (q, kv, out) in self.triples:
             return None
         if q not in {triple[0] for triple in self.triples}:

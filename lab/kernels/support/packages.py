@@ -126,7 +126,7 @@ SGLANG_TRITON = paged_kernel(
 
 
 def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return a sentence if a call has a scale of K and V over another cache than e4m3, else None. vLLM would not apply it."""
+    """Return an error sentence if K and V have a scale over another cache than e4m3, which vLLM would not apply, else None."""
     if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
         return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     return None

@@ -19,10 +19,10 @@ def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto
     """Return the kernel that FlashInfer runs for a call on a GPU. `why_not` says whether that kernel supports the call there.
 
     Args:
-        call: without trtllm-gen, the context call runs fmha_v2, as in SGLang 0.5.23.
+        call: FlashInfer's function. On GPUs without trtllm-gen, CONTEXT runs fmha_v2, as in SGLang 0.5.23.
         capability: (major, minor) of the GPU.
         backend: the call's `backend`: "auto", "trtllm-gen" or "xqa". "cute-dsl" raises NotImplementedError.
-        of_one_rank: the call has the keys of one rank of decode context parallelism.
+        of_one_rank: True if the call has only the keys of one rank of decode context parallelism.
     """
     if backend == "cute-dsl":
         raise NotImplementedError(

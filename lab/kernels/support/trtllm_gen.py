@@ -55,7 +55,7 @@ ANY_PAGES = (*SMALL_PAGES, *(2**power for power in range(7, 31)))
 
 
 class MaskKind(NamedEnum):
-    """The kinds of masks for which trtllm-gen has separate kernels. The value of a member is its name in sentences."""
+    """The kinds of masks for which trtllm-gen has separate kernels. The value of a member is its name in error sentences."""
 
     CAUSAL = "causal rows"
     WINDOW = "a window"

@@ -1,4 +1,4 @@
-"""The mode of a runner's CUDA graphs, and the input buffers that the graphs read."""
+"""The mode of a runner's CUDA graphs, and the input buffers that they read. A *captured size* is the batch size of a graph."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,9 @@ class GraphMode:
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of the first draft extend: one row per accepted token, at most `num_draft_tokens` per request."""
+        """Return the mode of the first draft extend (``DRAFT_EXTEND``): one row per accepted token, at most `num_draft_tokens`
+        of a request.
+        """
         return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
 
     @classmethod
@@ -83,7 +85,7 @@ class GraphMode:
 
     @property
     def slots_per_req(self) -> int:
-        """Return how many tokens' K and V a graph writes for each request."""
+        """Return the number of tokens of each request whose K and V a graph writes."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:

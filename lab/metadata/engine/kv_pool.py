@@ -270,7 +270,7 @@ class KVPool:
             )
 
     def _slots_of_pages(self, pages: list[int]) -> Tensor:
-        """Return all slots of the given pages: ``[len(pages), page_size]`` int64."""
+        """Return the slots of all tokens of the given pages: ``[len(pages), page_size]`` int64."""
         starts = _ids(pages, self.device) * self.page_size
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 

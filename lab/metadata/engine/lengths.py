@@ -35,7 +35,7 @@ class DraftAttention(NamedEnum):
 
 
 def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
-    """Raise ValueError if the mode of a batch runs no attention, or the batch is on another device than the pool."""
+    """Raise ValueError if the forward mode of a batch runs no attention, or if batch and pool are on different devices."""
     if batch.forward_mode.query_rows is QueryRows.NONE:
         raise ValueError(
             f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "

@@ -84,7 +84,7 @@ class VerifyBackend(ABC):
         """Launch the part of the plan that does not depend on the draft, on the current stream, without reading the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the backend's buffers that the draft fills; None if the draft has its own."""
+        """Return ``[tree, positions]``, the backend's buffers that the draft fills. None stands for a buffer of the draft."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
@@ -258,7 +258,7 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch once with each draft. Return, for each draft, copies of all tensors that the verify pass received.
+    """Run the same batch once with each of the drafts. Return, per draft, copies of all tensors that the verify pass received.
 
     In a correct backend only the tensors that the fix-up writes differ between two drafts.
     """

@@ -61,7 +61,7 @@ class TRTLLMMHAMetadata:
         cu_seqlens_q: Tensor | None = None,
         expand_encoder_only_verify: bool = False,
     ) -> "TRTLLMMHAMetadata":
-        """Allocate the metadata of a pass, with sliding-window tensors if the pool has sliding-window pages.
+        """Allocate the metadata of a forward pass. It has sliding-window tensors if the pool has sliding-window pages.
 
         Args:
             new: allocates a tensor, like `torch.zeros` and `torch.empty`.

@@ -72,7 +72,7 @@ def mla_call_arguments(
 
 
 def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> dict[str, Any]:
-    """Return the keyword arguments of the decode call that do not depend on metadata."""
+    """Return those keyword arguments of the MLA decode call that depend only on the layer, the query and the cache."""
     k_scale = layer.k_scale if cache.storage.dtype == E4M3 else 1.0
     return {
         "query": query,

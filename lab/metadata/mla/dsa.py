@@ -42,7 +42,7 @@ class Indexer:
     group: int = 1
 
     def selected_lens(self, seen: Tensor) -> Tensor:
-        """Return how many positions are selected for each row, from the number of tokens that the row sees."""
+        """Return how many positions each row selects. `seen` has the number of tokens that each row sees."""
         grouped = seen // self.group * self.group
         return grouped.clamp(max=self.topk) + seen - grouped
 

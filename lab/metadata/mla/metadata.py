@@ -126,7 +126,7 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of one eager pass by `build_mla_prefill_metadata` or `build_mla_decode_metadata`."""
+    """Build the metadata of an eager pass: a prefill by `build_mla_prefill_metadata`, else by `build_mla_decode_metadata`."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
@@ -271,8 +271,8 @@ def check_mla_page_size(page_size: int) -> None:
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError unless the MLA backend supports the pool, the draft model's attention and the page size (None: the
-    pool's).
+    """Raise ValueError unless the MLA backend supports the pool, the draft model's `attention` and the page size. A `page_size`
+    of None means the pool's.
     """
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:

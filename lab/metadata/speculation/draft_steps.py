@@ -301,7 +301,8 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 class PreparedIteration:
     """The metadata of every pass of one speculative iteration, and the launch `write` that fills it from the batch's tensors.
 
-    In the lengths below, ``seq_lens`` and d, the number of draft tokens per request, are from the TARGET_VERIFY batch.
+    In the comments on the fields, ``seq_lens`` is that of the TARGET_VERIFY batch, and d its number of draft tokens per
+    request.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]  #: metadata of each decode pass, with lengths ``seq_lens + step + 1``

@@ -60,7 +60,9 @@ class CapturedVerify(VerifyBackend):
         return self.pool.device
 
     def planned(self, batch_size: int) -> PlannedVerify:
-        """Return the buffers of the captured size that holds `batch_size` requests; raises ValueError if all are smaller."""
+        """Return the buffers of the smallest captured batch size for `batch_size` requests. Raises ValueError if all are
+        smaller.
+        """
         return self._planned[size_for(batch_size, list(self._planned))]
 
     def check(self, batch: ForwardBatch) -> None:
