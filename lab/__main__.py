@@ -26,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         `ExitStatus.MISUSED` (2) if a package of one of the extras is missing, or a file or the output cannot be read or
         written; `ExitStatus.INTERRUPTED` (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
-        (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
     """
     # Python has None for a stream that was closed when the process began.
     sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))  # noqa: SIM115

@@ -231,8 +231,8 @@ def _addresses(
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
     """Return the addresses in memory of all recorded objects as bytes; None if an object is gone. Equal bytes mean that no
-    object was replaced. No Python function is called per object, because this runs after every judged case. The parameters that
-    are not listed are built-in functions, bound as defaults so that a kernel cannot replace them.
+    object was replaced. No Python function is called per object, because this runs after every judged case. The other
+    parameters are Python's functions and constants, bound as defaults so that a kernel cannot replace them.
 
     Args:
         lookups: functions that return the recorded names' objects, one for each of `holders`.

@@ -52,9 +52,7 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a version of `np_dtype_of`, which maps a Triton type to a NumPy dtype, that caches results by the element type's
-    name.
-    """
+    """Return a version of `np_dtype_of` (Triton type to NumPy dtype) that caches its results by the element type's name."""
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:

@@ -99,7 +99,7 @@ def truth_of_selected(
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return `truth`, which was computed with each row as a request, for requests with `q_lens` rows each."""
+    """Return `truth`, which was computed with each row as a request, for requests with these numbers of rows."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 

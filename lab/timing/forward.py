@@ -60,7 +60,7 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Return the `TimedPasses` of a forward pass. The K/V histories of its requests are dropped to free their memory."""
+        """Return the `TimedPasses` of a forward pass. It does not keep the K/V histories of the pass's requests."""
         bare = replace(forward, histories=())
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
@@ -86,7 +86,7 @@ TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build one pass, and time it on one implementation. Raise the error where `time_interleaved` would return it."""
+    """Build one pass and time it on one implementation. An error that `time_interleaved` would return is raised."""
     (found,) = time_interleaved(case, [implementation], method)
     if isinstance(found, Exception):
         raise found

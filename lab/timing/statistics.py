@@ -74,12 +74,12 @@ class Times:
 
     @classmethod
     def of(cls, samples_us: Sequence[float]) -> "Times":
-        """Return the times of one measurement's samples."""
+        """Return the `Times` of a measurement: its samples, their median and their interquartile range."""
         return cls(float(np.median(samples_us)), interquartile_range(samples_us), tuple(samples_us))
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> "Times":
-        """Return the times of a recorded row: its `samples_us`, or else its `median_us` and `iqr_us`."""
+        """Return the `Times` of a recorded row: from its `samples_us`, or else from its `median_us` and `iqr_us`."""
         return cls.of(row["samples_us"]) if row.get("samples_us") else cls(row["median_us"], row["iqr_us"])
 
     @property

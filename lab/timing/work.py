@@ -18,7 +18,7 @@ class Redraw(Protocol):
         """Return all arguments except `out` from the tensor set with this index. All calls over one pass share the sets."""
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw K and V from the seed, and move them to other pages of the pool."""
+        """Draw K and V from the seed, and write them to other pages of the pool."""
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
         """Draw queries, lengths and some tokens from the seeds, so that every result changes, and fill the output with NaN."""

@@ -184,9 +184,7 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return the result of `begin_share`, but start at a key tile: a first place among START_PLACES is moved to the first tile
-    after them.
-    """
+    """Return the result of `begin_share`, but if the first place is one of START_PLACES, begin at the next key tile."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_tiles, TILE)

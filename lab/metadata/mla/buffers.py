@@ -101,8 +101,8 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Call `write`, which writes the metadata of the requests' `rows` query rows. Then count padding rows in `seq_lens_k`, and
-    write page 0, the sink, to the columns of pages that only padding rows need.
+    """Call `write`, which writes the metadata of the pass. Then count padding rows in `seq_lens_k`, and write page 0, the sink,
+    to the columns of pages that only padding rows need. `rows` are the numbers of query rows of the requests.
     """
     write()
     assert metadata.seq_lens_q is not None
