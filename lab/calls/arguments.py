@@ -300,7 +300,7 @@ def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str
         "sinks": sinks,
         "bmm1_scale": check_scale("bmm1_scale", call.bmm1_scale)
         if bmm1_scale_log2 is None
-        else bmm1_scale_log2 * math.log(2.0),
+        else bmm1_scale_log2.to(torch.float64) * math.log(2.0),  # a product in float32 would be rounded
         "bmm2_scale": check_scale("bmm2_scale", call.bmm2_scale),
         "skip_softmax": check_skip_softmax(getattr(call, "skip_softmax_threshold_scale_factor", None)),
     }

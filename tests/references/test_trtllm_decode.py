@@ -190,8 +190,16 @@ def test_log2_scale_takes_precedence() -> None:
     log2_scale = torch.tensor([0.375 / math.log(2.0)])
     out, lse = decode(**decode_arguments(batch, bmm1_scale=100.0, bmm1_scale_log2=log2_scale))
     truth = expected(batch, bmm1_scale=0.375)
-    torch.testing.assert_close(out, truth[0], rtol=1e-5, atol=1e-6)  # the product is rounded to float32
+    torch.testing.assert_close(out, truth[0], rtol=1e-5, atol=1e-6)  # log2_scale is rounded to float32
     torch.testing.assert_close(lse.double(), truth[1], rtol=1e-5, atol=1e-6)
+
+
+def test_log2_scale_is_multiplied_in_float64() -> None:
+    batch = random_batch([2, 2], [7, 30])
+    log2_scale = torch.tensor([0.7])
+    out = decode(**decode_arguments(batch, bmm1_scale_log2=log2_scale))
+    same = decode(**decode_arguments(batch, bmm1_scale=log2_scale.item() * math.log(2.0)))
+    torch.testing.assert_close(out, same, rtol=1e-12, atol=1e-12)
 
 
 # LSE
