@@ -133,6 +133,10 @@ def test_results_of_a_rank_are_compared_with_its_own_keys() -> None:
     assert_close_to_reference(out, lse=lse, **given)
     with pytest.raises(AssertionError, match="vectors are wrong"):
         assert_close_to_reference(out.flip(0), **given)
+    own = given | {"lse": torch.empty_like(lse), "return_lse": False}
+    assert_close_to_reference(trtllm_batch_decode_with_kv_cache(**own), **own)
+    with pytest.raises(AssertionError, match="LSEs are wrong"):
+        assert_close_to_reference(out, **own | {"lse": torch.zeros_like(lse)})
 
 
 def test_padding_rows_are_no_rows_of_a_request() -> None:
