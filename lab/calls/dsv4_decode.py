@@ -50,8 +50,7 @@ class TwoPools(PagedAttention):
         window, compressed = (cache.shape[0] * cache.shape[2] for cache in (self.window_cache, self.k_cache))
         check_selection(self.selected, lens, cells & ~self._is_window(), compressed, NAMES)
         check_selection(self.selected, None, cells & self._is_window(), window, NAMES)
-        q_lens = torch.tensor(self.row_offsets()).diff().tolist()
-        for request, (kv_len, rows) in enumerate(zip(self.kv_lens(), q_lens, strict=True)):
+        for request, (kv_len, rows) in enumerate(zip(self.kv_lens(), self.q_lens(), strict=True)):
             if kv_len < rows:
                 raise ValueError(
                     f"seq_lens[{request}] = {kv_len} is less than the request's {rows} query rows, whose tokens it counts"

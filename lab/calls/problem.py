@@ -299,8 +299,8 @@ class PagedAttention(AttentionProblem):
                     f"but block_tables has {columns} columns ({capacity} tokens): widen the table"
                 )
         check_lengths(self, lengths, "max_seq_len/max_kv_len")
-        live_pages = torch.tensor([-(-length // self.page_size) for length in lengths])
-        live = torch.arange(columns).unsqueeze(0) < live_pages.unsqueeze(1)
+        live_pages = torch.tensor([-(-length // self.page_size) for length in lengths], device="cpu")
+        live = torch.arange(columns, device="cpu").unsqueeze(0) < live_pages.unsqueeze(1)
         self._check_page_ids("K", self.k_block_tables, live)
         if self.v_block_tables is not self.k_block_tables:
             self._check_page_ids("V", self.v_block_tables, live)

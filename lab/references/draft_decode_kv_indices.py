@@ -5,7 +5,10 @@ and tokens.
 import torch
 from torch import Tensor
 
+from lab.references.settings import with_own_settings
 
+
+@with_own_settings
 def generate_draft_decode_kv_indices(
     req_pool_indices: Tensor,
     req_to_token: Tensor,

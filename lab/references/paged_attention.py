@@ -16,6 +16,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
+from lab.references.settings import with_own_settings
 from lab.references.softmax_attention import (
     PIECE_ELEMENTS,
     Tile,
@@ -29,6 +30,7 @@ from lab.references.softmax_attention import (
 
 
 @takes(DecodeCall)
+@with_own_settings
 def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
     """Compute attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
 
@@ -47,6 +49,7 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 
 
 @takes(ContextCall)
+@with_own_settings
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     """Compute attention of any number of newest query tokens of each request over its paged K/V: extend, prefill.
 
@@ -58,6 +61,7 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 
 
 @takes(MLADecodeCall)
+@with_own_settings
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
     """Compute latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
 
@@ -80,6 +84,7 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
 
 @takes(DSV4DecodeCall)
+@with_own_settings
 def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
     """Compute DeepSeek-V4's attention: each row attends to entries that it selects in two pools, in one softmax.
 

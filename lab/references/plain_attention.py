@@ -11,12 +11,14 @@ from torch import Tensor
 from lab.calls.arguments import check_scale, check_tensor, check_vector
 from lab.calls.entry import takes_fields_of
 from lab.calls.problem import Softmax
+from lab.references.settings import with_own_settings
 from lab.references.softmax_attention import rounded, unchecked_attention, unchecked_eager_attention
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @takes_fields_of(Softmax)
+@with_own_settings
 def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **softmax: Any) -> tuple[Tensor, Tensor]:
     """Compute grouped-query softmax attention in float64.
 
@@ -43,6 +45,7 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **so
 
 
 @takes_fields_of(Softmax)
+@with_own_settings
 def eager_attention(
     query: Tensor,
     keys: Tensor,

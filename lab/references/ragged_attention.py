@@ -8,11 +8,13 @@ import torch
 
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
+from lab.references.settings import with_own_settings
 from lab.references.softmax_attention import rounded
 from lab.references.truth import Rules, solved_requests
 
 
 @takes(RaggedContextCall)
+@with_own_settings
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
     """Compute attention of each request's rows over contiguous K/V: the new tokens of an MLA prefill before absorption, or a
     chunk of their prefix.
