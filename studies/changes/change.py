@@ -47,7 +47,7 @@ def two_clocks(what: str) -> TimesByClock:
     """
     return lambda row: {
         "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
-        "without it": Times.of(row[f"unprofiled_{what}_us"]),
+        "without a profile": Times.of(row[f"unprofiled_{what}_us"]),
     }
 
 

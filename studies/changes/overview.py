@@ -18,14 +18,16 @@ MOST_NAMED, MOST_IN_A_CELL = 12, 4  # points that a sentence names, and a cell; 
 SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or cannot be told, at")
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
-    "Written by `lab experiments changes` from the recordings that it links: every measured number and every verdict "
-    "below is computed from them, by the lab's one rule for times. A statement *holds* at a point if the change makes the "
-    "time shorter, *does not hold* if it makes it longer, and *cannot be told* otherwise. A time is shorter "
-    f"if the whole interval of the ratio of the medians, at {INTERLEAVED.confidence_percent:g} % confidence, is more than "
-    f"{INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; longer likewise. Where a "
-    "recording holds no samples, the interval is that of the quartiles. A saving that is claimed is added to the time with the "
-    "change. Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and "
-    "with it. The recordings hold no date: the day is that of the file's commit."
+    "`lab experiments changes` wrote this page. It computed every measured number and every verdict from the recordings to "
+    "which the page links, by the lab's rule for times. A statement *holds* at a point if the change makes the time "
+    "shorter, *does not hold* if the change makes the time longer, and *cannot be told* if neither is certain. A time is "
+    f"shorter if the {INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is entirely more "
+    f"than {INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; the rule for a longer time "
+    "is the same in the other direction. If a recording has no samples, the interval is computed from the quartiles. If a "
+    "change claims that it saves a number of microseconds, this number is added to the time with the change. If a profile "
+    "and the host's clock timed a point, a statement holds only if both confirm it, and the tables have the profile's times. "
+    "`a → b` is the median time without the change and the median time with it. Statements with the note *(not claimed)* do "
+    "not count in the verdict on a change. The recordings have no date, so *day* is the day of the file's commit."
 )
 CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at")
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
@@ -62,7 +64,7 @@ def kernels_sentence(entries: Sequence[Entry]) -> str:
     sentence = f"On {where} FlashInfer ran {' and '.join(ran)}"
     if any("trtllm-gen" in kernel for kernel in ran):
         return f"{sentence}."
-    return f"{sentence}, and not trtllm-gen, which SGLang's backends run on SM100: the changes were not measured there."
+    return f"{sentence}. SGLang's backends run trtllm-gen on SM100; the changes were not measured with trtllm-gen."
 
 
 def _summary(entry: Entry) -> list[str]:
@@ -91,7 +93,7 @@ def _section(entry: Entry, folder: Path) -> list[str]:
         f"**Asked.** {change.question} `{command_of(change.module)} --out {change.module}.json`",
     ]
     if entry.failure:
-        left = "" if entry.answer is None else " What it had recorded by then stands below."
+        left = "" if entry.answer is None else " The numbers below were recorded before the failure."
         blocks += [f"**Failed**: {entry.failure}.{left}"]
     if entry.answer is None:
         return [*blocks, f"**{_sentence(NOT_RECORDED)}**"]

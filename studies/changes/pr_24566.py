@@ -15,8 +15,8 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
     both = pairs(rows, "arm", "context", "decode", ("q_len", "requests", "kv_len"))
     claimed = {"The decode call takes less GPU time than the context call.": compared_pairs(both, _named)}
     setting = (
-        f"Draft extend V2, one layer of {recording['geometry']} on one rank of {recording['tensor_parallel']}, q query rows "
-        "of each request."
+        f"The timed calls are draft extends V2 of one layer of {recording['geometry']} on one of "
+        f"{recording['tensor_parallel']} ranks. Each request has q query rows."
     )
     return Answer(aspects(claimed), setting, _mla_rows(recordings), _left_out(recording) + _no_mla_rows(recordings))
 
@@ -48,7 +48,7 @@ def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
     single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
     return tuple(
         f"MLA, {row['requests']} × {row['kv_len']:,} keys, {row['heads']} heads, {row['kernel']}: the decode call of "
-        f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, and that of one row "
+        f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, and the decode call of one row "
         f"{microseconds(single_us[_mla_point(row)])} µs."
         for row in _verifying_mla(recordings)
         if _mla_point(row) in single_us
@@ -60,17 +60,21 @@ def _mla_point(row: RecordedRow) -> tuple[object, ...]:
 
 
 def _no_mla_rows(recordings: Recordings) -> tuple[str, ...]:
-    unchanged = "the change for MLA, whose draft extend was on the decode call already (sgl-project/sglang#11664)"
-    return (f"{unchanged}." if _verifying_mla(recordings) else f"{unchanged}; nor that call with several rows.",)
+    unchanged = (
+        "the change for MLA, whose draft extend used the decode call before this change (sgl-project/sglang#11664)"
+    )
+    return (
+        f"{unchanged}." if _verifying_mla(recordings) else f"{unchanged}; nor MLA's decode call with several rows.",
+    )
 
 
 CHANGE = Change(
     24566,
     "Draft extend on the decode kernel",
-    "The draft extend of TRT-LLM MHA belongs on the decode kernel, as target verify does, and not on the context kernel. "
-    "No figure is given.",
-    "description of sgl-project/sglang#24566; undone by #24856 after an illegal memory access, back with #28241",
-    "For which rows, requests and keys is the decode call the faster one?",
+    "The draft extend of TRT-LLM MHA should run the decode kernel, as target verify does, and not the context kernel. "
+    "The pull request gives no number.",
+    "description of sgl-project/sglang#24566; reverted by #24856 after an illegal memory access, restored by #28241",
+    "For which numbers of rows, requests and keys does the decode call take less time than the context call?",
     "draft_extend_kernels",
     judge_decode_kernel,
     ("mla_decode",),

@@ -16,18 +16,18 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
     own = [rows for rows in eager_graph if rows[0]["mode"] == _DRAFT_EXTEND_V2]
     others = [rows for rows in eager_graph if rows[0]["mode"] != _DRAFT_EXTEND_V2]
     claimed = {
-        "A replay, with the copies into the graph's inputs, leaves the GPU idle sooner than the eager pass.": (
+        "After a replay, including the copies into the graph's inputs, the GPU is idle sooner than after the eager pass.": (
             compared_pairs(own, _mode, _completion)
         ),
-        "Without the top-k over all rows, which no worker reads, the graph takes less GPU time.": (
+        "The graph takes less GPU time without the top-k over all rows, which no worker reads.": (
             _form_against_form(recording, "all rows with top-k", "all rows")
         ),
     }
     aside = {
-        "With each request's one row chosen before the LM head, as in 0.5.23, the graph takes less GPU time than with all.": (
+        "If the LM head gets one row of each request, as in SGLang 0.5.23, the graph takes less GPU time than with all rows.": (
             _form_against_form(recording, "all rows", "selected row")
         ),
-        "A replay in the other modes leaves the GPU idle sooner than the eager pass.": compared_pairs(
+        "In the other modes the GPU is idle sooner after a replay than after the eager pass.": compared_pairs(
             others, _mode, _completion
         ),
         "The kernels of a replay take less GPU time than the kernels of the eager pass, without the time of launches.": (
@@ -36,13 +36,15 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
     }
     first = recording["modes"][0]
     spread = (
-        "" if any(row.get("completion_samples_us") for row in recording["modes"]) else " and recorded without a spread"
+        ""
+        if any(row.get("completion_samples_us") for row in recording["modes"])
+        else " These times have no recorded spread."
     )
     setting = (
-        f"A stand-in for a draft model, one layer of {recording['model']['geometry_name']} between QKV projection and LM head "
-        f"over {recording['model']['vocab_size']:,} tokens, {first['kv_len']:,} keys per request, "
-        f"{recording['implementation']}. The times until the GPU is idle are by the host's clock "
-        f"({recording['completion_method']}){spread}."
+        f"A stand-in for a draft model was timed: one layer of {recording['model']['geometry_name']}, from the QKV projection "
+        f"to an LM head over {recording['model']['vocab_size']:,} tokens, with {first['kv_len']:,} keys per request and "
+        f"{recording['implementation']}. The host's clock measured the times until the GPU is idle "
+        f"({recording['completion_method']}).{spread}"
     )
     return Answer(aspects(claimed, aside), setting, _host_times(recording), ("MLA's graph.",))
 
@@ -70,7 +72,7 @@ def _host_times(recording: Recorded) -> tuple[str, ...]:
     if not all(host.values()):
         return ()
     eager, graph = (f"{microseconds(min(times))} to {microseconds(max(times))} µs" for times in host.values())
-    return (f"Host time of a draft extend V2: {eager} eagerly, {graph} for a replay with its copies.",)
+    return (f"A draft extend V2 takes {eager} of host time eagerly, and {graph} as a replay with its copies.",)
 
 
 def _completion(row: RecordedRow) -> dict[str, Times]:
@@ -82,10 +84,10 @@ def _completion(row: RecordedRow) -> dict[str, Times]:
 CHANGE = Change(
     25002,
     "Draft extend V2 in a CUDA graph",
-    "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and the top-k over the logits of all rows in it is not needed. "
+    "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and does not need the top-k over the logits of all rows. "
     "The lab asks how much time the graph saves, and how much time the top-k takes.",
     "description of sgl-project/sglang#25002",
-    "How much sooner does a replay end than an eager pass, and how much time do the rows take that nobody reads?",
+    "How much sooner does a replay end than an eager pass, and how much time is spent on rows that no worker reads?",
     "draft_extend_graph",
     judge_draft_extend_graph,
 )

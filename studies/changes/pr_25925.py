@@ -13,7 +13,7 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
     recording = recordings["plan_stream"]
     variants = recording["arms"]
     claimed = {
-        "A chain's verify gets right metadata although nothing is written again after the draft.": (
+        "The verify of a chain of draft tokens gets right metadata although no metadata is written again after the draft.": (
             [_fix_up(row) for row in variants if row["drafts"] == "chains"]
         ),
         "Planning a chain's verify during the draft makes the iteration shorter.": (
@@ -24,16 +24,16 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
         "Planning a tree's verify during the draft, before its mask is written, makes the iteration shorter.": _planned(
             variants, "after the inputs", "trees"
         ),
-        "A plan on a second stream after the draft, as in 0.5.11, 0.5.12 and 0.5.23, makes the iteration shorter.": (
+        "A plan on a second stream after the draft, as in SGLang 0.5.11, 0.5.12 and 0.5.23, makes the iteration shorter.": (
             _planned(variants, "after the draft", "chains") + _planned(variants, "after the draft", "trees")
         ),
     }
     first = variants[0]
     setting = (
-        f"A loop of speculative iterations with stand-ins for draft and target, {counted(first['batch_size'], 'request')} of "
-        f"{first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens, pages of {first['page_size']}. "
-        "The first of two times is from a profile, the second is by the host's clock without a profile. A time is recorded "
-        "only if verify got right metadata before and after."
+        "A loop of speculative iterations was timed, with stand-ins for the draft and the target model, "
+        f"{counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens "
+        f"and pages of {first['page_size']}. A time was recorded only if verify got right metadata before and "
+        "after the samples."
     )
     return Answer(
         aspects(claimed, aside), setting, _tree_masks(variants), ("a plan stream that builds MLA's metadata.",)
@@ -63,16 +63,16 @@ def _tree_masks(variants: Sequence[RecordedRow]) -> tuple[str, ...]:
         return ()
     least, most = (microseconds(of(each["fix_up_us"] for each in times)) for of in (min, max))
     launches = " or ".join(f"{count:g}" for count in sorted({each["fix_up_launches"] for each in times}))
-    return (f"A tree's mask is written after the draft: {least} to {most} µs in {launches} launches.",)
+    return (f"A tree's mask is written after the draft. Writing it takes {least} to {most} µs in {launches} launches.",)
 
 
 CHANGE = Change(
     25925,
     "Verify planned on a second stream",
     "TRT-LLM MHA's verify metadata does not depend on the draft, so metadata planned on a second stream need not be "
-    "written again after it. The lab also asks whether the iteration becomes shorter, which is the plan stream's purpose.",
+    "written again after the draft. The lab also asks whether the plan stream makes the iteration shorter.",
     "description of sgl-project/sglang#25925; off unless SGLANG_ENABLE_OVERLAP_PLAN_STREAM is set",
-    "Is nothing written again after the draft, and when does a plan during the draft make an iteration shorter?",
+    "Is no metadata written again after the draft, and when does a plan during the draft make an iteration shorter?",
     "plan_stream",
     judge_plan_stream,
 )

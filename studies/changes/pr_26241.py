@@ -26,18 +26,19 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
             *_saved(rows, "mha", LISTS_SKIPPED),
             *_saved(rows, "mha", LISTS_SKIPPED, " eager"),
         ],
-        f"At 80K tokens and 3 steps the GPU time saved is more than the {microseconds(implied)} µs per iteration that the "
-        "claim's figures come to.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
+        f"At 80K tokens and 3 steps the GPU time saved is more than {microseconds(implied)} µs per iteration, the saving "
+        "that follows from the claim's figures.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
     }
     aside = {
-        "From 3 steps on, one launch for all steps takes less GPU time than one launch for each.": (
+        "From 3 steps on, one launch for all steps takes less GPU time than one launch for each step.": (
             _saved(many_steps, "mla", STEPS_TOGETHER) + _saved(many_steps, "mha", STEPS_TOGETHER)
         )
     }
     setting = (
-        "The time of a draft's metadata alone, without attention and without a model. The metadata is written into static "
-        "buffers, as in a graph, except at points named eager. "
-        f"Snapshots of a trace are of {recording['trace']}. The GPU and the batch size of the claim's figures are not stated."
+        "The writing of a draft's metadata was timed, without attention and without a model. The metadata is written into "
+        "static buffers, as in a graph, except at points named eager. "
+        f"Points named trace are snapshots of {recording['trace']}. The pull request does not state the GPU and the batch "
+        "size of its figures."
     )
     return Answer(aspects(claimed, aside), setting, _host_saving(recording))
 
@@ -61,19 +62,19 @@ def _host_saving(recording: Recorded) -> tuple[str, ...]:
         return ()
     saved = recording["pr_26241"]["host_saving_us_per_draft"]
     return (
-        f"Host time saved of a draft: {'; '.join(f'{form}, {microseconds(us)} µs' for form, us in saved.items())}.",
+        f"Host time that a draft saves: {'; '.join(f'{form}, {microseconds(us)} µs' for form, us in saved.items())}.",
     )
 
 
 CHANGE = Change(
     26241,
     "No ragged lists for MLA's draft steps",
-    "The TRT-LLM MLA backend reads no ragged K/V lists, so its draft steps need not make them: mean TPOT "
+    "The TRT-LLM MLA backend reads no ragged K/V lists, so its draft steps need not make these lists: mean TPOT "
     f"{CLAIM['tpot_before_ms']} → {CLAIM['tpot_after_ms']} ms "
     f"({100 * (CLAIM['tpot_after_ms'] / CLAIM['tpot_before_ms'] - 1):+.1f} %) with 80K tokens, 3 steps and "
     f"{CLAIM['accept_length']} accepted tokens (Kimi-K2.5-NVFP4, TP4).",
     "description of sgl-project/sglang#26241",
-    "How much time do the lists take, and is it the saving that follows from the claim's figures?",
+    "How much time do the lists take, and is this time the saving that follows from the claim's figures?",
     "draft_steps",
     judge_draft_steps,
 )

@@ -15,18 +15,17 @@ def judge_length_copy(recordings: Recordings) -> Answer:
     claimed = {
         "Without the copy no step waits for the GPU.": [_waits(*rows) for rows in both],
         "Without the copy a step is shorter.": compared_pairs(both, _named, two_clocks("step")),
-        "Filling the whole preallocated mask in each step, as 0.5.13 does, takes less time than is saved without the copy.": (
+        "Filling the whole mask in each step, as SGLang 0.5.13 does, takes less time than omitting the copy saves.": (
             compared_pairs(both, _named, two_clocks("step"), least_saved_us=full[0]) if full else []
         ),
     }
     first = variants[0]
     setting = (
-        f"A decode loop of {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
-        f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass. The first of two times is from a "
-        "profile, the second is by the host's clock without a profile."
+        f"A decode loop was timed with {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
+        f"{first['num_draft_tokens']} draft tokens and a stand-in for the forward pass."
     )
     missing = (
-        "the loop with MLA's metadata. The copy and the wait for it are code of the engine, the same for MHA and MLA.",
+        "the loop with MLA's metadata. The copy and the wait for the copy are code of the engine, the same for MHA and MLA.",
     )
     return Answer(aspects(claimed), setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
 
@@ -46,15 +45,19 @@ def _waits(copying: RecordedRow, other: RecordedRow) -> Observation:
 
 def _mask_facts(mask: RecordedRow) -> str:
     sizes = f"{mask['max_batch_size']} requests, {mask['num_draft_tokens']} draft tokens, {mask['max_context_len']:,} tokens"
-    return f"The mask of form {mask['form']!r} for {sizes}: {mask['mask_bytes']:,} bytes, {microseconds(mask['fill_us'])} µs."
+    return (
+        f"The mask of form {mask['form']!r} for {sizes} has {mask['mask_bytes']:,} bytes, and filling it takes "
+        f"{microseconds(mask['fill_us'])} µs."
+    )
 
 
 CHANGE = Change(
     26824,
     "No copy of the lengths to the host for MLA",
-    "The TRT-LLM MLA backend needs no lengths on the host, so the copy in each iteration and the wait for it can be left out. "
-    "A mask of the largest size, allocated before, replaces a mask sized by the sum of the lengths. No figure is given.",
-    "sgl-project/sglang#26824, whose description is a picture; #28106 says the same of MHA in words",
+    "The TRT-LLM MLA backend needs no lengths on the host, so each iteration can omit the copy and the wait for it. "
+    "A mask of the largest size, which is allocated once, replaces a mask sized by the sum of the lengths. The pull request "
+    "gives no number.",
+    "sgl-project/sglang#26824, whose description is a picture; #28106 describes the same change for MHA in words",
     "How much time does a decode loop save without the copy, and how much time and memory does the mask take?",
     "length_copy",
     judge_length_copy,

@@ -60,7 +60,7 @@ def test_mlas_calls_of_several_rows_stand_beside_24566_where_they_are_recorded()
     mla["rows"] = [row for row in mla["rows"] if row["q_len"] == 1]
     lacking = judged(24566, recorded("draft_extend_kernels"), mla)
     assert lacking.notes == ()
-    assert "nor that call with several rows" in lacking.missing[-1]
+    assert "nor MLA's decode call with several rows" in lacking.missing[-1]
     single = mla["rows"][0]
     mla["rows"].append(single | {"q_len": 4, "median_us": 1234.5})
     (note,) = judged(24566, recorded("draft_extend_kernels"), mla).notes

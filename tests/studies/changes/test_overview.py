@@ -90,7 +90,7 @@ def test_the_kernels_are_those_that_ran(folder: Path) -> None:
     write(folder, "draft_extend_kernels", recording)
     said = kernels_sentence(read_entries(folder))
     assert "trtllm-gen decode for trtllm_batch_decode_with_kv_cache" in said
-    assert "not trtllm-gen" not in said
+    assert "not measured with trtllm-gen" not in said
     assert said.startswith("On SM90 and SM100")
     file_of(folder, "draft_extend_kernels").unlink()
     assert "no recording here names a kernel" in kernels_sentence(read_entries(folder))
