@@ -348,7 +348,7 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record what a comparison found, for the call with the features `call` (default: the last call) and each request."""
+        """Record the comparison of a result `what`, for a call with the features `call` (None: the last) and its requests."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):

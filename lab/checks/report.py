@@ -130,7 +130,7 @@ class Report:
 
     @property
     def _is_hardly_judged(self) -> bool:
-        """Return True if less than the share `LEAST_COMPARED` of the begun cases that an engine sends were judged."""
+        """Return True if the run compared results in less than a share `LEAST_COMPARED` of its cases that an engine sends."""
         sent = [verdict.judged.judged > 0 for verdict in self.verdicts if verdict.sent_by]
         return sum(sent) < LEAST_COMPARED * len(sent)
 

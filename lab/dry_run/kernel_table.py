@@ -92,7 +92,7 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the table in the file that is part of the lab."""
+    """Return the kernel table that is stored in the lab's own package."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 

@@ -48,7 +48,7 @@ class RecordedCase:
         return own_form.read(path) if path.suffix == own_form.SUFFIX else flashinfer_dumps.read(path)
 
     def posed(self) -> tuple[RecordedCall, Problem]:
-        """Read the call. Return it, and the attention problem (checked sizes and tensors) that its arguments define.
+        """Read the call. Return it with the attention problem (sizes and tensors, checked) that its arguments define.
 
         Raises:
             RecordingError: the call cannot be read, or the lab does not support it.

@@ -132,7 +132,7 @@ class Recorder:
         self._wrappers = dict[int, Any]()  # by the id of the function
 
     def __enter__(self) -> "Recorder":
-        """Wrap the functions, and the methods of CUDA graphs."""
+        """Replace the recorded functions, and the methods of CUDA graphs, by wrappers that record calls."""
         self.out.mkdir(parents=True, exist_ok=True)
         found = functions_of([each.value for each in RECORDED_CALLS], self._packages)
         self._wrappers = {each: self._wrapper(*named) for each, named in found.items()}
@@ -181,7 +181,7 @@ class Recorder:
         return recorded
 
     def _chooses(self, layer: int | None) -> bool:
-        """Return True if a call of this layer is to be recorded as far as its layer, the time and the random choice decide."""
+        """Return True if the layer, the time and the random choice of a call permit that it is recorded."""
         triggers = self.triggers
         return (
             not self.has_ended

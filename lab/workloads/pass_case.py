@@ -45,7 +45,7 @@ class PassCase(PassLens):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the number of keys that the last row of each request sees without a window."""
+        """Return the number of keys that the last row of each request would see if there were no window."""
         return self.kv_lens
 
     @property

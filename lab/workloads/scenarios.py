@@ -127,7 +127,9 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the forward pass that a name describes, also of latent attention (MLA), like `scenario` with its errors."""
+    """Return the forward pass that a name describes: of grouped queries, as from `scenario`, or of latent attention (MLA). The
+    arguments and errors are those of `scenario`.
+    """
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):

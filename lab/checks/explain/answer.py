@@ -57,12 +57,12 @@ def answer(verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[N
 
 
 def deciding(verdicts: Iterable[CaseVerdict], profile: str) -> list[CaseVerdict]:
-    """Return the verdicts on cases that the engine `profile` sends, or all for "". They decide whether a run is right."""
+    """Return the verdicts that decide whether a run is right: on cases that the engine `profile` sends, or all for ""."""
     return [verdict for verdict in verdicts if not profile or profile in verdict.sent_by]
 
 
 def judged_functions(verdicts: Iterable[CaseVerdict], profile: str) -> set[Interface]:
-    """Return the functions with at least one compared result, in cases that the engine `profile` sends ("": in any case)."""
+    """Return the functions with a compared result. If `profile` is not "", only cases that this engine sends count."""
     return {verdict.interface for verdict in deciding(verdicts, profile) if verdict.judged.judged}
 
 
@@ -85,7 +85,7 @@ def _of_cases(
     verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> str:
     """Return the sentence that says for which of `engines` all cases are right, how many cases are wrong, and how many checks
-    compared no result. `judged` has the verdicts that are not declined. `is_whole`: no planned case was left out.
+    compared no result. `judged` has the verdicts that are not declined. `is_whole` is True if no planned case was left out.
     """
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
     right, wrong = "right", _word(judged).lower()

@@ -326,7 +326,7 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
 
 
 class CallLog:
-    """The attention calls of one case so far. `read` compares a new call with them."""
+    """The attention calls of one case so far. `read` compares a new call with them, and returns features."""
 
     def __init__(self) -> None:
         self._calls = 0

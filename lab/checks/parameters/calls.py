@@ -51,7 +51,7 @@ def judge_call(run: CaseRun) -> None:
 
 
 def judge_built(run: CaseRun, call: BuiltCall) -> None:
-    """Make a call. Judge its output and LSE, what it returned, and that it wrote only to outputs and scratch."""
+    """Make a call. Judge its output and LSE, the form of what it returned, and that it wrote only to outputs and scratch."""
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
     out, lse = call.given.get("out"), call.given.get("lse")

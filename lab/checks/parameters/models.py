@@ -25,7 +25,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 @dataclass(frozen=True)
 class CallFamily:
-    """What the judge needs of one attention function: its model, and functions that build its calls from configurations."""
+    """What the judge needs of one attention function: a model of its parameters, and functions that build its calls."""
 
     model: Callable[[Ranges], Model]  # returns the model with the values in the ranges
     inputs: Callable[..., Any]  # returns the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`

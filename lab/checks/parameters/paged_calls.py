@@ -237,7 +237,9 @@ def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with a page table in which the last page of each long request is the same as the page before it."""
+    """Return the inputs with a page table that names one page twice: the last page of each request with several pages is
+    replaced by the page before it.
+    """
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)
     for request, kv_len in enumerate(inputs.case.kv_lens):

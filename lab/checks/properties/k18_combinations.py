@@ -213,7 +213,7 @@ def _new_cases(
 
 
 def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
-    """Yield random cases without end, of values that were judged. At least two axes of a case get random values."""
+    """Yield random cases without end whose values were all judged before. At least two axes of a case get random values."""
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"
         yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)

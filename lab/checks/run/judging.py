@@ -131,7 +131,7 @@ def failure_of_the_lab(sentence: str) -> str:
 
 
 def is_of_memory(error: Exception) -> bool:
-    """Return True if an error says that memory is exhausted. For memory of a CPU tensor, torch raises a plain RuntimeError."""
+    """Return True if an error says that the memory of the machine or GPU is exhausted. (torch: a RuntimeError on the CPU.)"""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 

@@ -42,7 +42,9 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of what determines a run's verdicts: of `sources`, itself a digest ("": return ""), and `parts`."""
+    """Return a digest of everything on which a run's verdicts depend: of `sources`, which is a digest of source files, and of
+    `parts`, such as settings. Return "" if `sources` is "".
+    """
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 

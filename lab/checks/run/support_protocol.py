@@ -168,7 +168,7 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
-    """Return True if an error counts as a refusal by the rules of `invoke`. `late`: an argument had been written before it."""
+    """Return True if an error is a refusal by the rules of `invoke`. `late`: an argument was written before the error."""
     packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
     if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
         return False

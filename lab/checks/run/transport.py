@@ -32,7 +32,7 @@ _SENT = (
 
 
 class Foreign(Exception):  # noqa: N818 - it stands for any object
-    """Replaces an unpickled object whose class is not permitted. It is an exception, so that it can replace one."""
+    """The replacement of an unpickled object whose class is not permitted. As an exception, it can be raised."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__("its worker sent the judge an object that is part of no verdict")

@@ -242,7 +242,7 @@ class Workers:
 
 
 def _status_of(exitcode: int | None) -> int | None:
-    """Return the exit status that a kernel gave its worker. In `exitcode`, the worker's own, `ENDED_WITH_0` stands for 0."""
+    """Return the exit status with which a kernel ended its worker: 0 if the worker's own is `ENDED_WITH_0`."""
     return 0 if exitcode == ENDED_WITH_0 else exitcode
 
 

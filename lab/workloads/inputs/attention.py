@@ -88,7 +88,7 @@ class AttentionInputs:
 
     @property
     def kv_bound(self) -> str:
-        """Return the name of the call's argument for the largest number of keys of a request: "max_kv_len" or "max_seq_len"."""
+        """Return the name of the call's argument that bounds the number of keys of a request: max_kv_len or max_seq_len."""
         return "max_kv_len" if self.interface is AttentionCall.CONTEXT else "max_seq_len"
 
     @property

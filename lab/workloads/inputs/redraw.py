@@ -43,7 +43,7 @@ class Seeds(NamedTuple):
 
 
 def wipe(arguments: Mapping[str, Any]) -> None:
-    """Fill the output `out` with NaN."""
+    """Fill the output tensor, the argument `out`, with NaN."""
     fill(arguments["out"], float("nan"))
 
 

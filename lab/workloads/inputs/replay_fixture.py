@@ -35,7 +35,7 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """What one pass of a fixture used and returned: its query, output and metadata, without padding rows.
+    """One pass that a fixture has run: its query, its output and its metadata, without padding rows.
 
     After a replay, `metadata` and `view` are the runner's buffers, which the next replay overwrites.
     """
