@@ -156,8 +156,8 @@ def not_timed_table(run: RecordedRun, name: str = "") -> Table:
     )
     columns: Columns = {
         "implementation": lambda item: words(item[0][0]),
-        "not timed, because": lambda item: words(item[0][1]),
-        "scenarios": lambda item: words(", ".join(item[1])),
+        "not timed, because": lambda item: words(item[0][1], style="long"),
+        "scenarios": lambda item: words(", ".join(item[1]), style="long"),
     }
     return make_table(columns, sorted(scenarios.items()), name=name, caption="Not timed, and why", say_once=())
 

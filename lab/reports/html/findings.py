@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 
@@ -56,15 +57,15 @@ def findings_in(citation: str) -> tuple[Finding, ...]:
 
 
 def markdown_html(text: str) -> str:
-    """Convert Markdown to HTML. Raw HTML in it is shown as text, links become plain text, and pictures are not rendered. "# "
-    becomes h3 and so on, because the page itself uses h1 and h2.
+    """Convert Markdown to HTML. Comments and pictures are dropped, other raw HTML is shown as text, and links become
+    plain text. "# " becomes h3 and so on, because the page itself uses h1 and h2.
     """
     from markdown_it import MarkdownIt
 
-    markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    for rule in ("link_open", "link_close"):
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    for rule in ("link_open", "link_close", "image"):
         markdown.add_render_rule(rule, lambda *_: "")
-    tokens = markdown.parse(text)
+    tokens = markdown.parse(COMMENT.sub("", text))
     for token in tokens:
         if token.type in ("heading_open", "heading_close"):
             token.tag = f"h{min(int(token.tag[1:]) + 2, 6)}"

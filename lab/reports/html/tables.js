@@ -16,13 +16,13 @@ const options = {
     { targets: "words", columnControl: wordFilters },
   ],
 };
-// Small tables have neither pages nor a search field.
+// A table that fits on one page has neither pages nor a search field.
 const withoutControls = { paging: false, layout: { topStart: null, topEnd: null, bottomStart: null, bottomEnd: null } };
 for (const details of document.querySelectorAll("details.table")) {
   const make = () => {
     const table = details.querySelector("table.data");
     if (!details.open || DataTable.isDataTable(table)) return;
-    const isSmall = table.tBodies[0].rows.length <= 10;
+    const isSmall = table.tBodies[0].rows.length <= options.pageLength;
     new DataTable(table, isSmall ? { ...options, ...withoutControls } : options);
   };
   details.addEventListener("toggle", make);

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 
 from lab.files import read_json, without_suffix, write_text
 from lab.reports.html.experiments import experiment_part
-from lab.reports.html.findings import findings_in, slug
+from lab.reports.html.findings import findings_in, markdown_html, slug
 from lab.reports.html.judged import check_name
 from lab.reports.html.page import html_report
 from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_folder
@@ -139,7 +139,14 @@ def test_the_page_opens_with_the_answer(html: str) -> None:
     assert "15 runs of the judge: 2 wrong, 2 failed, 8 known, 3 right." in said
     assert "Fastest in 50 scenarios with several implementations, in 3 runs: " in said
     assert "Failed in 5 of 12 cases." in said
+    assert said.index("<b>known</b>: a result is wrong in a way that") < said.index('<span class="known">')
     assert "K1 oracle of decode: wrong. What the check catches: Any error of an output vector" in said
+
+
+def test_no_two_tables_have_the_same_title(html: str) -> None:
+    titles = re.findall(r"<summary>(.*?) <span", html)
+    assert "timings.json: GPU time" in titles
+    assert len(titles) == len(set(titles))
 
 
 def test_the_fastest_of_each_scenario(page: Page) -> None:
@@ -323,6 +330,10 @@ def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
     assert read.tables["verdicts"].column("largest error with this verdict, % of bound")[0].text == "not finite"
 
 
+def test_comments_and_pictures_of_a_note_are_not_shown() -> None:
+    assert markdown_html("<!-- run,\nonce -->\nText ![a picture](a.png)\n") == "<p>Text </p>\n"
+
+
 def test_a_folder_may_hold_anything(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / "facts.json").write_text(json.dumps({"answer": 42, "rows": [], "deep": {"er": "x"}}))
@@ -413,7 +424,9 @@ def test_in_a_browser_nothing_is_requested(browser: Any, html: str, tmp_path: Pa
         details.click()
     tab.wait_for_timeout(500)
     assert (asked, said) == ([], [])
-    assert tab.evaluate("document.documentElement.scrollWidth") == 1280  # wide tables scroll by themselves
+    for width in (1280, 390):
+        tab.set_viewport_size({"width": width, "height": 900})
+        assert tab.evaluate("document.documentElement.scrollWidth") == width  # wide tables scroll by themselves
     tab.close()
 
 
