@@ -154,7 +154,7 @@ class JudgedKernel(pytest.Collector):
         self._stack.close()
 
     def collect(self) -> Sequence["CheckOfFunction"]:
-        """Return one test per function of the kernel and check."""
+        """Return one test for each function of the kernel and each check."""
         from lab.checks.properties import checks
 
         return [

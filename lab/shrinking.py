@@ -11,7 +11,7 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Reduce a failing subject, such as a case, until no reduction gives a smaller one that still fails. Return the last one.
+    """Reduce a failing subject, such as a case, until no reduction gives a smaller one that still fails. Return the result.
 
     Args:
         subject: a subject that fails.

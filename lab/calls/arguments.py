@@ -275,7 +275,7 @@ def check_skip_softmax(factor: object) -> float:
 
 
 def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless `o_scale` is None or a number: any but 0 for an e4m3 output, else 1."""
+    """Raise TypeError or ValueError unless `o_scale` is None or a number other than 0, and 1 if the output is not e4m3."""
     if o_scale is None:
         return
     scale = check_scale("o_scale", o_scale)
@@ -337,7 +337,7 @@ def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the output's dtype: that of `out`, else `out_dtype`, else the query's. Raise an error if the first two differ."""
+    """Return the output's dtype: of `out`, else `out_dtype`, else the query's. Raise an error if the first two differ."""
     if call.out_dtype == "nvfp4":
         remedy = f"its scale factors have a type and an order of FlashInfer's own; use one of {dtype_names(OUT_DTYPES)}"
         allowed.not_modelled("out_dtype", "nvfp4", remedy)

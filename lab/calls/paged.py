@@ -262,8 +262,8 @@ def _posed(
     mask: torch.Tensor | None = None,
     by_kv_head: bool = False,
 ) -> PagedAttention:
-    """Check the arguments that both calls share, and return the attention problem. The problem has the same form for every
-    layout, form of page table and output dtype. `kv_bound` is the name of `max_kv_len` in messages. With `by_kv_head` each K/V
+    """Check the arguments that both calls share, and return the attention problem. The problem has one form, whatever layout,
+    page tables and output dtype the call has. `kv_bound` is the name of `max_kv_len` in messages. With `by_kv_head` each K/V
     head has its own page table and lengths. Raises the errors of `DecodeCall.problem`.
     """
     query = call.query

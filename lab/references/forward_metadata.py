@@ -241,8 +241,8 @@ def dsv4_forward_metadata(
     Args:
         batch, pool: as in `forward_metadata`. The mode is not the first draft extend.
         compress_ratio: number of tokens of a compressed entry; 0: there are no such entries.
-        topk_indices: int [num_rows, index_topk]: the first n numbers of a row are the entries that it selects, if n entries
-            have no token after the row; None: all entries.
+        topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row uses its first n
+            numbers, where n is the number of entries without a token after the row. None: a row uses all n entries.
     """
     mode, rows, lasts = batch.forward_mode.name, list[tuple[int, int]](), list[int]()
     for i, request in enumerate(batch.req_pool_indices.tolist()):
@@ -328,8 +328,8 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Return, in order, the pages of the first ``length`` tokens (at most ``max_context_len``) of the request in this row of
-    ``req_to_token``.
+    """Return, in order, the pages of the first ``length`` tokens (at most ``max_context_len``) of the request with row ``row``
+    of ``req_to_token``.
 
     With ``full_to_swa`` they are pages of the sliding-window pool. Slot -1 is in page -1. If slots are virtual, ``v2p`` maps
     pages to the full pool's pages; slot -1 and a virtual page without a physical page map to page 0.

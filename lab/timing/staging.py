@@ -47,9 +47,7 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """Fill a call's output with NaN, and draw new queries and lengths, with `tokens` also K and V, by its `Redraw` if it has
-    one.
-    """
+    """If a call has a `Redraw`, draw its queries and lengths, with `tokens` also K and V, and fill its output with NaN."""
     if work.redraw is not None:
         if tokens:
             work.redraw.write_tokens(work.arguments, seeds.tokens)
@@ -98,7 +96,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
     """Prepare and run the call once on each set of buffers, on the stream `side`. Check the results; of calls with a `Redraw`
-    only a part of one buffer's.
+    only a part of one buffer's results.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -239,5 +237,5 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream of all captures, so that a kernel which keeps state per stream, such as a workspace, has one."""
+    """Return the stream of all captures, so that a kernel with state per stream, such as a workspace, has only one state."""
     return torch.cuda.Stream(device_index)

@@ -24,7 +24,7 @@ class Redraw(Protocol):
         """Draw queries, lengths and some tokens from the seeds, so that every result changes, and fill the output with NaN."""
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
-        """Return a copy of all results, or without `whole` of the part that the seeds choose."""
+        """Return a copy of the results: of all if `whole`, else of the part that the seeds choose."""
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Any], None]:
         """Return a function that raises AssertionError if its argument, from `results`, is wrong for inputs of these seeds."""

@@ -159,8 +159,8 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask` of a call: the mask function, and for each block of rows the pages of which at least one row
-    sees a token and the pages of which every row sees all tokens.
+    """Return torch's `BlockMask` of a call: the mask function and, for each block of rows, the pages in which at least one row
+    sees a token and the pages in which every row sees all tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -240,7 +240,7 @@ def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.conste
 
 @triton.jit
 def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return the result of `begin_in_small_batch`; if the batch is not SMALL, the same items for units of different sizes."""
+    """Return the result of `begin_in_small_batch`. If the batch is not SMALL, `number` is the share, and units differ."""
     if SMALL:
         return begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
     place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_tiles, TILE)

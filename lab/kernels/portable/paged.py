@@ -124,7 +124,7 @@ def shares_of(
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
 
     Args:
-        of_kind: True if the launch serves only one kind of requests (the glossary). `problem.max_q_len` is then the largest
+        of_kind: True if the launch serves only one kind of requests (see the glossary). `problem.max_q_len` is then the largest
             number of query tokens of these requests.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS

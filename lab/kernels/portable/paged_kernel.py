@@ -214,7 +214,7 @@ def _attention_kernel(
 
 @triton.jit
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
-    """Return (request, K/V head, index of the place in this unit) of a place, a position in the sequence of work."""
+    """Return (request, K/V head, index in this unit) of a place, which is a position in the sequence of work."""
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:
         kv_head = request // batch_size

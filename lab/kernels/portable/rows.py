@@ -164,8 +164,8 @@ def row_bounds(
     window_left,
     CAUSAL: tl.constexpr,
 ):
-    """Return, for each row at `position`, the first key that it sees and the end of its keys, int32 [rows], in a call without
-    draft mask.
+    """Return the first key that each row sees, and the end of its keys, int32 [rows] each, without a draft mask. `position` are
+    the rows' positions.
     """
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0

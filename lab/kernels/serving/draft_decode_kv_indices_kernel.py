@@ -150,7 +150,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position in a prefix of `length` tokens of its `token`-th token that is in the list."""
+    """Return the position, in a prefix of `length` tokens, of the prefix token that is the list's `token`-th."""
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)

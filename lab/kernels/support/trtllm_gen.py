@@ -145,8 +145,8 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return, as text, the values of `built` that the call does not have. `fits` says which of its dtypes, head_dims, page
-    sizes and masks fit.
+    """Return, as text, those values of `built` (dtypes, head_dims, page sizes, masks) that do not fit a call. `fits` says which
+    of the four fit.
     """
     words = (
         " or ".join(

@@ -35,8 +35,8 @@ class GraphMode:
 
     @classmethod
     def frozen_kv_draft(cls) -> "GraphMode":
-        """Return the mode of the passes of a frozen-KV draft, which reads the target's K/V and writes none. A captured size
-        counts requests times ``topk``.
+        """Return the mode of the passes of a frozen-KV draft, which reads the target's K/V and writes none. A captured size is
+        a number of requests times ``topk``.
         """
         return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
 
@@ -55,9 +55,7 @@ class GraphMode:
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of the first draft extend (``DRAFT_EXTEND``): one row per accepted token, at most `num_draft_tokens`
-        of a request.
-        """
+        """Return the mode of the first draft extend: a row per accepted token, at most `num_draft_tokens` per request."""
         return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
 
     @classmethod

@@ -82,7 +82,7 @@ class VerifyBackend(ABC):
         """Launch the part of the plan that does not depend on the draft, on the current stream, without reading the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the backend's buffers that the draft fills. None stands for a buffer of the draft."""
+        """Return the backend's buffers that the draft fills, ``[tree, positions]``; None where the draft has its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
@@ -95,7 +95,7 @@ class VerifyBackend(ABC):
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Check that a backend sets `fix_up`, and that it defines a method for the fix-up only if there is one.
+    """Check that a backend sets `fix_up`, and that it defines the fix-up's method if and only if there is a fix-up.
 
     Raises:
         NotImplementedError: `fix_up` is None, or is AFTER_DRAFT and the fix-up's method is not defined.
