@@ -150,7 +150,6 @@ class JudgedKernel(pytest.Collector):
         self._pool = self._stack.enter_context(_workers(self.name, self.refusals))
 
     def teardown(self) -> None:
-        """End the worker process."""
         self._stack.close()
 
     def collect(self) -> Sequence["CheckOfFunction"]:

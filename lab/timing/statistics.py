@@ -47,7 +47,6 @@ class Rule:
 
     @property
     def confidence_percent(self) -> float:
-        """Return the confidence level of the interval."""
         return 100 * (1 - self.significance)
 
 

@@ -78,7 +78,6 @@ def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
 
 
 def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
-    """Return `Sizes` for the head_dims that a kernel supports."""
     return sizes(words, lambda problem: problem.head_dim, *among)
 
 
