@@ -2,13 +2,14 @@
 
 If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
 in another order, and twice in a batch. If the data of one request change, no bit of another request's output may change.
-Finally, all requests share their first pages, like requests with a cached prefix.
+Finally, the requests share their first page or pages, like requests with a cached prefix.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, balanced_cases, itself
@@ -16,8 +17,6 @@ from lab.checks.properties.variants import Variant, part
 from lab.references.softmax_attention import rounded
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import CallInputs
-
-SHARED_PAGES = 2
 
 
 def _judge(run: CaseRun) -> None:
@@ -30,7 +29,10 @@ def _judge(run: CaseRun) -> None:
     _others_keep_their_bits(run, inputs)
     if inputs.seen is None:  # K/V heads that select pages of their own have no common prefix
         shared = _with_shared_prefix(inputs)
-        run.vary("a shared prefix", shared, shared.truth())
+        order = sorted(range(len(inputs.kv_lens)), key=lambda request: -inputs.kv_lens[request])
+        longest_first = part(shared, "a shared prefix, the longest request first", order)
+        for variant in (Variant("a shared prefix", shared), longest_first):
+            run.vary(variant.what, variant.inputs, variant.inputs.truth())
 
 
 def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Variant]:
@@ -66,21 +68,20 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with a common prefix: the requests share the first full pages of the longest request, at most
-    `SHARED_PAGES` pages.
+    """Return the inputs with a common prefix: each request begins with the first full page of the longest request, or with its
+    first two full pages (every second request).
     """
-    page_size = inputs.case.page_size
-    lengths = inputs.case.kv_lens
+    page_size, lengths = inputs.case.page_size, inputs.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])
-    pages = min(SHARED_PAGES, lengths[donor] // page_size)
-    block_tables = inputs.block_tables.clone()
-    block_tables[:, :pages] = inputs.block_tables[donor, :pages]
-    tokens, (keys, values) = pages * page_size, inputs.histories[donor]
-    histories = tuple(
-        (torch.cat((keys[:tokens][: len(k)], k[tokens:])), torch.cat((values[:tokens][: len(v)], v[tokens:])))
-        for k, v in inputs.histories
-    )
-    return replace(inputs, block_tables=block_tables, histories=histories)
+    block_tables, histories = inputs.block_tables.clone(), list[tuple[Tensor, Tensor]]()
+    keys, values = inputs.histories[donor]
+    for request, (k, v) in enumerate(inputs.histories):
+        pages = min(1 + request % 2, lengths[donor] // page_size)
+        block_tables[request, :pages] = inputs.block_tables[donor, :pages]
+        tokens = pages * page_size
+        k, v = torch.cat((keys[:tokens][: len(k)], k[tokens:])), torch.cat((values[:tokens][: len(v)], v[tokens:]))
+        histories.append((k, v))
+    return replace(inputs, block_tables=block_tables, histories=tuple(histories))
 
 
 CHECK = Check("K7", "batch", __doc__, balanced_cases(4, 24, seed=9), _judge, drawn=itself)
