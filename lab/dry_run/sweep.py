@@ -370,7 +370,9 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare `why_not` with FlashInfer's launcher on B200 and B300; write a record and a page."""
+    """Compare the lab's rules (`why_not`) with FlashInfer's launcher on B200 and B300. Write the results as JSON and as a
+    page.
+    """
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.sweep", description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--drawn", type=int, default=DRAWN, help=f"random calls of each function (default {DRAWN})")

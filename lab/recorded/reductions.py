@@ -84,8 +84,8 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
 
 
 def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without some of the requests (the longest ones are left out first), then one without the query rows that
-    belong to no request.
+    """Yield smaller variants of a call: without some of the requests, the longest ones first, and then without the query rows
+    that belong to no request.
     """
     parts = parts_of(call)
     for others in _without_chunks(sorted(parts, key=lambda part: -part.kv_len)):
@@ -95,8 +95,8 @@ def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without the last query rows of each request (and the same number of its last keys), and variants without
-    its first query rows.
+    """Yield smaller variants of a call: without the last query rows of each request (and as many of its last keys), and
+    without its first query rows.
     """
     parts = parts_of(call)
     for width in _less(max(len(part.rows) for part in parts)):
@@ -106,7 +106,7 @@ def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without the last keys of all long requests, then variants without the last keys of one request."""
+    """Yield smaller variants of a call: without the last keys of all long requests, then without those of one request."""
     parts = parts_of(call)
     for length in _less(max(part.kv_len for part in parts)):
         yield cut(call, [part._replace(kv_len=min(part.kv_len, length)) for part in parts])
@@ -116,14 +116,16 @@ def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without the last columns of the table of selected entries (sparse MLA)."""
+    """Yield smaller variants of a call: without the last columns of the table of selected entries (sparse MLA)."""
     for columns in _less(call.given.get("sparse_mla_top_k") or 1):
         changes = {"sparse_mla_top_k": columns, "sparse_mla_top_k_lens": partial(torch.clamp, max=columns)}
         yield _changed(call, changes | {"block_tables": itemgetter((..., slice(columns)))})
 
 
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without some K/V heads and their query heads, then variants without some query heads of each group."""
+    """Yield smaller variants of a call: without some K/V heads and their query heads, then without some query heads of each
+    group.
+    """
     problem = call.problem()
     kv_heads, of_group = range(problem.num_kv_heads), range(problem.group)
     yield from (_with_heads(call, kept, of_group) for kept in _without_chunks(kv_heads))
@@ -131,8 +133,8 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants whose cache has only the pages with keys of a request. In the first variant pages are numbered in the
-    order of the page table, in the second in their old order. A variant is omitted if it changes nothing.
+    """Yield variants of a call whose cache has only the pages with keys of a request. In the first variant pages are numbered
+    in the order of the page table, in the second in their old order. A variant is omitted if it changes nothing.
     """
     problem = call.problem()
     if isinstance(problem, PagedAttention):
@@ -151,8 +153,8 @@ def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> Iterator[RecordedCall]:
-    """Yield a variant with zeros in the slots of the cache that hold no key of a request. With `keeps_non_finite`, the
-    non-finite elements of these slots are kept.
+    """Yield a variant of a call with zeros in the slots of the cache that hold no key of a request. With `keeps_non_finite`,
+    the non-finite elements of these slots are kept.
     """
     problem = call.problem()
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
@@ -171,8 +173,8 @@ def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> It
 
 
 def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants in which one argument is simpler: set to its default; a scale tensor replaced by a number; a bound such as
-    `max_seq_len`, or the number of the page table's columns, reduced to what the requests need.
+    """Yield variants of a call in which one argument is simpler: set to its default; a scale tensor replaced by a number; a
+    bound such as `max_seq_len`, or the number of the page table's columns, reduced to what the requests need.
     """
     given, parts = call.given, parts_of(call)
     fields = CALL_TYPES[call.function].__dataclass_fields__

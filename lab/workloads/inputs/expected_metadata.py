@@ -57,7 +57,8 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first error in the metadata's cells that belong to requests; "" if there is none.
+    """Return a sentence about the first wrong cell of the metadata among the cells that belong to requests; "" if there is
+    none.
 
     Args:
         batch, pool: the batch and pool from which the metadata was made.
