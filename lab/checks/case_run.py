@@ -60,7 +60,6 @@ class Result(NamedTuple):
     call: CallFeatures | None = None
 
     def leading(self, rows: int) -> "Result":
-        """Return the result of the first `rows` rows."""
         return self._replace(out=self.out[:rows], lse=None if self.lse is None else self.lse[:rows])
 
 
@@ -286,7 +285,9 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record one comparison, which is right if `wrongs` has no sentence. `kind` is a key of `explain.diagnosis.HELD`."""
+        """Record the comparison `what`. It is right if `wrongs`, the sentences about its errors, is empty. `kind` is a key of
+        `explain.diagnosis.HELD`, and `call` has the features of the call.
+        """
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)

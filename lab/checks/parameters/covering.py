@@ -130,7 +130,7 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model with only the values in `taken`, given as ((axis, value),); None if an axis keeps no value."""
+        """Return the model with only those values whose ((axis, value),) is in `taken`; None if an axis keeps no value."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
@@ -249,7 +249,6 @@ class Model:
 
     @functools.cached_property
     def _without_one(self) -> "Sequence[tuple[Constraint, Model]]":
-        """Return for each rule the model without this rule."""
         return [
             (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
         ]

@@ -140,7 +140,9 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return arguments with sinks, and with a window, if the ranges have them. The keys are words such as " with sinks"."""
+    """Return arguments that pass sinks, and arguments that set a window, if the ranges have these. Their keys are words for
+    reports, such as " with sinks".
+    """
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:
         found[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
