@@ -285,9 +285,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record the comparison `what`. It is right if `wrongs`, the sentences about its errors, is empty. `kind` is a key of
-        `explain.diagnosis.HELD`, and `call` has the features of the call.
-        """
+        """Record the comparison `what`, right if `wrongs` has no sentence. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
