@@ -272,7 +272,9 @@ def stored_and_read(dtype: torch.dtype, histories: Sequence[History]) -> tuple[l
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with a value; None: the value of `POISON` for its dtype. NVFP4 has no NaN: any value except 0 is poison."""
+    """Fill a tensor with a value; None: the value of `POISON` for its dtype. NVFP4 has no NaN, so that its poison replaces any
+    value except 0.
+    """
     if value is None or (storage.dtype == NVFP4 and value != 0):
         value = POISON[storage.dtype]
     storage.fill_(value)
