@@ -46,6 +46,7 @@ SUFFIX = ".call"
 POOL = "kv_cache"  # the names of arguments whose first dimension counts pages begin with it
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
 OVERLAPPING = "elements of kv_cache share memory in the engine, and are kept apart: strides and alignment are lost"
+MOST_DESCRIPTION_BYTES = 2**24  # the arguments of a call have a few kB; a compressed member could expand to any size
 MOST_COPIED_BYTES = 64 * 2**20  # most bytes of a pool that are copied to the host in one step
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d+))?\.call", re.ASCII)
 
@@ -69,6 +70,8 @@ def read(path: Path) -> RecordedCall:
         kinds = {member.filename: member.compress_type for member in archive.infolist()}
         if DESCRIPTION not in kinds or not {*kinds.values()} <= {*MEMBERS.values()}:
             raise RecordingError(f"{path} is no call that the lab recorded, or was recorded by an earlier release")
+        if (size := archive.getinfo(DESCRIPTION).file_size) > MOST_DESCRIPTION_BYTES:
+            raise ValueError(f"{DESCRIPTION} has {size} bytes, more than {MOST_DESCRIPTION_BYTES}")
         record = json.loads(archive.read(DESCRIPTION))
         if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")

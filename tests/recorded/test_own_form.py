@@ -437,6 +437,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: _change_query(path, shape=[10**12], stride=[1]),
         "is damaged: ValueError: query needs 2000000000000 bytes, and the file has",  # nothing was allocated
     ),
+    "a description of 16 MiB": (
+        lambda path: _change(path, gpu=" " * own_form.MOST_DESCRIPTION_BYTES),
+        "is damaged: ValueError: call.json has 1677",
+    ),
     "another compression": (_with_another_compression, "is no call that the lab recorded"),
     "pages that repeat one": (_with_repeated_pages, "is damaged: ValueError: the ids of pages are not contiguous"),
     "strides of a terabyte": (lambda path: _change_query(path, stride=[10**12, 64, 1]), "is damaged"),
