@@ -11,6 +11,8 @@ Reasons = Mapping[
     str, tuple[tuple[Any, ...], str]
 ]  # argument -> (allowed values, reason why no other value is allowed)
 
+# Scratch memory and a launch hint. They change no result, so they may have any value, on any device.
+FREE_ARGUMENTS = (*("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer"), "remapped_sparse_indices_buffer")
 # Arguments that select one of several kernels with equal results. They change no result, but must have one of these values.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "bf16q_fp8kv_transform_mode": (None, "k_only", "separate_kv"),  # decode.py 3954: how e4m3 K/V become bf16

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from lab.calls import allowed
+from lab.calls.memory import may_overlap
 from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale
 from lab.gpus import capability_of, trtllm_backend_of
 
 QUERY_DTYPES = (*HALF_DTYPES, E4M3, torch.float32, torch.float64)
 OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
-
-# Scratch memory and a launch hint. They change no result, so they may have any value, on any device.
-FREE_ARGUMENTS = (*("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer"), "remapped_sparse_indices_buffer")
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
@@ -116,7 +114,7 @@ def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor,
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
     if isinstance(cache, torch.Tensor):
-        if cache.ndim != 5 or cache.shape[1] not in (1, 2):
+        if check_tensor(name, cache).ndim != 5 or cache.shape[1] not in (1, 2):
             raise ValueError(
                 f"{name} as one tensor must be 5-D with 1 or 2 as its second dimension, got shape {list(cache.shape)}"
             )
@@ -249,7 +247,7 @@ def check_scale(name: str, scale: object) -> Scale:
     ValueError for any other value.
     """
     if isinstance(scale, torch.Tensor):
-        if scale.dtype != torch.float32 or scale.numel() != 1:
+        if check_tensor(name, scale).dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
                 f"{name} as a tensor must be float32 with one element, got {scale.dtype} {list(scale.shape)}"
             )
@@ -366,10 +364,8 @@ def check_lse(call: Any) -> torch.Tensor | None:
     lse = check_tensor("lse", call.lse, (torch.float32,))
     if lse.shape != call.query.shape[:2]:
         raise ValueError(f"lse must be [num_rows, num_qo_heads] = {list(call.query.shape[:2])}, got {list(lse.shape)}")
-    if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):
-        raise ValueError(
-            f"lse has elements that share memory (stride {lse.stride()}); pass a buffer that is not expanded"
-        )
+    if may_overlap(lse.shape, lse.stride()):
+        raise ValueError(f"lse has elements that share memory (stride {lse.stride()}); pass a contiguous tensor")
     return lse
 
 
@@ -385,7 +381,7 @@ def takes_rank(call: Any) -> bool:
 def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
     """Raise ValueError if a tensor is not on the query's device. Arguments in `on_host` and `FREE_ARGUMENTS` are exempt."""
     device = call.query.device
-    anywhere = (*FREE_ARGUMENTS, *on_host)
+    anywhere = (*allowed.FREE_ARGUMENTS, *on_host)
     for name, value in vars(call).items():
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.device != device and name not in anywhere:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from lab.calls import allowed, arguments
+from lab.calls.memory import check_results_apart
 from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked
 from lab.calls.selection import WINDOW_COLUMNS, Names, check_selection, columns_in_use
 
@@ -32,8 +33,8 @@ class TwoPools(PagedAttention):
 
     def of_one_pool(self) -> PagedAttention:
         """Return an equal problem over one pool, into which the entries of both pools are copied."""
-        pools = [cache[:, 0].flatten(0, 1).view(torch.uint8) for cache in (self.window_cache, self.k_cache)]
-        pool = torch.cat(pools).view(self.kv_dtype)[:, None, None]
+        pools = [cache[:, 0].flatten(0, 1) for cache in (self.window_cache, self.k_cache)]
+        pool = torch.cat(pools)[:, None, None]
         is_entry = self.columns_in_use() & (self.selected >= 0)
         places = torch.where(self._is_window(), self.selected, self.selected + len(pools[0]))
         given = {each.name: getattr(self, each.name) for each in fields(PagedAttention)}
@@ -167,6 +168,7 @@ class DSV4DecodeCall:
             lse=None,
             return_lse=False,
         )
+        check_results_apart(self)
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
@@ -198,9 +200,10 @@ class DSV4DecodeCall:
 
     def _batch(self) -> tuple[int, int]:
         """Return the number of requests, and the upper bound of the number of query rows per request."""
+        why = "it bounds the rows of one request"
         if self.cum_seq_lens_q is None:
             batch_size, q_len = self.query.shape[:2]
-            if self.max_q_len not in (None, q_len):
+            if self.max_q_len is not None and arguments.check_int("max_q_len", self.max_q_len, 1, why) != q_len:
                 raise ValueError(
                     f"max_q_len must be None or {q_len}, the query's second dimension, got {self.max_q_len}"
                 )
@@ -211,7 +214,7 @@ class DSV4DecodeCall:
                 f"cum_seq_lens_q must be [batch_size + 1] of at least one request, got {list(offsets.shape)}"
             )
         arguments.check_vector("cum_seq_lens_q", offsets, offsets.numel(), (torch.int32,))
-        bound = arguments.check_int("max_q_len", self.max_q_len, 1, "it bounds the rows of one request")
+        bound = arguments.check_int("max_q_len", self.max_q_len, 1, why)
         return offsets.numel() - 1, bound
 
     def _selected(self, num_rows: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
+from lab.calls.memory import check_results_apart
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, checked
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
@@ -156,6 +157,7 @@ class MLADecodeCall:
         if arguments.takes_rank(self) or self.enable_dcp:
             argument = "enable_dcp=True" if self.enable_dcp else ""
             problem = context_parallel.problem_of_rank(self, problem, argument, context_parallel.WITH_RANK_MLA)
+        check_results_apart(self)
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:

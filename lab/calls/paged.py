@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
+from lab.calls.memory import check_results_apart
 from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked, mask_words
 
 WITH_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
@@ -237,11 +238,7 @@ class ContextCall:
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
             arguments.check_tensor(name, getattr(self, name))
         arguments.check_bool("causal", self.causal)
-        if not self.causal and self.window_left >= 0:
-            raise NotImplementedError(
-                f"causal=False with window_left={self.window_left}: FlashInfer has no such kernel; pass window_left=-1"
-            )
-        return _posed(
+        problem = _posed(
             self,
             kv_bound="max_kv_len",
             max_q_len=arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
@@ -249,6 +246,11 @@ class ContextCall:
             causal=self.causal,
             cum_seq_lens_kv=self.cum_seq_lens_kv,
         )
+        if not self.causal and self.window_left >= 0:
+            raise NotImplementedError(
+                f"causal=False with window_left={self.window_left}: FlashInfer has no such kernel; pass window_left=-1"
+            )
+        return problem
 
 
 def _posed(
@@ -310,6 +312,7 @@ def _posed(
         return_lse=call.return_lse,
     )
     arguments.check_devices(call)
+    check_results_apart(call)
     return checked(problem)
 
 

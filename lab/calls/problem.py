@@ -57,9 +57,7 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The checked arguments of one call in the form that the lab's references and kernels use. This base class has the fields
-    of all calls.
-    """
+    """The checked arguments of one call in the form that the lab's references and kernels use: the fields of all calls."""
 
     call: AttentionCall  #: the call that defined the problem
     query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]
@@ -385,11 +383,12 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
         if isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
             raise ValueError(f"{name} must be finite, got {float(term)}")
     if problem.sinks is not None:
+        name = "attention_sinks" if problem.call is AttentionCall.RAGGED_CONTEXT else "sinks"
         unfit = problem.sinks.isnan() | (problem.sinks == math.inf)
         if bool(unfit.any()):
             head = int(unfit.nonzero()[0])
             value = float(problem.sinks[head])
-            raise ValueError(f"sinks[{head}] is {value}: a sink is finite, or minus infinity for a head without one")
+            raise ValueError(f"{name}[{head}] is {value}: a sink is finite, or minus infinity for a head without one")
     if not in_query or problem.has_no_rows:
         return
     query = problem.query.to(torch.float32)  # a GPU has no isnan of e4m3

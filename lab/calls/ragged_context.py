@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from lab.calls import allowed, arguments
+from lab.calls.memory import check_results_apart
 from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths, checked
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
@@ -152,6 +153,7 @@ class RaggedContextCall:
             return_lse=self.return_lse,
         )
         arguments.check_devices(self, on_host=MIRRORS)
+        check_results_apart(self)
         self._check_mirrors()
         checked(problem)
         if self.query.device.type == "cpu":

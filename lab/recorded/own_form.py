@@ -23,6 +23,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import torch
 from torch import Tensor
 
+from lab.calls.memory import may_overlap
 from lab.provenance import version_of
 from lab.recorded.call import (
     ALIGNMENT_BYTES,
@@ -220,12 +221,7 @@ def _has_overlap(pool: Any, num_pages: int) -> bool:
     """
     if not isinstance(pool, Tensor):
         return any(_has_overlap(side, num_pages) for side in pool)
-    span = 1  # elements of the dimensions with smaller strides, with their gaps
-    for stride, size in sorted(zip(pool.stride(), (num_pages, *pool.shape[1:]), strict=True)):
-        if size > 1 and stride < span:
-            return True
-        span += max(size - 1, 0) * stride
-    return False
+    return may_overlap((num_pages, *pool.shape[1:]), pool.stride())
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

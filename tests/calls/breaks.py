@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from tests.cases import Arguments
 
 POISON = 7.0
+SHARED = torch.zeros(19)
 
 Breaks = Callable[[Arguments], Arguments]  # from good arguments to those that replace them
 Bad = tuple[
@@ -46,6 +47,21 @@ def together(*parts: Breaks) -> Breaks:
     return breaks
 
 
+def in_one_memory(name: str, result: str) -> Breaks:
+    """Let the first element of a result lie in the last bytes of an argument."""
+
+    def breaks(good: Arguments) -> Arguments:
+        given, written = good[name], good[result]
+        memory = torch.zeros(given.nbytes + written.nbytes - written.itemsize, dtype=torch.uint8)
+        argument, place = memory[: given.nbytes], memory[-written.nbytes :]
+        return {
+            name: argument.view(given.dtype).view(given.shape).copy_(given),
+            result: place.view(written.dtype).view(written.shape),
+        }
+
+    return breaks
+
+
 def to(where: torch.dtype | str) -> Callable[[Tensor], Tensor]:
     return lambda given: given.to(where)
 
@@ -66,6 +82,7 @@ def bad_of_every_call(sinks: str = "sinks", has_lse: bool = True) -> list[Bad]:
         (value(lse=torch.zeros(4, 4).double()), TypeError, "lse must be float32", "float64"),
         (value(lse=[]), TypeError, "lse must be a torch.Tensor", "list"),
         (value(lse=torch.zeros(4, 4, device="meta")), ValueError, "lse is on meta"),
+        (value(lse=SHARED[:16].view(4, 4), **{sinks: SHARED[15:19]}), ValueError, f"lse shares memory with {sinks}"),
         (value(return_lse=None), TypeError, "return_lse", "None"),
         (value(**{skip: -1.0}), ValueError, skip, "at least 0", "-1.0"),
         (value(**{skip: math.nan}), ValueError, skip, "finite"),
@@ -85,6 +102,7 @@ def bad_of_every_call(sinks: str = "sinks", has_lse: bool = True) -> list[Bad]:
             (value(**{name: torch.ones(1).double()}), TypeError, name, "float32", "float64"),
             (value(**{name: torch.ones(4)}), TypeError, name, "one element", "[4]"),
             (value(**{name: torch.ones(1, device="meta")}), ValueError, f"{name} is on meta"),
+            (value(**{name: torch.ones(1).to_sparse()}), TypeError, f"{name} must be a dense tensor"),
         )
     ]
     return [
@@ -101,13 +119,19 @@ def bad_of_every_call(sinks: str = "sinks", has_lse: bool = True) -> list[Bad]:
         (value(**{sinks: torch.zeros(3)}), ValueError, "sinks must have shape [4]", "[3]"),
         (value(**{sinks: torch.zeros(2, 2)}), ValueError, "sinks must have shape [4]", "[2, 2]"),
         (value(**{sinks: 1.0}), TypeError, "sinks must be a torch.Tensor", "float"),
-        (value(**{sinks: torch.tensor([0, math.nan, 0, 0])}), ValueError, "sinks[1] is nan"),
-        (value(**{sinks: torch.tensor([-math.inf, 0, math.inf, 0])}), ValueError, "sinks[2] is inf", "minus infinity"),
+        (value(**{sinks: torch.tensor([0, math.nan, 0, 0])}), ValueError, f"{sinks}[1] is nan"),
+        (
+            value(**{sinks: torch.tensor([-math.inf, 0, math.inf, 0])}),
+            ValueError,
+            f"{sinks}[2] is inf",
+            "minus infinity",
+        ),
         (value(**{sinks: torch.zeros(4, device="meta")}), ValueError, "sinks is on meta", "cpu"),
         (value(out=[]), TypeError, "out must be a torch.Tensor", "list"),
         (tensor("out", to(torch.int32)), TypeError, "out must be", "bfloat16", "int32"),
         (tensor("out", stretched), ValueError, "out must be contiguous", "2)"),
         (tensor("out", lambda out: out[:1]), ValueError, "out must be [", "[1, "),
+        (in_one_memory("query", "out"), ValueError, "out shares memory with query", "another tensor"),
         *elsewhere("query", "seq_lens", "out"),
         *(of_lse if has_lse else ()),
         (value(backend="fa3"), ValueError, "backend='fa3' is unknown", "trtllm-gen"),

@@ -162,7 +162,8 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         (value(out=None, out_dtype=torch.int8), TypeError, "out_dtype", "int8"),
         (value(out=None, out_dtype="bf16"), TypeError, "out_dtype", "'bf16'"),
         (value(lse=torch.zeros(4, 2)), ValueError, "lse", "[4, 4]", "[4, 2]"),
-        (value(lse=torch.zeros(1, 4).expand(4, 4)), ValueError, "lse", "stride (0, 1)", "expanded"),
+        (value(lse=torch.zeros(1, 4).expand(4, 4)), ValueError, "lse", "stride (0, 1)", "contiguous"),
+        (value(lse=torch.zeros(7).as_strided((4, 4), (1, 1))), ValueError, "lse", "stride (1, 1)"),
         # devices
         *elsewhere("block_tables"),
         (cache(to("meta"), (0,)), ValueError, "kv_cache is on meta", "cpu"),
@@ -265,6 +266,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         (entry("cum_seq_lens_kv", (1,), 19), ValueError, "cum_seq_lens_kv", "[0, 19, 25]", "[0, 20, 25]"),
         # the rule
         (value(causal=False, window_left=3), NotImplementedError, "causal=False", "window_left=3", "window_left=-1"),
+        (value(causal=False, window_left="3"), TypeError, "window_left must be an int", "'3'"),
         (value(causal=None), TypeError, "causal", "None"),
         # devices
         *elsewhere("cum_seq_lens_q", "cum_seq_lens_kv"),

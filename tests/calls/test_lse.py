@@ -24,7 +24,7 @@ def test_one_element_may_have_a_stride_of_zero(rows: int, heads: int, shape: tup
     assert check_lse(call(rows, heads, lse)) is lse
 
 
-@pytest.mark.parametrize("strides", [(0, 1), (1, 0), (0, 0)])
+@pytest.mark.parametrize("strides", [(0, 1), (1, 0), (0, 0), (1, 1), (1, 2)])
 def test_shared_elements_are_refused(strides: tuple[int, int]) -> None:
     lse = torch.zeros(6).as_strided((3, 2), strides)
     with pytest.raises(ValueError, match=re.escape(f"stride {strides}")):

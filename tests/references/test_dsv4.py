@@ -314,6 +314,8 @@ BAD: list[Bad] = [
     ),
     (value(out=torch.zeros(4, 4, 6)), ValueError, "out must be [2, 2, 4, 6]", "[4, 4, 6]"),
     (value(max_q_len=3), ValueError, "max_q_len must be None or 2", "3"),
+    (value(max_q_len=torch.ones(2)), TypeError, "max_q_len must be an int"),
+    (value(max_q_len=True), TypeError, "max_q_len must be an int", "True"),
     (ragged(max_q_len=None), TypeError, "max_q_len must be an int", "None"),
     (ragged(cum_seq_lens_q=int32(0, 3, 2)), ValueError, "cum_seq_lens_q", "decreases"),
     (ragged(cum_seq_lens_q=int32(0)), ValueError, "cum_seq_lens_q", "at least one request"),

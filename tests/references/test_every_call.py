@@ -428,7 +428,10 @@ def without_values(tensor: Tensor) -> list[Tensor]:
 @each_call
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_tensor_without_values_is_refused_before_anything_is_written(function: str) -> None:
-    arguments = arguments_of(function, batch_of(function, [1, 1], [7, 30]))
+    scales = dict.fromkeys(("bmm1_scale", "bmm2_scale"), torch.ones(1, 1))
+    arguments = arguments_of(function, batch_of(function, [1, 1], [7, 30]), **scales)
+    if isinstance(arguments.get("kv_cache"), tuple):
+        arguments["kv_cache"] = torch.stack(arguments["kv_cache"], dim=1)
     out = torch.full_like(run(function, arguments)[0], 7.0)
     for name in set(arguments) - {"workspace_buffer"}:
         if isinstance(arguments[name], Tensor):
