@@ -20,6 +20,7 @@ from tests.cases import (
     BATCHES,
     CONTEXT,
     DECODE,
+    DSV4,
     MLA,
     RAGGED,
     Arguments,
@@ -36,7 +37,7 @@ from tests.devices import ON_GPU
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 FUNCTIONS = (DECODE, CONTEXT, MLA, RAGGED)
 # FlashInfer's modules, and the positional arguments that nobody names.
-MODULES = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla", RAGGED: "prefill"}
+MODULES = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla", RAGGED: "prefill", DSV4: "mla"}
 POSITIONAL = {DECODE: 6, CONTEXT: 6, MLA: 9, RAGGED: 4}
 
 each_call = pytest.mark.parametrize("function", FUNCTIONS)
@@ -75,6 +76,16 @@ def test_a_sink_takes_its_share_and_gives_no_value(function: str) -> None:
     out, lse = run(function, arguments_of(function, batch, sinks=torch.tensor([0.0, math.log(5.0)])))
     torch.testing.assert_close(out.flatten().tolist(), [6.0, 3.0])  # 8 * 3 / (3 + 1) and 8 * 3 / (3 + 5)
     torch.testing.assert_close(lse.flatten().tolist(), [2.0, 3.0])
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT, RAGGED])
+def test_softmax_by_hand(function: str) -> None:
+    """Weights 1 and 3 of values 4 and 8, and the output doubled. `test_trtllm_mla.py` has MLA's two parts."""
+    query, keys, values = (torch.tensor(each).view(-1, 1, 1) for each in ([1.0], [0.0, 2.0], [4.0, 8.0]))
+    scales: Arguments = {"bmm1_scale": math.log(3.0) / 2, "bmm2_scale": 2.0}
+    out, lse = run(function, arguments_of(function, Batch([query], [keys], [values]), **scales))
+    assert out.item() == pytest.approx(2 * (4 + 3 * 8) / 4, rel=1e-14)
+    assert lse.item() == pytest.approx(2.0)
 
 
 SINKS = {
@@ -272,6 +283,10 @@ def test_a_given_output_has_its_own_dtype_and_is_returned(function: str, dtype: 
     changes |= {"out_dtype": None} if function in (DECODE, CONTEXT) else {}
     out = run(function, arguments_of(function, batch, **changes))
     assert out is changes["out"]
+    if function in (DECODE, CONTEXT):  # where a dtype may be named alone
+        named = run(function, arguments_of(function, batch, out_dtype=dtype, return_lse=False))
+        assert named.dtype == dtype
+        assert torch.equal(named.double(), out.double())
     truth = expected(batch)[0].to(dtype).double()
     torch.testing.assert_close(as_rows(out).double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-12)
 
@@ -309,15 +324,6 @@ def test_dead_memory_changes_no_bit(
         poisoned = run(function, arguments_of(function, batch, poison=poison, foreign_id=foreign_id, **rule))
         assert poisoned[0].isfinite().all()
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
-
-
-@pytest.mark.parametrize("piece_elements", [1, 50, 300, 2000, 10000])
-@each_call
-def test_pieces_do_not_matter(function: str, piece_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = batch_of(function, [9] * 5, [3, 40, 1, 20, 70], magnitude=2.0)
-    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece_elements)
-    poison = {} if function == RAGGED else {"poison": math.nan}
-    assert_same(run(function, arguments_of(function, batch, **poison)), expected(batch))
 
 
 def read_tensors(arguments: Arguments) -> dict[str, Tensor]:
@@ -410,7 +416,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@each_call
+@pytest.mark.parametrize("function", MODULES)
 def test_parameters_are_flashinfers(function: str) -> None:
     """A reference drops into somebody else's test by changing an import; `tests/test_architecture.py` has what that brings."""
     module = pytest.importorskip(f"flashinfer.{MODULES[function]}", reason="flashinfer is not installed")

@@ -1,4 +1,4 @@
-"""Attention by tiles of keys: how many there are must not matter, and no more than a tile of K or V is ever float64."""
+"""Attention by tiles of keys and pieces of a batch: their number must not matter, and at most a tile of K or V is float64."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from lab.references import (
     trtllm_batch_decode_with_kv_cache_mla,
     trtllm_ragged_attention_deepseek,
 )
-from lab.references.softmax_attention import TILE_ELEMENTS, Tile, tiles
+from lab.references.softmax_attention import PIECE_ELEMENTS, TILE_ELEMENTS, Tile, tiles
 from tests.cases import (
     Batch,
     assert_same,
@@ -30,15 +30,19 @@ from tests.cases import (
     random_batch,
 )
 from tests.references.test_quantization import nvfp4_case
-from tests.references.test_trtllm_decode import MASKS
+from tests.references.test_trtllm_keys_seen import MASKS
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[1, 500, 3000])
+@pytest.fixture(params=[(1, None), (500, None), (3000, None), (None, 1), (None, 300), (None, 2000), (None, 10_000)])
 def few_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of one page, of some, and of unequal widths."""
-    monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", request.param)
+    """Tiles of one page, of some, and of unequal widths; or pieces of one row, of some, and of several requests."""
+    of_a_tile, of_a_piece = request.param
+    if of_a_tile is not None:
+        monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", of_a_tile)
+    else:
+        monkeypatch.setitem(PIECE_ELEMENTS, "cpu", of_a_piece)
 
 
 def test_tiles_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +56,7 @@ def test_tiles_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_elements")
 @pytest.mark.parametrize("kind", ["causal", "window", "mask", "ragged", "sinks", "tables", "NHD", "e4m3"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_tiles_do_not_matter(kind: str, page_size: int) -> None:
+def test_tiles_and_pieces_do_not_matter(kind: str, page_size: int) -> None:
     ragged = kind == "ragged"
     kv_dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.bfloat16
     q_lens = [0, 9, 1, 33, 4] if ragged else [9] * 5

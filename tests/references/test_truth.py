@@ -14,6 +14,7 @@ from lab.references.truth import Rules, truth_of_requests
 from tests.dataclass_rules import broken_rules
 
 LN2 = math.log(2.0)
+NO_KEY = "rows that see no key have -inf"
 
 
 def truth(logits: list[list[float]], values: list[list[float]], q_lens: list[int] | None = None, **rules: Any) -> Truth:
@@ -134,8 +135,13 @@ def test_rows_after_the_requests_and_requests_without_rows_have_no_truth() -> No
     [
         ([[1.0], [-math.inf]], ""),
         ([[1.5], [-math.inf]], "1 LSEs are wrong: row 0 head 0 is 1.5, not 1 (base 2)"),
-        ([[1.0], [3.0]], "1 LSEs are wrong: row 1 head 0 is 3, not -inf (base 2): rows that see no key have -inf"),
+        ([[LN2], [-math.inf]], "1 LSEs are wrong: row 0 head 0 is 0.693147, not 1 (base 2)"),
+        ([[-math.inf], [-math.inf]], "1 LSEs are wrong: row 0 head 0 is -inf, not 1 (base 2)"),
         ([[math.nan], [0.0]], "2 LSEs are wrong: row 0 head 0 is nan, not 1 (base 2)"),
+        *(
+            ([[1.0], [value]], f"1 LSEs are wrong: row 1 head 0 is {value:g}, not -inf (base 2): {NO_KEY}")
+            for value in (3.0, 0.0, math.nan, math.inf, -1e30)
+        ),
         ([[1.0]], "the LSE is [1, 1], not [2, 1]"),
     ],
 )
