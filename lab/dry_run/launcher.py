@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from lab.dry_run import build, kernel_table
-from lab.gpus import Capability
-
-KIB = 1024
+from lab.gpus import Capability, family_that_runs
 
 
 @dataclass(frozen=True)
@@ -26,24 +24,25 @@ class Gpu:
     cuda_name: str  #: CUDA's name, a key of `lab.gpus.DATASHEETS`
     capability: Capability  #: (major, minor)
     multiprocessors: int  #: number of multiprocessors
-    #: largest shared memory of one thread block (CUDA C++ Programming Guide, technical specifications per compute capability)
-    shared_memory_optin_bytes: int
     #: guessed numbers. The launcher queries how many clusters fit on the GPU at once, and selects a kernel without clusters if
     #: they do not fit. Nothing else depends on these numbers.
     multiprocessors_per_gpc: int = 16
     gpcs: int = 8
 
+    @property
+    def shared_memory_optin_bytes(self) -> int:
+        """Return the largest shared memory of one thread block."""
+        return family_that_runs(self.capability).shared_memory_kib * 1024
+
 
 # Numbers of multiprocessors: flashinfer-ai/flashinfer#4445 for B200 and B300, NVIDIA's datasheets for the other GPUs.
 GPUS = {
-    "b200": Gpu("B200", "NVIDIA B200", (10, 0), 148, 227 * KIB, multiprocessors_per_gpc=18),
-    "b300": Gpu("B300", "NVIDIA B300 SXM6 AC", (10, 3), 148, 227 * KIB, multiprocessors_per_gpc=18),
-    "rtx-pro-6000": Gpu(
-        "RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 99 * KIB, gpcs=12
-    ),
-    "spark": Gpu("DGX Spark", "NVIDIA GB10", (12, 1), 48, 99 * KIB, gpcs=3),
-    "h200": Gpu("H200", "NVIDIA H200", (9, 0), 132, 227 * KIB),
-    "a100": Gpu("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, gpcs=7),
+    "b200": Gpu("B200", "NVIDIA B200", (10, 0), 148, multiprocessors_per_gpc=18),
+    "b300": Gpu("B300", "NVIDIA B300 SXM6 AC", (10, 3), 148, multiprocessors_per_gpc=18),
+    "rtx-pro-6000": Gpu("RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, gpcs=12),
+    "spark": Gpu("DGX Spark", "NVIDIA GB10", (12, 1), 48, gpcs=3),
+    "h200": Gpu("H200", "NVIDIA H200", (9, 0), 132),
+    "a100": Gpu("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, gpcs=7),
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.backend import TRTLLMMHABackend
@@ -112,12 +113,9 @@ def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Return every mode that runs in graphs. In modes with several rows, `width` is a request's largest number of rows."""
-    return (
-        GraphMode.decode(),
-        GraphMode.draft_decode(1),
-        GraphMode.target_verify(width),
-        GraphMode.ragged_verify(width),
-        GraphMode.draft_extend(width),
-        GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width)),
-    )
+    """Return every mode that runs in graphs: decodes, verifications, draft extends. In modes with several rows, `width` is a
+    request's largest number of rows.
+    """
+    several = [mode for mode in ForwardMode if mode.in_graph and mode.query_rows is not QueryRows.ONE]
+    several.sort(key=lambda mode: mode.extends_draft)
+    return GraphMode.decode(), GraphMode.draft_decode(1), *(GraphMode(mode, width) for mode in several)

@@ -21,6 +21,7 @@ from lab.checks.run.judging import run_case
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.reports.judgement import reproduction
 from lab.workloads.graph_case import ReplayCase, graph_modes, vllm_graph_modes
@@ -30,16 +31,15 @@ from tests.devices import DEVICES, IN_INTERPRETER
 
 CPU = torch.device("cpu")
 WIDTH = 4
-NAMES = (
-    "decode",
-    "draft_decode",
-    "target_verify",
-    "ragged_verify",
-    "draft_extend",
-    "draft_extend_v2",
-    "frozen_kv_draft",
-)
-MODES: dict[str, GraphMode] = dict(zip(NAMES, (*graph_modes(WIDTH), GraphMode.frozen_kv_draft()), strict=True))
+
+
+def name_of(mode: GraphMode) -> str:
+    if mode.draft_step is None:
+        return mode.forward_mode.name.lower()
+    return "frozen_kv_draft" if mode.draft_step == FROZEN_KV_STEP else "draft_decode"
+
+
+MODES = {name_of(mode): mode for mode in (*graph_modes(WIDTH), GraphMode.frozen_kv_draft())}
 
 
 SETTINGS = list(itertools.product(MetadataPlace, (False, True)))

@@ -17,14 +17,20 @@ from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.feature import Features, Value
-from lab.checks.explain.features import EMPTY_COLUMNS, FEATURES, REMEMBERED, SMALL_SCALE, WATCHED, feature_named
+from lab.checks.explain.features import (
+    EMPTY_COLUMNS,
+    FEATURES,
+    OF_PROBLEM,
+    REMEMBERED,
+    SMALL_SCALE,
+    WATCHED,
+    feature_named,
+)
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.ranges import DTYPES, dtype_of
 
 TILE = 64  # keys that many kernels load at a time
-# Members of `lab.calls.problem.Feature` that are features of a call with the same names.
-OF_PROBLEM = ("SKIP_SOFTMAX", "RANK_KEYS", "SEPARATE_TABLES", "BLOCK_SPARSE", "OTHER_V_STRIDES")
 DTYPE_NAMES = {dtype_of(name): name for name in DTYPES}
 FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
 # Fields of a case that are no features. Fields with lengths become features of the batch and of each request.
@@ -236,7 +242,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "used_scratch": _used_scratch(arguments, query.device),
-        **{name.lower(): Feature[name] in required for name in OF_PROBLEM},
+        **{name: Feature[name.upper()] in required for name in OF_PROBLEM},
     }
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)

@@ -11,6 +11,8 @@ SMALL_SCALE = 0.001
 EMPTY_COLUMNS = 128  # columns of selected entries that kernels load at a time
 POWER_OF_2 = "{not |}a power of two"
 FAR_OR_NEAR = "{2**31 or more|fewer than 2**31}"
+# Features of a call that are members of `lab.calls.Feature`, in lower case.
+OF_PROBLEM = ("skip_softmax", "rank_keys", "separate_tables", "block_sparse", "other_v_strides")
 # REMEMBERED: arguments whose values are compared with those of the first call of the same shapes. WATCHED: tensors whose writes
 # between calls are noticed. Each has the beginning of its text.
 REMEMBERED = {

@@ -21,7 +21,7 @@ class MetadataPlace(NamedEnum):
 class GraphMode:
     """The forward mode and the number of query rows per request of a set of CUDA graphs, which differ in batch size."""
 
-    forward_mode: ForwardMode  #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2
+    forward_mode: ForwardMode  #: one with `in_graph`
     num_tokens_per_req: int = 1  #: query rows per request that the graphs have room for
     draft_step: int | None = None  #: the number of a draft decode step, or `FROZEN_KV_STEP`; else None
 
