@@ -1,4 +1,4 @@
-"""No argument of a call is ignored: the call's problem reads it, or it changes no result. A page says why the lab refuses some."""
+"""No argument of a call is ignored: its problem reads it, or it changes no result. A page says why the lab refuses some."""
 
 import re
 from dataclasses import fields
@@ -45,4 +45,6 @@ def test_every_refused_argument_is_in_the_page() -> None:
     _, _, section = PAGE.read_text().partition("## Arguments that are refused")
     spans = re.findall(r"`([a-z0-9_]+\*?)", section.partition("\n## ")[0])
     missing = [name for name in REFUSED if not any(fnmatchcase(name, span) for span in spans)]
-    assert not missing, f"{', '.join(missing)}: say in {PAGE.name}, 'Arguments that are refused', why the lab refuses it"
+    assert not missing, (
+        f"{', '.join(missing)}: say in {PAGE.name}, 'Arguments that are refused', why the lab refuses it"
+    )

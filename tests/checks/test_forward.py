@@ -15,14 +15,16 @@ import lab.metadata.mha.backend as backend_module
 import lab.references
 from corpus.kernels import kernel
 from lab.checks import Contents, ForwardCase, Level, Outcome, Ranges, judge_forward
+from lab.checks.parameters.metadata_axes import ON_DECODE
 from lab.checks.properties import forward_modes
+from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.kernels import portable
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.reports.judgement import reproduction
 from lab.workloads.geometries import GEOMETRIES
 from lab.workloads.inputs.forward_pass import build_forward
-from lab.workloads.pass_case import PASS_CONTENTS
+from lab.workloads.pass_case import ATTENDING_MODES, PASS_CONTENTS
 
 CPU = torch.device("cpu")
 P = 16
@@ -144,6 +146,18 @@ def test_the_full_level_has_every_mode_geometry_page_size_and_width() -> None:
 def test_the_full_level_makes_only_cases_that_are_accepted(name: str) -> None:
     cases = full_cases(geometries=(name,))
     assert {case.geometry for case in cases} == {name, "tiny"}
+
+
+def test_every_kind_of_forward_mode_is_judged() -> None:
+    """SPLIT_PREFILL and DLLM_EXTEND need no cases: all that a call sees of them is as in an EXTEND."""
+    mha = {mode: (mode.query_rows, mode.uncounted, mode.mha_call) for mode in ATTENDING_MODES}
+    on_mla = {mode for mode in ForwardMode if mode.mla_call is AttentionCall.MLA_DECODE}
+    judged = {mha[case.mode] for case in forward_modes.mode_cases("tiny", P, (4,))}
+    missing = [mode for mode, kind in mha.items() if kind not in judged]
+    assert not missing, f"mode_cases of lab.checks.properties.forward_modes has no case of {missing}"
+    missing = {*on_mla} - {case.mode for case in mla_mode_cases(32, (4,))} - {ForwardMode.IDLE}
+    assert not missing, f"mla_mode_cases of lab.checks.properties.mla_modes has no case of {missing}"
+    assert {*ON_DECODE} == {mode.name for mode in on_mla}, "ON_DECODE of lab.checks.parameters.metadata_axes, for K18"
 
 
 def test_a_kernel_built_for_less_is_judged_on_the_geometries_that_fit() -> None:

@@ -31,7 +31,10 @@ def calls_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_the_command_has_every_gpu_and_each_has_a_datasheet() -> None:
-    assert set(get_args(get_type_hints(dry_run)["gpu"])) == set(GPUS)
+    names = get_args(get_type_hints(dry_run)["gpu"])
+    assert set(names) == set(GPUS), (
+        "lab.commands.dry_run restates the names of lab.dry_run.launcher.GPUS without an import"
+    )
     assert {gpu.cuda_name for gpu in GPUS.values()} <= set(DATASHEETS)
 
 

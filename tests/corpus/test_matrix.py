@@ -37,6 +37,7 @@ RIGHT: dict[str, Any] = {
     RAGGED: Ragged,
     DSV4: DSV4Decode,
 }
+RECORD = "add a wrong kernel that only the new check finds, and run `lab mutants --out results/mutants.json.gz`"
 NAMES = [record["mutant"] for record in read_json(RECORDED)]
 SAMPLED = 1 / 6  # of the mutants of each module: what is judged without --whole-corpus
 # Pools of gigabytes, if virtual: only where no other check finds the mutant.
@@ -70,7 +71,7 @@ def judged_right_model(interface: str, selects: bool, key: str, case: str) -> Ju
 
 
 def test_every_mutant_is_in_the_matrix_and_killed() -> None:
-    assert sorted(NAMES) == sorted(MUTANTS)
+    assert sorted(NAMES) == sorted(MUTANTS), RECORD
     for name, record in records().items():
         described = (record["defect"], record["source"], tuple(record["interface"]))
         assert described == (kernel(name).defect, kernel(name).source, kernel(name).interface)
@@ -79,7 +80,7 @@ def test_every_mutant_is_in_the_matrix_and_killed() -> None:
 
 def test_every_check_kills_a_mutant() -> None:
     killing = {key for record in records().values() for key in record["kills"]}
-    assert killing == {check.key for check in checks()}
+    assert killing == {check.key for check in checks()}, RECORD
 
 
 def test_the_table_is_the_matrix() -> None:

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, SpecInfo
+from lab.metadata.engine.forward_mode import UncountedTokens
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.references.forward_metadata import ForwardMetadata, MLAForwardMetadata, mla_forward_metadata
 
 PAGE_SIZES = [16, 32, 64, 128]
 MODES = [mode for mode in ForwardMode if mode is not ForwardMode.PREBUILT]
-EXTENDS = [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND]
-DRAFT_EXTENDS = [ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2]
+EXTENDS = [mode for mode in MODES if mode.is_prefill]
+DRAFT_EXTENDS = [mode for mode in MODES if mode.extends_draft]
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
             pool.evict_swa(row, case.evict_before)
 
     mode, totals = case.mode, list(case.total_lens)
-    ragged = mode is ForwardMode.RAGGED_VERIFY
-    extends = ragged or mode in EXTENDS + DRAFT_EXTENDS
+    ragged, extends = mode.query_rows.are_bounded, mode.query_rows.in_extend_seq_lens
     news = list(case.new_lens) if extends else [max(1, case.new) if mode is ForwardMode.TARGET_VERIFY else 1] * bs
     seq_lens = [total - (new if ragged else case.new) for total, new in zip(totals, news, strict=True)]
     prefixes = [total - new for total, new in zip(totals, news, strict=True)]
@@ -103,7 +103,7 @@ def graph_case(mode: GraphMode, totals: Sequence[int], **fields: Any) -> Case:
     most, count, new = mode.num_tokens_per_req, len(totals), 0
     if mode.draft_step is not None:
         new = mode.draft_step + 1
-    elif mode.forward_mode in (ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY):
+    elif mode.forward_mode.uncounted is UncountedTokens.QUERY_ROWS:
         new = most
     rows = [most] * count if mode.forward_mode.query_rows.are_uniform else [1 + i % most for i in range(count)]
     return Case(mode.forward_mode, tuple(totals), tuple(rows) if mode.in_extend_seq_lens else (), new, **fields)
@@ -184,8 +184,7 @@ def _drawn_case(
     seed: int,
 ) -> Case:
     distinct, narrow, window, host, virtual = flags
-    ragged = mode is ForwardMode.RAGGED_VERIFY
-    extends = ragged or mode in EXTENDS + DRAFT_EXTENDS
+    ragged, extends = mode.query_rows.are_bounded, mode.query_rows.in_extend_seq_lens
     new = 0 if extends and not ragged else max(new, int(ragged or mode is ForwardMode.TARGET_VERIFY))
     totals = tuple(max(pages * page_size + extra, new + 1) for pages, extra, _ in sizes)
     most = [new] * len(sizes) if ragged else totals

@@ -31,13 +31,13 @@ def line_of(name: str) -> str:
 
 def test_every_study_is_registered_and_documented() -> None:
     modules = {path.stem for path in FOLDER.glob("*.py") if "Study):" in path.read_text()} - {"study", "loops"}
-    assert modules == set(STUDIES)
+    assert modules == set(STUDIES), "studies.STUDIES has the class of each module with a study"
     page = (FOLDER.parent / "docs" / "api" / "studies.md").read_text()
     for name in STUDIES:
         assert issubclass(study_named(name), Study)
         assert study_named(name).name() == name
         assert question_of(name)
-        assert f".. automodule:: studies.{name}\n" in page
+        assert f".. automodule:: studies.{name}\n" in page, f"docs/api/studies.md needs a section of studies.{name}"
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
