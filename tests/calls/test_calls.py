@@ -129,9 +129,9 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         (value(uses_shared_paged_kv_idx=None), TypeError, "uses_shared_paged_kv_idx", "None"),
         (tensor("block_tables", stretched), ValueError, "block_tables", "contiguous"),
         (
-            tensor("block_tables", lambda t: t[:, :1].contiguous()),
+            together(tensor("block_tables", lambda t: t[:, :1].contiguous()), entry("seq_lens", (0,), 32)),
             ValueError,
-            "seq_lens[0] = 20 needs 2 pages of 16",
+            "seq_lens[0] = 32 needs 2 pages of 16",
             "block_tables",
             "1 columns",
         ),
@@ -271,7 +271,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         # devices
         *elsewhere("cum_seq_lens_q", "cum_seq_lens_kv"),
         # backends, and what the lab does not model
-        (value(backend="auto"), ValueError, "backend='auto'", "trtllm-gen"),
+        (value(backend="auto"), ValueError, "backend='auto' is unknown; use trtllm-gen"),
         *not_modelled(use_fp16_softmax=True, uses_spcompress=True),
         (value(use_fp16_softmax=1), TypeError, "use_fp16_softmax", "True, False or None"),
     ],

@@ -58,7 +58,7 @@ BAD: list[Bad] = [
     (
         value(key=torch.zeros(25, 3, 12).bfloat16(), value=torch.zeros(25, 3, 8).bfloat16()),
         ValueError,
-        "4 heads of query",
+        "the 4 heads of query",
         "3 heads of key",
     ),
     # lengths and offsets
