@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lab.calls import CALL_TYPES, AttentionCall
-from lab.calls.allowed import REFUSED
-from lab.calls.arguments import FREE_ARGUMENTS
+from lab.calls.allowed import FREE_ARGUMENTS, REFUSED
 from tests.kernels.adapter_calls import context, decode, mla, ragged
 from tests.kernels.test_dsv4 import arguments_of as dsv4
 
@@ -37,7 +36,7 @@ def test_every_argument_is_read_or_changes_no_result(function: AttentionCall) ->
     ignored = {each.name for each in fields(Watched)} - read - {*FREE_ARGUMENTS}
     assert not ignored, (
         f"every kernel would ignore {', '.join(sorted(ignored))} of {function.value}: pass it on to the problem, give the only "
-        "values that the lab allows in lab.calls.allowed, or list it in lab.calls.arguments.FREE_ARGUMENTS"
+        "values that the lab allows in lab.calls.allowed, or list it in its FREE_ARGUMENTS"
     )
 
 
