@@ -42,5 +42,7 @@ suppress_warnings = ["ref.python"]  # words such as num_pages name several attri
 html_theme = "furo"
 html_title = project
 html_extra_path = ["site_root"]
+html_static_path = ["site_style"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False

@@ -32,6 +32,14 @@ def test_the_site(tmp_path: Path) -> None:
     assert all((site / picture).is_file() for picture in pictures)
     assert 'id="lab.references.trtllm_batch_decode_with_kv_cache"' in read(site / "docs" / "api" / "references.html")
     assert not requests_of(site)
+    index = read(site / "docs" / "index.html")
+    style = re.search(r'href="\.\./(_static/site\.css)[^"]*"', index)
+    assert style
+    assert (site / style[1]).is_file()
+    entries = re.findall(r'class="toctree-l1[^"]*"><a class="reference internal" href="([^"]+)"', index)
+    assert {"install.html", "evidence/records.html"} <= set(entries)
+    # The pages of recorded results would be half of the side bar, so they are below one entry.
+    assert sum(entry.startswith("../results/") for entry in entries) < 10
 
 
 def read(page: Path) -> str:
