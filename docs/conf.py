@@ -1,6 +1,8 @@
 """How Sphinx builds the site, `make docs`: from the Markdown files and notebooks of the repository, where they lie."""
 
 import gc
+import re
+from typing import Any
 
 from lab import __version__
 
@@ -46,3 +48,14 @@ html_static_path = ["site_style"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+
+
+def keep_names_together(app: Any, kind: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+    """Join the names of a field ":ivar a, b:" by a space of no width: Sphinx takes the first of two words for a type."""
+    lines[:] = [
+        re.sub(r"^:(ivar|param) [^:]+:", lambda field: field[0].replace(", ", ",\u200b"), line) for line in lines
+    ]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", keep_names_together, priority=900)  # after napoleon

@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from numpy.typing import NDArray
 
 DOTS_PER_INCH = 150  # 1.5 times the shown resolution
-# Colours that colour-blind readers can distinguish: Okabe and Ito, "Color Universal Design", 2008.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Colours that colour-blind readers can distinguish: Okabe and Ito, "Color Universal Design", 2008; grey for their yellow.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 TEXT_COLOUR = "#333333"
 FONT_POINTS = 8.5

@@ -55,3 +55,9 @@ def test_time_over_floor_has_a_mark_per_row_and_the_number_of_the_fastest() -> N
     assert axes.get_xlim()[0] < 1
     assert axes.get_xlim()[1] == pytest.approx(1.3 * 3.75)
     assert_legible(figure)
+
+
+def test_eight_implementations_have_eight_colours() -> None:
+    rows = [timed(f"peer_{place}", 2.0, mode="decode", operations=2e8, bytes_moved=2e6) for place in range(8)]
+    (axes,) = roofline_figure(rows, "a title", {}).axes
+    assert len({line.get_color() for line in axes.lines[: len(rows)]}) == len(rows)
