@@ -1,16 +1,22 @@
-"""Each number or special value that docstrings of calls and metadata builders name is in the models, or has a reason."""
+"""Each number or special value that docstrings of calls and metadata builders name is in the models, or has a reason. Some case
+passes each argument of a call.
+"""
 
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 import lab.metadata
-from lab.calls import ContextCall, DecodeCall, MLADecodeCall, RaggedContextCall
+from lab.calls import CALL_TYPES, ContextCall, DecodeCall, MLADecodeCall, RaggedContextCall
+from lab.calls.allowed import CHOICES, FREE_ARGUMENTS, REFUSED
 from lab.calls.problem import AttentionCall
-from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.calls import built_call
+from lab.checks.parameters.models import MODELS, Configuration
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.kv_pool import KVPool
 from lab.ranges import Ranges
@@ -165,3 +171,38 @@ def test_each_scale_is_exactly_1_and_1e_6_and_large(interface: AttentionCall) ->
         sizes = [value for value in axes[name] if isinstance(value, float)]
         assert {1.0, 1e-6} < set(sizes)
         assert max(sizes) > 10
+
+
+# Axes of sizes and contents, which change no argument's form: their largest values take long to build.
+SIZES = {
+    "requests",
+    "lengths",
+    "rows",
+    "q_len",
+    "page_size",
+    "pages",
+    "group",
+    "num_kv_heads",
+    "heads",
+    "far",
+    "contents",
+}
+# Arguments for which the lab takes one value in some calls.
+OF_ONE_VALUE = {"backend", "o_sf_scale", "o_sf_vec_size", "uses_shared_paged_kv_idx"}
+
+
+@pytest.mark.parametrize("function", AttentionCall)
+def test_some_case_passes_each_argument(function: AttentionCall) -> None:
+    ranges, passed = Ranges(), set[str]()
+    model = MODELS[function](ranges)
+    for axis, value in ((axis, value) for axis, values in model.axes.items() for value in values if axis not in SIZES):
+        if (point := model.completed({axis: value})) is not None:
+            given = built_call(Configuration(function, point), ranges, torch.device("cpu")).given
+            passed |= {each.name for each in fields(CALL_TYPES[function]) if _is_passed(given, each)}
+    judged = {each.name for each in fields(CALL_TYPES[function])} - {*REFUSED, *CHOICES, *FREE_ARGUMENTS} - OF_ONE_VALUE
+    assert judged <= passed, f"no axis of {function.name} in lab.checks.parameters gives {judged - passed}: add one"
+
+
+def _is_passed(given: dict[str, Any], argument: Any) -> bool:
+    value = given.get(argument.name, argument.default)
+    return isinstance(value, torch.Tensor | tuple) or value != argument.default
