@@ -4,8 +4,9 @@ ON_A_GPU = "only a GPU reads it, and only its time depends on it"
 
 # Lines that zip what has equal lengths however a room is called: both sides are made from one list, tensor or batch.
 EQUAL_LENGTHS = {
-    "lab/calls/arguments.py": (
-        "if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):",
+    "lab/calls/memory.py": (
+        "for stride, size in sorted(zip(strides, shape, strict=True)):",
+        "elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))",
     ),
     "lab/references/assertion.py": (
         "for history, q_len in zip(histories, q_lens, strict=True)",

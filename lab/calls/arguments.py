@@ -45,6 +45,8 @@ def check_int(name: str, value: object, least: int, remedy: str) -> int:
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}; {remedy}")
+    if int(value) > torch.iinfo(torch.int64).max:
+        raise ValueError(f"{name} must be an int64, got {value}; {remedy}")
     return int(value)
 
 

@@ -15,6 +15,7 @@ from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
+from lab.references.plain_attention import check_arithmetic
 from lab.references.quantization import dequantize_nvfp4
 from lab.references.settings import with_own_settings
 from lab.references.truth import Rules, truth_of_requests, truth_of_selected, with_requests
@@ -58,6 +59,8 @@ def assert_close_to_reference(
         NotImplementedError: the lab does not model an argument.
     """
     __tracebackhide__ = True  # pytest shows the line of the test and the message
+    if arithmetic is not None:
+        check_arithmetic(arithmetic)
     call = _call_of({"workspace_buffer": None} | the_same_arguments)
     if lse is not None and hasattr(call, "return_lse"):
         call = replace(call, return_lse=True)  # a call with its own `lse` does not need it

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lab.calls.arguments import check_tensor
 from lab.calls.problem import E4M3
 
 # An output's error may be this multiple of the control's error. The tiles and splits of a right kernel cause less. For normally
@@ -173,8 +174,21 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
         groups: int64 [num_rows], the request of each row; None: all rows are one group.
 
     Raises:
-        ValueError: the shapes differ, or `expected` or `control` is not finite.
+        TypeError: an argument is no tensor of a float dtype.
+        ValueError: shapes or devices differ, or `expected` or `control` is not finite.
     """
+    for name, values in (("expected", expected), ("out", out), ("control", control)):
+        if not check_tensor(name, values).is_floating_point():
+            raise TypeError(f"{name} must be of a float dtype, got {values.dtype}")
+        if values.device != expected.device:
+            raise ValueError(f"{name} is on {values.device}, but expected is on {expected.device}; move it there")
+    if expected.ndim != 3:
+        raise ValueError(f"expected must be [num_rows, num_heads, head_dim], got shape {list(expected.shape)}")
+    return _compared(out, expected, control, groups)
+
+
+def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None) -> Comparison:
+    """Return the result of `compare`, without checks of types, dtypes and devices."""
     dtype, expected, control = control.dtype, expected.to(torch.float64), control.to(torch.float64)
     for name, values in (("expected", expected), ("control", control)):
         if not bool(values.isfinite().all()):
@@ -319,7 +333,7 @@ class Truth:
         rounds the results of its splits while the control may have almost no error. The error that skip-softmax may cause is
         added.
         """
-        comparison = compare(out, self.expected, self.control, self.request_of_row)
+        comparison = _compared(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2
         skipped = torch.zeros_like(comparison.bound) if self.skipped is None else self.skipped[..., 1]
         bound = comparison.bound.clamp(min=max(one_rounding, least_bound)) + skipped

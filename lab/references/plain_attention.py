@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.arguments import check_scale, check_tensor, check_vector
+from lab.calls.arguments import check_scale, check_tensor, check_vector, dtype_names
 from lab.calls.entry import takes_fields_of
-from lab.calls.problem import Softmax
+from lab.calls.problem import E4M3, Softmax
 from lab.references.settings import with_own_settings
 from lab.references.softmax_attention import rounded, unchecked_attention, unchecked_eager_attention
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+ARITHMETIC_DTYPES = (torch.float16, torch.bfloat16, E4M3, torch.float32)
 
 
 @takes_fields_of(Softmax)
@@ -72,9 +73,18 @@ def eager_attention(
     Raises:
         TypeError, ValueError: see `attention`.
     """
+    check_arithmetic(arithmetic)
+    if not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point:
+        raise TypeError(f"out_dtype must be a float dtype, got {out_dtype!r}")
     terms = Softmax(**softmax)
     check_plain(query, keys, values, visible, terms)
     return rounded(unchecked_eager_attention(query, keys, values, visible, terms, arithmetic), out_dtype)
+
+
+def check_arithmetic(arithmetic: object) -> None:
+    """Raise TypeError unless `arithmetic` is a dtype to which a control can round its operands."""
+    if arithmetic not in ARITHMETIC_DTYPES:
+        raise TypeError(f"arithmetic must be {dtype_names(ARITHMETIC_DTYPES)}, got {arithmetic!r}")
 
 
 def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:

@@ -211,6 +211,7 @@ def test_an_output_in_place_of_the_query_is_refused() -> None:
 def test_another_dtype_is_an_error_unless_it_is_allowed() -> None:
     arguments = arguments_of(DECODE)
     out = kernel_of(DECODE)(**arguments)
+    refuses("arithmetic must be float16, .*int8", out, **arguments, arithmetic=torch.int8, error=TypeError)
     refuses(r"float32, not torch.bfloat16 \(check_dtype=False", out.float(), **arguments)
     assert_close_to_reference(out.float(), check_dtype=False, **arguments)
     assert_close_to_reference(out.half(), **arguments, out_dtype=torch.float16)

@@ -113,6 +113,13 @@ def test_bad_arguments_are_refused_in_a_sentence(change: dict[str, Any], error: 
         eager_attention(**inputs() | change, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)
 
 
+def test_dtypes_of_a_control_are_float_dtypes() -> None:
+    good = {"arithmetic": torch.bfloat16, "out_dtype": torch.bfloat16}
+    for name, bad in (("arithmetic", torch.int8), ("arithmetic", "bf16"), ("out_dtype", torch.int32)):
+        with pytest.raises(TypeError, match=f"{name} must be .*got {bad!r}"):
+            eager_attention(**inputs() | good | {name: bad})
+
+
 def test_signatures_name_the_terms_of_the_softmax() -> None:
     for function in (attention, eager_attention):
         parameters = inspect.signature(function).parameters

@@ -1,6 +1,7 @@
 """The judge: what it must find, and what it must let pass."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -63,6 +64,24 @@ def test_shapes_must_agree() -> None:
         compare(torch.ones(3, 2, 4), torch.ones(3, 2, 4), torch.ones(1, 2, 4))
     with pytest.raises(ValueError, match="groups must name the request of each of the 3 rows"):
         compare(torch.ones(3, 2, 4), torch.ones(3, 2, 4), torch.ones(3, 2, 4), groups=torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "says"),
+    [
+        ([1.0], TypeError, "{} must be a torch.Tensor, got list"),
+        (torch.ones(3, 2, 4, dtype=torch.int32), TypeError, "{} must be of a float dtype, got torch.int32"),
+        (torch.ones(3, 2, 4, device="meta"), ValueError, " is on meta"),
+        (torch.ones(3, 2), ValueError, "[3, 2]"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(bad: Any, error: type[Exception], says: str) -> None:
+    for name in ("out", "expected", "control"):
+        given = dict.fromkeys(("out", "expected", "control"), torch.ones(3, 2, 4)) | {name: bad}
+        with pytest.raises(error, match=re.escape(says.format(name))):
+            compare(**given)
+    with pytest.raises(ValueError, match=r"expected must be \[num_rows, num_heads, head_dim\]"):
+        compare(*[torch.ones(3, 2)] * 3)
 
 
 def test_the_rounded_truth_passes_and_so_does_the_control() -> None:
