@@ -143,16 +143,15 @@ class Simulator:
     Args:
         seed: of the order in which partitions go on.
         barriers: their names, one for each allocation.
-        unwaited: one of these names, whose barriers nobody waits for; or None.
     """
 
-    def __init__(self, seed: int, barriers: tuple[str, ...], unwaited: str | None = None) -> None:
+    def __init__(self, seed: int, barriers: tuple[str, ...]) -> None:
         self.scheduler = Scheduler(seed)
         self.barriers = iter(barriers)
         hand_over = lambda: self.scheduler.hand_over(lambda: True)  # noqa: E731
 
         def wait(barrier: Barrier, parity: Any, pred: Any = True) -> None:
-            if bool(pred) and barrier.name != unwaited:
+            if bool(pred):
                 self.scheduler.hand_over(lambda: barrier.has_completed(parity))
 
         def init(barrier: Barrier, count: int) -> None:
@@ -296,7 +295,7 @@ def _language(simulator: Simulator) -> types.SimpleNamespace:
     )
 
 
-def simulate(launch: TritonLaunch, seed: int = 0, unwaited: str | None = None) -> None:
+def simulate(launch: TritonLaunch, seed: int = 0) -> None:
     """Make one launch of a Gluon kernel, program after program; tensors get what a GPU would write.
 
     Raises:
@@ -305,7 +304,7 @@ def simulate(launch: TritonLaunch, seed: int = 0, unwaited: str | None = None) -
     grid = (*launch._grid, 1, 1)[:3]
     for number in range(grid[0] * grid[1]):
         PROGRAM.set(((number % grid[0], number // grid[0], 0), grid))
-        simulator = Simulator(seed * 1000 + number, BARRIERS[launch._kernel.fn.__name__], unwaited)
+        simulator = Simulator(seed * 1000 + number, BARRIERS[launch._kernel.fn.__name__])
         arguments = [_argument(each) for each in launch._arguments]
         named = {name: value for name, value in launch._named.items() if name.isupper()}
         with mock.patch.object(torch.Tensor, "__iadd__", torch.Tensor.__add__):  # Triton's += makes a new value

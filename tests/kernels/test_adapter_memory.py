@@ -136,9 +136,9 @@ def test_a_decode_s_partial_results_have_room_after_its_statistics(on: On) -> No
     trtllm.trtllm_batch_decode_with_kv_cache(**CALLS[DECODE](workspace_buffer=enough[16:]))
 
 
-@pytest.mark.parametrize("name", COUNTING)
-def test_a_small_workspace_is_refused_for_trtllm_gen(on: On, name: str) -> None:
-    flashinfer = on(SM100)
+@pytest.mark.parametrize(("name", "capability"), [*((name, SM100) for name in CALLS), (MLA, SM120)])
+def test_a_workspace_without_scratch_is_refused(on: On, name: str, capability: Capability) -> None:
+    flashinfer = on(capability)
     with pytest.raises(ValueError, match=r"less than.*pass None for the lab's own"):
         getattr(trtllm, name)(**CALLS[name](workspace_buffer=torch.zeros(SEMAPHORE_BYTES + 4095, dtype=torch.uint8)))
     assert not flashinfer.calls

@@ -37,8 +37,8 @@ class Recorder(Simulator):
 
     last: "Recorder"
 
-    def __init__(self, seed: int, barriers: tuple[str, ...], unwaited: str | None = None) -> None:
-        super().__init__(seed, barriers, unwaited)
+    def __init__(self, seed: int, barriers: tuple[str, ...]) -> None:
+        super().__init__(seed, barriers)
         Recorder.last = self
         self.steps: dict[str, list[Step]] = {name: [] for name in NAMES}
         self.barriers_made: list[Barrier] = []

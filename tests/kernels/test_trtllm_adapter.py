@@ -64,6 +64,8 @@ NO_KEY_AT_ALL = "ragged, no key at all"
 SCALES: Arguments = {"bmm1_scale": torch.tensor([0.2]), "bmm2_scale": torch.tensor([0.7])}
 QUANTISED: Arguments = {"kv_dtype": E4M3, "bmm1_scale": 0.2, "bmm2_scale": 0.7}
 UINT32 = torch.tensor([16, 33, 5], dtype=torch.uint32)
+TRANSFORM_MODE, SKIPPED_SOFTMAX = "bf16q_fp8kv_transform_mode", "skip_softmax_threshold_scale_factor"
+K_ONLY: Arguments = {TRANSFORM_MODE: "k_only"}
 Case = Callable[[], Arguments]
 
 
@@ -314,57 +316,6 @@ def test_what_flashinfer_cannot_leave_out_it_refuses(simulate: Simulate) -> None
         call("", a_chunk(on_host=True, attention_sinks=TWO_SINKS))
 
 
-# Two tables over one pool, and K and V in one: what fmha_v2 cannot address.
-
-
-def v_between_pages(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """V one element off a whole number of pages from K, as separate allocations may be."""
-    k, v = cache
-    buffer = torch.zeros(k.numel() * 2 + 1, dtype=k.dtype)
-    k_part, v_part = buffer[: k.numel()].view(k.shape), buffer[k.numel() + 1 :].view(v.shape)
-    return k_part.copy_(k), v_part.copy_(v)
-
-
-@pytest.mark.parametrize(
-    "rearrange",
-    [
-        v_between_pages,
-        lambda cache: (cache[1], cache[0]),
-        lambda cache: (cache[0], cache[0]),
-        lambda cache: cache[0].unsqueeze(1),
-        lambda cache: tuple(torch.cat(cache, dim=-1).split(64, dim=-1)),
-    ],
-    ids=["V between pages", "V before K", "V is K", "K for V", "V beside K in each token"],
-)
-@BOTH_ENTRIES
-def test_fmha_v2_needs_v_whole_pages_after_k(simulate: Simulate, rearrange: Callable[[Any], Any], entry: str) -> None:
-    simulated = simulate(SM90)
-    with pytest.raises(NotImplementedError, match="trtllm_fmha_v2_prefill needs"):
-        call(entry, remade("kv_cache", rearrange)(context()))
-    assert not simulated.calls
-
-
-@pytest.mark.parametrize(
-    "rearrange",
-    [
-        tuple,
-        lambda cache: (cache[0][:1], cache[0][:1]),
-        lambda cache: (cache[0], cache[0].clone()),
-        lambda cache: (cache[0].repeat(1, 1, 1, 2)[..., :64],) * 2,
-    ],
-    ids=["halves", "one page", "a copy as V", "gaps in the pool"],
-)
-@BOTH_ENTRIES
-def test_fmha_v2_takes_two_tables_over_one_pool_only(
-    simulate: Simulate, rearrange: Callable[[Any], Any], entry: str
-) -> None:
-    simulated = simulate(SM90)
-    tables = {"block_tables": torch.zeros(1, 2, 1, dtype=torch.int32), "uses_shared_paged_kv_idx": False}
-    with pytest.raises(NotImplementedError, match="counts the page ids of K and of V from one address"):
-        call(entry, remade("kv_cache", rearrange)(context((3,), (9,))) | tables)
-    assert not simulated.calls
-
-
 # The simulation would show a wrong argument.
 
 
@@ -510,12 +461,6 @@ def test_an_older_flashinfer_takes_a_stacked_pool_and_refuses_a_pair(
     assert_rounded(trtllm, CONTEXT, stacked(context()))
 
 
-def test_the_installed_function_is_called_through_its_real_signature() -> None:
-    function, signature = flashinfer_call.installed("flashinfer.decode", DECODE)
-    assert callable(function)
-    assert list(signature.parameters) == list(inspect.signature(trtllm.trtllm_batch_decode_with_kv_cache).parameters)
-
-
 def test_defaults_are_not_passed(simulate: Simulate) -> None:
     """So that a FlashInfer without a parameter that nobody uses still runs."""
     simulated = simulate(SM90)
@@ -539,21 +484,22 @@ def test_everything_else_is_passed(simulate: Simulate, capability: Capability, f
         assert simulated.calls[0][1][name] is arguments[name], name
 
 
-def test_a_transform_mode_goes_to_the_kernels_that_convert(simulate: Simulate) -> None:
-    """FlashInfer refuses it elsewhere (trtllm_fmha_kernel_launcher.cu 200)."""
-    for capability, kv_dtype, expected in ((SM100, E4M3, "k_only"), (SM100, BF16, None), (SM90, E4M3, None)):
-        simulate(capability)
-        made = trtllm.prepare_trtllm_batch_decode_with_kv_cache(
-            **decode(kv_dtype=kv_dtype, out_dtype=BF16, bf16q_fp8kv_transform_mode="k_only")
-        )
-        assert made.arguments.get("bf16q_fp8kv_transform_mode") == expected
-
-
-def test_fmha_v2_gets_the_factor_of_skipped_softmax(simulate: Simulate) -> None:
-    simulate(SM90)
-    for factor, expected in ((2.0, 2.0), (0.0, None), (None, None)):
-        made = trtllm.prepare_trtllm_batch_context_with_kv_cache(**context(skip_softmax_threshold_scale_factor=factor))
-        assert made.arguments.get("skip_softmax_threshold_scale_factor") == expected
+@pytest.mark.parametrize(
+    ("capability", "make", "name", "expected"),
+    [
+        (SM100, lambda: decode(kv_dtype=E4M3, out_dtype=BF16, **K_ONLY), TRANSFORM_MODE, "k_only"),
+        (SM100, lambda: decode(**K_ONLY), TRANSFORM_MODE, None),
+        (SM90, lambda: decode(kv_dtype=E4M3, **K_ONLY), TRANSFORM_MODE, None),
+        (SM90, lambda: context(**{SKIPPED_SOFTMAX: 2.0}), SKIPPED_SOFTMAX, 2.0),
+        (SM90, lambda: context(**{SKIPPED_SOFTMAX: 0.0}), SKIPPED_SOFTMAX, None),
+    ],
+)
+def test_only_kernels_that_have_a_setting_get_it(
+    simulate: Simulate, capability: Capability, make: Case, name: str, expected: Any
+) -> None:
+    """FlashInfer refuses a transform mode where nothing is converted (trtllm_fmha_kernel_launcher.cu 200)."""
+    simulate(capability)
+    assert call("prepare_", make()).arguments.get(name) == expected
 
 
 def test_one_rank_of_context_parallelism_is_the_cake_kernels(simulate: Simulate) -> None:
@@ -784,19 +730,6 @@ def test_a_workspace_that_does_not_fit_is_refused(
     with pytest.raises(error, match=f"workspace_buffer.*{message}"):
         call(entry, make() | {"workspace_buffer": workspace})
     assert not simulated.calls
-
-
-@pytest.mark.parametrize(("capability", "make"), [(SM120, wide_mla), (SM100, ragged)], ids=["MLA", "ragged"])
-def test_a_workspace_without_scratch_is_refused(simulate: Simulate, capability: Capability, make: Case) -> None:
-    simulate(capability)
-    with pytest.raises(ValueError, match="less than"):
-        call("", make() | {"workspace_buffer": torch.zeros(8 * MEBIBYTE + 100, dtype=torch.uint8)})
-
-
-def test_packed_rows_are_not_copied(simulate: Simulate) -> None:
-    simulated, arguments = simulate(SM90), decode()
-    call("", arguments)
-    assert simulated.calls[0][1]["block_tables"] is arguments["block_tables"]
 
 
 @PAGED
