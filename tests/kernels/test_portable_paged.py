@@ -57,12 +57,6 @@ def test_bf16_queries_beyond_float16_over_e4m3(q_len: int, size: float) -> None:
 # Blocks of rows, and merges.
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_context(causal: bool) -> None:
-    """Requests of 0 and 1 rows, a whole prompt, and a suffix; 66 packed rows span two tiles of 64 and more."""
-    CONTEXTS.right([0, 1, 33, 7, 0], [5, 60, 33, 75, 0], causal=causal)
-
-
 def test_several_blocks_of_rows() -> None:
     """150 packed rows in blocks of 128, each with its own span of keys; and ragged ones, where some blocks have no row."""
     for changes in ({}, {"window_left": 9, "sinks": sinks_of(2)}):

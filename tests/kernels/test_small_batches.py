@@ -124,17 +124,6 @@ def test_the_order_of_programs_does_not_show(
         assert not allocated[-1].of_units.any(), order
 
 
-def test_the_merge_is_that_of_its_own_launch(cut: Callable[..., list[PartialResults]]) -> None:
-    """Pieces of one group, cut at the same places, are added up in the same order."""
-    arguments = arguments_of([900, 40, 260], sinks=sinks_of(4))
-    cut(5)
-    out, lse = launch(arguments)
-    cut(5, merges_at_once=False)
-    apart = launch(arguments)
-    torch.testing.assert_close(out, apart[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(lse, apart[1], rtol=1e-6, atol=1e-6)
-
-
 def test_a_prepared_call_again_and_again(
     cut: Callable[..., list[PartialResults]], run_in: Callable[[str], None]
 ) -> None:
