@@ -76,16 +76,6 @@ def test_the_portable_kernel_is_right() -> None:
     assert judge_forward(portable, replace(CASE, sliding_window=True), "cpu").outcome is Outcome.RIGHT
 
 
-def test_all_calls_are_what_one_would_be() -> None:
-    """Bits: the references compute each request by itself."""
-    outs = []
-    for splits in (1, 4):
-        forward = build_forward(replace(CASE, decode_splits=splits), torch.device("cpu"))
-        outs.append(forward.new_out())
-        forward.run(references, outs[-1])
-    assert torch.equal(*outs)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_ready_call_sorts_the_lengths_of_the_time(device: str) -> None:
     """Lengths and queries change under a captured call, so that requests change groups."""

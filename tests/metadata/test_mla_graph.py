@@ -122,9 +122,8 @@ def test_other_sizes_and_pools_are_refused() -> None:
         buffers_of(pool, 0, [DECODE])
     with pytest.raises(ValueError, match="is not MLA"):
         buffers_of(pool, 4, [DECODE], DraftAttention.MHA)
-    for page_size in (16, 128):
-        with pytest.raises(ValueError, match=f"page_size={page_size}: .*pages of"):
-            buffers_of(build(replace(DISCOVERY, page_size=page_size))[1], 4, [DECODE])
+    with pytest.raises(ValueError, match=r"page_size=16: .*pages of"):
+        buffers_of(build(replace(DISCOVERY, page_size=16))[1], 4, [DECODE])
 
 
 # --- replays ------------------------------------------------------------------------------------------------------
@@ -268,17 +267,6 @@ def test_attention_over_the_histories(mode: GraphMode, page_size: int, attention
         REFERENCE.prepare_attention(batch, metadata, LAYER, query, engine.cache, out=eager)()
         served.assert_right(eager)
         assert (eager[sum(news) :] == (0.0 if mode is RAGGED else 9.0)).all()
-        engine.release(rows)
-
-
-@IN_INTERPRETER
-def test_modes_that_share_the_table_do_not_disturb_each_other() -> None:
-    engine = Engine()
-    graphs = {mode: attending(engine, buffers) for mode, buffers in buffers_of(engine.pool, 4, MODES).items()}
-    for turn, mode in enumerate([VERIFY, DECODE, EXTEND_V1, RAGGED, VERIFY, EXTEND_V2, RAGGED, DECODE, EXTEND_V1]):
-        totals = [[150, 64, 35, 120], [33, 5, 96]][turn % 2]
-        served, rows = engine.serve(mode, totals, news_of(mode, len(totals), turn))
-        served.assert_right(graphs[mode].replay(served))
         engine.release(rows)
 
 

@@ -4,7 +4,6 @@
 """
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import lab.references
 from lab.metadata import (
     DraftAttention,
     ForwardBatch,
@@ -32,7 +30,6 @@ from lab.metadata.mla.calls import (
     mla_call_arguments,
     mla_max_seq_len,
     mla_query,
-    prepare_mla_prefill,
     ragged_context_arguments,
 )
 from lab.metadata.mla.metadata import query_layout, replan_outgrown
@@ -50,7 +47,6 @@ from tests.metadata.served import (
     REFERENCE,
     ROPE,
     Engine,
-    causal_attention,
 )
 
 V1, V2 = DRAFT_EXTENDS
@@ -177,35 +173,6 @@ def test_when_a_prefill_falls_back(has_prefix: bool, disabled: bool, in_graph: b
     if got.fallback_to_flashinfer_impl:
         with pytest.raises(ValueError, match="falls back to FlashInfer's own"):
             ragged_context_arguments(batch, got, LAYER, tokens, tokens, tokens[:, :, : LAYER.v_head_dim])
-
-
-@pytest.mark.parametrize("prefixes", [(0, 0, 0), (30, 0, 8)])
-def test_a_prefills_prepared_call_runs(prefixes: tuple[int, ...]) -> None:
-    """Attention of each request's new tokens to each other; with a prefix the LSE is returned, and padding stays.
-
-    `test_mla_prefill.py` merges it with the prefixes.
-    """
-    news, layer = (20, 1, 9), MLALayer(0.3)
-    totals = tuple(prefix + new for prefix, new in zip(prefixes, news, strict=True))
-    batch, pool = build_mla(Case(ForwardMode.EXTEND, totals, news, num_padding_rows=2))
-    query, keys = (torch.randn(batch.num_tokens, HEADS, 192, dtype=torch.float32) for _ in range(2))
-    values, out = torch.randn(batch.num_tokens, HEADS, 128), torch.full((batch.num_tokens, HEADS, 128), 7.0)
-    metadata = build_mla_prefill_metadata(batch, pool)
-    arguments = ragged_context_arguments(batch, metadata, layer, query, keys, values)
-    facts = [arguments[name] for name in ("max_q_len", "max_kv_len", "batch_size", "is_causal", "return_lse")]
-    assert facts == [20, 20, 3, True, any(prefixes)]
-    result = prepare_mla_prefill(lab.references, batch, metadata, layer, query, keys, values, out=out)()
-    assert isinstance(result, tuple) is any(prefixes)
-    assert (out[30:] == 7).all()
-    for first, last in itertools.pairwise((0, 20, 21, 30)):
-        own = slice(first, last)
-        expected = causal_attention(query[own], keys[own], values[own], 0.3)
-        torch.testing.assert_close(out[own], expected, rtol=1e-5, atol=1e-5)
-        if any(prefixes):
-            scores = 0.3 * torch.einsum("hd,khd->hk", query[last - 1], keys[own])
-            torch.testing.assert_close(
-                result[1][last - 1], scores.logsumexp(dim=-1) / math.log(2), rtol=1e-5, atol=1e-5
-            )
 
 
 def test_a_prefill_takes_heads_before_absorption() -> None:

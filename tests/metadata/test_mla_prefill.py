@@ -28,6 +28,7 @@ from lab.references.forward_metadata import mla_prefix_chunks
 from tests.metadata.batches import EXTENDS, Case, build, of_mla
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.noted import NotedCalls
+from tests.metadata.served import causal_attention
 
 BF16 = torch.bfloat16
 LAYER = MLALayer(0.25, 0.5, v_scale=2.0, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=24)
@@ -134,32 +135,41 @@ def test_every_cached_token_is_in_one_chunk(prefixes: list[int], each: int, extr
         assert chunk.seq_lens.dtype == chunk.cum_seq_lens.dtype == chunk.kv_indices.dtype == torch.int32
 
 
-@pytest.mark.parametrize(("prefixes", "capacity"), [([30, 0, 8], 30), ([7, 41, 8], 9), ([5, 5, 5], 1000)])
+@pytest.mark.parametrize(
+    ("prefixes", "capacity"), [([0, 0, 0], 30), ([30, 0, 8], 30), ([7, 41, 8], 9), ([5, 5, 5], 1000)]
+)
 def test_the_parts_together_are_attention_over_the_whole(prefixes: list[int], capacity: int) -> None:
+    """New tokens see each other, and with a prefix the call returns the LSE to merge its chunks by; padding stays."""
     news = [3, 1, 5]
     batch, pool = prefill(prefixes, news)
+    batch = replace(batch, num_tokens=11)
     layer = MLALayer(0.5, qk_nope_head_dim=QK - 2, qk_rope_head_dim=2, v_head_dim=V)
     generator = torch.Generator().manual_seed(capacity)
-    query = torch.randn(sum(news), HEADS, QK, generator=generator)
+    query = torch.randn(11, HEADS, QK, generator=generator)
     slots = pool.num_pages * pool.page_size
     keys, values = (torch.randn(slots, HEADS, dim, generator=generator) for dim in (QK, V))
-    metadata = build_mla_prefill_metadata(batch, pool)
-    new = batch.out_cache_loc
-    out, lse = prepare_mla_prefill(lab.references, batch, metadata, layer, query, keys[new], values[new])()
-    outs, lses = [out], [lse]
+    metadata, new = build_mla_prefill_metadata(batch, pool), torch.nn.functional.pad(batch.out_cache_loc, (0, 2))
+    arguments = ragged_context_arguments(batch, metadata, layer, query, keys[new], values[new])
+    facts = [arguments[name] for name in ("max_q_len", "max_kv_len", "batch_size", "is_causal", "return_lse")]
+    assert facts == [5, 5, 3, True, any(prefixes)]
+    out = torch.full((11, HEADS, V), 7.0)
+    result = prepare_mla_prefill(lab.references, batch, metadata, layer, query, keys[new], values[new], out=out)()
+    assert isinstance(result, tuple) is any(prefixes)
+    assert (out[9:] == 7.0).all()
+    got, parts = out, [result]
     for chunk in plan_prefix_chunks(batch, pool, capacity):
         cached = chunk.kv_indices.long()
         call = prepare_prefix_chunk(lab.references, batch, metadata, chunk, layer, query, keys[cached], values[cached])
-        out, lse = call()
-        outs.append(out)
-        lses.append(lse)
-    got, first = merge_by_lse(torch.stack(outs), torch.stack(lses)), 0
+        parts.append(call())
+    if any(prefixes):
+        outs, lses = zip(*parts, strict=True)
+        got = merge_by_lse(torch.stack(outs), torch.stack(lses))
+    first = 0
     for row, prefix, count in zip(batch.req_pool_indices.tolist(), prefixes, news, strict=True):
-        for j in range(count):
-            seen = pool.req_to_token[row, : prefix + j + 1].long()
-            scores = 0.5 * torch.einsum("hd,khd->hk", query[first + j], keys[seen])
-            expected = torch.einsum("hk,khd->hd", torch.softmax(scores, dim=-1), values[seen])
-            torch.testing.assert_close(got[first + j], expected, rtol=1e-4, atol=1e-5)
+        seen = pool.req_to_token[row, : prefix + count].long()
+        own = slice(first, first + count)
+        expected = causal_attention(query[own], keys[seen], values[seen], 0.5)
+        torch.testing.assert_close(got[own], expected, rtol=1e-4, atol=1e-5)
         first += count
 
 

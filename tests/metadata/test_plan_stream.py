@@ -329,11 +329,6 @@ def test_the_mask_of_any_tree(batch_size: int, d: int, seed: int) -> None:
     assert batch_size == 0 or torch.equal(packed, masks_of(forests))
 
 
-@pytest.mark.parametrize("d", [1, 4, 16, 17, 33, 40])
-def test_the_mask_of_a_chain_is_the_causal_one(d: int) -> None:
-    assert torch.equal(pack_tree_mask(torch.arange(-1, d - 1).repeat(2, 1)), causal_mask(2, d, CPU))
-
-
 def test_the_mask_is_written_in_place() -> None:
     out = torch.full((1, 4, 2), 0xFFFF, dtype=torch.int32).to(torch.uint16)
     assert pack_tree_mask(torch.tensor([TREE]), out=out) is out

@@ -121,15 +121,6 @@ def test_a_chain_matches_the_loop(
     assert mask.buffer.tolist() == expected + [True] * (mask.nbytes - len(expected))
 
 
-def test_a_chain_by_hand() -> None:
-    mask = allocate(FULL)
-    write_chain_mask(mask, torch.tensor([1, 0]))
-    t, f = True, False
-    assert mask.buffer.tolist() == [t, t, f, t, t, t] + [t, f, t, t] + [t] * 32
-    meta = allocate(FULL, device="meta")  # where nothing can be read
-    write_chain_mask(meta, torch.tensor([5, 2, 3], device="meta"))
-
-
 @each_form
 def test_what_does_not_fit_is_refused_before_anything_is_written(form: VerifyMaskForm) -> None:
     mask = allocate(form)
