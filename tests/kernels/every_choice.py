@@ -87,38 +87,34 @@ def context(
     )
 
 
-def mla(heads: int, q: torch.dtype = BF16, kv: torch.dtype = BF16, page_size: int = 64, q_len: int = 1) -> object:
-    """Latent attention of DeepSeek-V3's sizes, with a sink and the LSE."""
+def mla(
+    heads: int,
+    q: torch.dtype = BF16,
+    kv: torch.dtype = BF16,
+    page_size: int = 64,
+    q_len: int = 1,
+    rope: int = 64,
+    top_k: int = 0,
+    **options: Any,
+) -> object:
+    """Latent attention of DeepSeek-V3's sizes; with `top_k`, of so many entries for each row, as DeepSeek-V3.2 has it."""
     return portable.trtllm_batch_decode_with_kv_cache_mla(
-        tensor(REQUESTS, q_len, heads, 576, dtype=q),
-        tensor(PAGES, 1, page_size, 576, dtype=kv),
-        None,
-        128,
-        512,
-        64,
-        tensor(REQUESTS, 4096 // page_size),
-        tensor(REQUESTS),
-        4096,
-        bmm1_scale=0.1,
-    )
-
-
-def sparse_mla(heads: int, kv: torch.dtype = BF16, rope: int = 64, **options: Any) -> object:
-    """Latent attention of 2048 entries for each row, of DeepSeek-V3.2's sizes."""
-    return portable.trtllm_batch_decode_with_kv_cache_mla(
-        tensor(REQUESTS, 1, heads, 512 + rope, dtype=BF16),
-        tensor(PAGES, 1, 64, 512 + rope, dtype=kv),
+        tensor(REQUESTS, q_len, heads, 512 + rope, dtype=q),
+        tensor(PAGES, 1, page_size, 512 + rope, dtype=kv),
         None,
         128,
         512,
         rope,
-        tensor(REQUESTS, 1, 2048),
+        tensor(REQUESTS, q_len, top_k) if top_k else tensor(REQUESTS, 4096 // page_size),
         tensor(REQUESTS),
-        65536,
-        sparse_mla_top_k=2048,
+        65536 if top_k else 4096,
+        sparse_mla_top_k=top_k,
         bmm1_scale=0.1,
         **{name: make() for name, make in options.items()},
     )
+
+
+sparse_mla = partial(mla, top_k=2048)
 
 
 def ragged(q_len: int, dims: tuple[int, int] = (192, 128), dtype: torch.dtype = BF16, causal: bool = True) -> object:
@@ -208,7 +204,7 @@ def _mla() -> Iterator[tuple[str, Call]]:
                 yield f"MLA, {heads} rows, {NAMES[q]} over {NAMES[kv]}", partial(mla, heads, q, kv)
     for heads in (16, 128):
         for kv in (BF16, E4M3):
-            yield f"MLA of selected entries, {heads} rows, bf16 over {NAMES[kv]}", partial(sparse_mla, heads, kv)
+            yield f"MLA of selected entries, {heads} rows, bf16 over {NAMES[kv]}", partial(sparse_mla, heads, kv=kv)
         lens = {"rope": 0, "sparse_mla_top_k_lens": partial(tensor, REQUESTS)}
         yield f"MLA of selected entries without a rotary part, {heads} rows", partial(sparse_mla, heads, **lens)
     yield "MLA, 16 rows, pages of 32", partial(mla, 16, page_size=32)

@@ -4,7 +4,6 @@ The simulation has the parameters and checks of `flash_mla_sparse_fwd` of sgl-fl
 base e without the sink, which is +inf for a row without entries.
 """
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from torch import Tensor
 from lab import references
 from lab.kernels import prepare, support
 from lab.kernels.peers import flash_mla
-from lab.kernels.peers.installed import installed_function
 from tests.cases import MLA, Arguments, latent_batch, sparse_arguments
 from tests.kernels.adapter_calls import (
     SM90,
@@ -156,12 +154,3 @@ def test_a_prepared_call_follows_contents(change: Change, lens: list[int] | None
     results, expected = ready(), getattr(references, MLA)(**arguments)
     for own, truth in zip(results, expected, strict=True):
         torch.testing.assert_close(own, truth, rtol=2**-7, atol=2**-7)
-
-
-def test_without_the_package_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "flash_mla" else find(name, *of))
-    monkeypatch.setattr(flash_mla, "installed_function", installed_function)
-    installed_function.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r"flash_mla, which is not installed: pip install '\.\[flashmla\]'"):
-        getattr(flash_mla, MLA)(**sparse())

@@ -1,6 +1,5 @@
 """FlashInfer's wrappers and FlashAttention-4 without a GPU: calls bind to their functions, and mean what the references do."""
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from lab.calls import PagedAttention
 from lab.gpus import Capability
 from lab.kernels import prepare, support
 from lab.kernels.peers import flash_attention_4, flashinfer_mla, flashinfer_paged, flashinfer_ragged, planned
-from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import kernel_names
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from tests.cases import CONTEXT, DECODE, Arguments
@@ -55,6 +53,10 @@ WRAPPED: dict[str, tuple[Any, Case]] = {  # an implementation by wrappers, and a
     "context": (flashinfer_paged, context),
     "MLA": (flashinfer_mla, mla),
     "ragged": (flashinfer_ragged, ragged),
+}
+FA4 = {
+    "FlashAttention-4, decode": (flash_attention_4, decode),
+    "FlashAttention-4, context": (flash_attention_4, context),
 }
 EACH = pytest.mark.parametrize("name", WRAPPED)
 # Those of the paged wrappers, by the wrapper that the call comes to, and FlashAttention-4's, which has no bmm2_scale.
@@ -268,11 +270,12 @@ def with_results(arguments: Arguments) -> Arguments:
     return arguments | {"lse": torch.full(arguments["query"].shape[:-1], math.nan)}
 
 
-@EACH
+@pytest.mark.parametrize("name", [*WRAPPED, *FA4])
 @pytest.mark.parametrize("return_lse", [True, False])
-def test_given_results_are_written(simulate: Simulate, name: str, return_lse: bool) -> None:
-    implementation, make = WRAPPED[name]
+def test_given_results_are_written(simulate: Simulate, simulate_fa4: SimulateFA4, name: str, return_lse: bool) -> None:
+    implementation, make = (WRAPPED | FA4)[name]
     simulate()
+    fa4 = simulate_fa4()
     if name == "MLA" and not return_lse:
         pytest.skip("the call takes no LSE that it does not return")
     given = with_results(make(return_lse=return_lse))
@@ -280,16 +283,7 @@ def test_given_results_are_written(simulate: Simulate, name: str, return_lse: bo
     expected = call(references, make(return_lse=True))[1]
     torch.testing.assert_close(given["lse"].view(expected.shape), expected, rtol=1e-5, atol=1e-5)
     assert not given["out"].isnan().any()
-
-
-@pytest.mark.parametrize("make", [decode, context], ids=["decode", "context"])
-def test_flash_attention_4_writes_given_results(simulate_fa4: SimulateFA4, make: Callable[..., Arguments]) -> None:
-    simulated = simulate_fa4()
-    given = with_results(make(return_lse=True))
-    assert_right(flash_attention_4, given)
-    assert not given["out"].isnan().any()
-    assert not given["lse"].isnan().any()
-    assert simulated.calls[0]["out"].data_ptr() == given["out"].data_ptr()
+    assert all(passed["out"].data_ptr() == given["out"].data_ptr() for passed in fa4.calls)
 
 
 @EACH
@@ -386,17 +380,6 @@ def test_a_capture_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
         planned.refuse_planning_in_capture(flashinfer_ragged.WRAPPER, torch.device("cuda"))
 
 
-def test_without_the_package_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *of: None if name == "flash_attn" else find(name, *of)
-    )
-    monkeypatch.setattr(support, "capability_of", lambda device: SM90)
-    installed_function.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r"flash_attn, which is not installed: pip install '\.\[fa4\]'"):
-        call(flash_attention_4, decode())
-
-
 def test_the_simulation_has_the_installed_functions_parameters() -> None:
     interface = pytest.importorskip("flash_attn.cute.interface", reason="FlashAttention-4 is not installed")
     simulated = inspect.signature(SimulatedFlashAttention4._forward).parameters
@@ -435,9 +418,7 @@ TAMPERED: dict[str, tuple[Any, Case, Change]] = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_the_simulation_would_show_it(simulate: Simulate, simulate_fa4: SimulateFA4, name: str) -> None:
     implementation, make, change = TAMPERED[name]
-    if implementation is flash_attention_4:
-        simulate_fa4(change=change)
-    else:
-        simulate(change=change)
+    simulate(change=change)
+    simulate_fa4(change=change)
     with pytest.raises(AssertionError):
         assert_right(implementation, make())

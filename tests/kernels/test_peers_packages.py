@@ -16,14 +16,15 @@ from torch.nn.attention.flex_attention import create_mask
 
 from lab import references
 from lab.kernels import PlannedOnce, prepare, support
-from lab.kernels.peers import flex_attention, installed, sglang_triton, vllm_triton
+from lab.kernels.peers import flash_attention_4, flash_mla, flex_attention, installed, sglang_triton, vllm_triton
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel
 from lab.kernels.support.packages import FLEX_ATTENTION, SGLANG_TRITON, VLLM_TRITON
 from tests.cases import DECODE, Arguments, context_arguments, decode_arguments, pack_mask, random_batch
-from tests.kernels.adapter_calls import function_of
+from tests.kernels.adapter_calls import decode, function_of
 from tests.kernels.adapter_calls import posed as problem_of
 from tests.kernels.held import E4M3, FP16
+from tests.kernels.test_flash_mla import sparse
 from tests.metadata.sglang.wheel import sglang_modules
 
 ATTENTION = "sglang.kernels.ops.attention"
@@ -311,16 +312,24 @@ def test_vllm_has_no_triton_on_a_cpu() -> None:
         vllm_triton.trtllm_batch_decode_with_kv_cache(**PASSES["decode"])
 
 
-@pytest.mark.parametrize(("module", "package"), [(sglang_triton, "sglang"), (vllm_triton, "vllm")])
+@pytest.mark.parametrize(
+    ("module", "package", "remedy", "arguments"),
+    [
+        (sglang_triton, "sglang", "sglang", PASSES["decode"]),
+        (vllm_triton, "vllm", "vllm", PASSES["decode"]),
+        (flash_attention_4, "flash_attn", r"'\.\[fa4\]'", decode(head_dim=64)),
+        (flash_mla, "flash_mla", r"'\.\[flashmla\]'", sparse()),
+    ],
+)
 @pytest.mark.usefixtures("forgotten")
 def test_a_package_that_is_not_installed_costs_nothing_until_it_is_called(
-    module: ModuleType, package: str, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, package: str, remedy: str, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    with pytest.raises(ModuleNotFoundError, match=f"needs {package}, which is not installed: pip install {package}"):
-        module.trtllm_batch_decode_with_kv_cache(**PASSES["decode"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == package else find(name, *of))
+    with pytest.raises(ModuleNotFoundError, match=f"{package}, which is not installed: pip install {remedy}"):
+        getattr(module, function_of(arguments))(**arguments)
 
 
 @UNCOMPILED
