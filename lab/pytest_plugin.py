@@ -122,7 +122,8 @@ def _offered(name: str, refusals: Any) -> list["Interface"]:
 
 def _workers(name: str, refusals: Any = None) -> "Workers":
     """Return a pool with one worker process for a kernel, so that a crash of the kernel does not end pytest."""
-    from lab.checks.run.judge import TIME_LIMIT_S, device_of
+    from lab.checks.run.judge import TIME_LIMIT_S
+    from lab.checks.run.judging import device_of
     from lab.checks.run.workers import Workers
     from lab.ranges import Ranges
 

@@ -9,7 +9,8 @@ from lab.checks.parameters.models import Configuration
 from lab.checks.properties.check import Level
 from lab.checks.report import Report
 from lab.checks.run.invariance import invariance
-from lab.checks.run.judge import judge, judge_case, judge_forward, judge_recorded
+from lab.checks.run.judge import judge, judge_recorded
+from lab.checks.run.judging import judge_case, judge_forward
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace

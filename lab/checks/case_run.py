@@ -35,6 +35,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 # The attention functions that an engine calls for a paged cache.
 ENGINE_CALLS = tuple(dict.fromkeys((*PAGED_CALLS, *LATENT_CALLS)))
+USUAL_RANGES = Ranges()
 MOST_SAVED_ELEMENTS = 2**20  # A larger output is neither saved nor audited.
 SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
@@ -92,14 +93,14 @@ class CaseRun:
         implementation: Any,
         case: Any,
         device: torch.device,
-        ranges: Ranges | None = None,
+        ranges: Ranges = USUAL_RANGES,
         refusals: Refusals | None = None,
         saves_output: bool = False,
     ) -> None:
         self.implementation = implementation  #: the implementation that is judged
         self.case = case  #: the case, a frozen dataclass
         self.device = device  #: the device on which the calls run
-        self.ranges = ranges or Ranges()  #: the ranges within which a check may vary the case
+        self.ranges = ranges  #: the ranges within which a check may vary the case
         self.kernel = KernelCalls(self.decline, refusals)  #: makes the calls of the implementation
         self.wrongs: list[str] = []  #: sentences about wrong results
         self.failures: list[str] = []  #: sentences about failed calls

@@ -83,7 +83,7 @@ def budget(
     prepare_machine(device)
     from lab import budget as computed
     from lab.calls import AttentionCall
-    from lab.checks.run.judge import device_of
+    from lab.checks.run.judging import device_of
     from lab.recorded.case import recorded_cases
     from lab.reports.budget import answer_report, budget_report
 

@@ -173,8 +173,8 @@ def judge(
             )
         _print_recorded_coverage(Path(implementation))
         raise typer.Exit
-    from lab.checks.run.judge import device_of
     from lab.checks.run.judge import judge as judge_kernel
+    from lab.checks.run.judging import device_of
 
     with refusing_errors():
         device_of(device)

@@ -97,7 +97,7 @@ def shrink(
     import torch
 
     from lab.calls import CALL_TYPES
-    from lab.checks.run.judge import device_of
+    from lab.checks.run.judging import device_of
     from lab.provenance import version_of
     from lab.recorded import own_form
     from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of

@@ -3,38 +3,34 @@
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.profiles import profile_named
-from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.properties.recorded import check_of
 from lab.checks.record import ReportError, read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
-from lab.checks.run.judging import Task, judge_task, note_current
+from lab.checks.run.judging import checks_named, device_of, named_implementation, of_name
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.refusals import RefusalNames, Refusals
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
-from lab.checks.run.verdicts import CaseVerdict, credible
+from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
 from lab.loading import is_same_module, load, module_of
 from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
-from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
-
-Named = TypeVar("Named")
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
 MOST_SECONDS = {Level.QUICK: 17.0}  # the whole run, with the start of workers and the diagnosis, takes 30 s
@@ -105,10 +101,10 @@ def judge(
         ValueError: the implementation has none of the functions, a setting is invalid, or a name in `refusals` is no exception.
         lab.loading.LoadError: the implementation cannot be imported.
     """
-    start, depth = time.monotonic(), _of_name(level, {each: (each.value,) for each in Level}, "level")
-    where, chosen, wanted = device_of(device), _checks(only), _functions(functions)
+    start, depth = time.monotonic(), of_name(level, {each: (each.value,) for each in Level}, "level")
+    where, chosen, wanted = device_of(device), checks_named(only), _functions(functions)
     _check_settings(depth, isolated, implementation, workers, time_limit_s, drawn, profile, shard)
-    name, subject = (implementation, implementation) if isolated else _named(implementation)
+    name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
     given = ranges or Ranges()
     given = given if seed is None else replace(given, seed=seed)
@@ -123,28 +119,6 @@ def judge(
         knows = partial(known, findings=known_failures, capability=capability_of(where))
         run = Run(pool, report, chosen, count, start + most, first_failure, earlier, path, knows, progress)
         return run.judge(offered, discover, start + for_seconds)
-
-
-def judge_case(
-    implementation: Any, check: str, case: Any, device: torch.device | str | None = None, ranges: Ranges | None = None
-) -> CaseVerdict:
-    """Judge one case of one check in this process.
-
-    Args:
-        implementation: as in `judge`.
-        check: key or name of the check.
-        case: a case of this check, such as an `AttentionCase`. Its seed determines the data.
-        device: as in `judge`.
-        ranges: the parameter values within which the check may vary the case.
-    """
-    where = device_of(device)
-    name, loaded = _named(implementation)
-    (chosen,) = _checks(check)
-    interface = getattr(case, "interface", chosen.interfaces[0])
-    ranges = ranges or Ranges()
-    note_current()
-    judged = credible(judge_task(loaded, Task(chosen.key, case, str(where), ranges)))
-    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)
 
 
 def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **settings: Any) -> Report:
@@ -237,41 +211,6 @@ def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
     return RefusalNames.of(",".join(names), kernel) if names else None
 
 
-def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
-    """Judge one forward pass, from each request's K/V history to a kernel's output, by check M1 (forward_modes).
-
-    The pool, the metadata and the kernel's arguments are built as an engine builds them, and all memory that must not be read
-    is poisoned. The expected output is computed from the histories, as they were written token by token, and never from a page
-    table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel.
-
-    Args:
-        implementation: as in `judge`, with the functions that the pass calls.
-        case: the pass.
-        device: as in `judge`.
-    """
-    return judge_case(implementation, "M1", case, device)
-
-
-def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: there is no such device, or it cannot be used for judging.
-    """
-    count = torch.cuda.device_count()
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        named = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"{device!r} is no device: cpu, cuda, or cuda:1 for the second GPU") from error
-    if named.type not in ("cpu", "cuda"):
-        raise ValueError(f"nothing is judged on {device!r}: cpu, cuda, or cuda:1 for the second GPU")
-    if named.type == "cuda" and (named.index or 0) >= count:
-        raise ValueError(f"there is no GPU {str(device)!r} here: torch finds {count or 'none'}")
-    return named
-
-
 def _offered(
     pool: Workers,
     report: Report,
@@ -325,33 +264,7 @@ def _check_settings(
         raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
 
 
-def _named(implementation: Any) -> tuple[str, Any]:
-    """Return (name, implementation). If `implementation` is a name, import it."""
-    if isinstance(implementation, str):
-        return implementation, load(implementation)
-    return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
-
-
-def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in it. If
-    `only` is empty, return all checks.
-    """
-    given = [each for each in only if isinstance(each, Check)]
-    names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
-    named = {check: (check.key, check.name) for check in checks()}
-    wanted = [_of_name(name, named, "check") for name in names]
-    return (*(check for check in named if check in wanted or not (wanted or given)), *given)
-
-
 def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
     """Return the functions with these names, such as "decode" or FlashInfer's name; all functions if there are no names."""
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
-    return tuple(_of_name(name, named, "function") for name in functions) or INTERFACES
-
-
-def _of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named`, a check for example (`kind`), that has this name. Raise ValueError if there is none."""
-    for each, names in named.items():
-        if name in (each, *names, names[0].lower()):
-            return each
-    raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(map(' or '.join, named.values()))}")
+    return tuple(of_name(name, named, "function") for name in functions) or INTERFACES

@@ -3,21 +3,25 @@
 import functools
 import math
 import time
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import USUAL_RANGES, CaseRun
 from lab.checks.parameters.attention import DISCOVERY
-from lab.checks.properties import checks_by_key
+from lab.checks.properties import checks, checks_by_key
 from lab.checks.properties.check import Check
 from lab.checks.run.refusals import RefusalNames, Refusals
 from lab.checks.run.support_protocol import KernelError, Unjudgeable, Unsupported, raised
-from lab.checks.run.verdicts import Judged, Outcome, TooLate, dishonest
+from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
-from lab.loading import working_folder_kept
+from lab.loading import load, working_folder_kept
 from lab.ranges import Ranges
+from lab.workloads.forward_case import ForwardCase
+
+Named = TypeVar("Named")
 
 AUDITED_CHECKS = ("K1", "M1")  # checks whose cases `lab.checks.run.audit` repeats: the first output decides them
 ROUNDED = ("output", "LSE", "merged")  # kinds of results that are compared within a bound
@@ -38,6 +42,42 @@ class Task(NamedTuple):
     end: float = (
         math.inf
     )  # the case is not begun after this time of `time.monotonic`, which all processes of a machine share
+
+
+def judge_case(
+    implementation: Any, check: str, case: Any, device: torch.device | str | None = None, ranges: Ranges = USUAL_RANGES
+) -> CaseVerdict:
+    """Judge one case of one check in this process.
+
+    Args:
+        implementation: as in `lab.checks.judge`.
+        check: key or name of the check.
+        case: a case of this check, such as an `AttentionCase`. Its seed determines the data.
+        device: as in `lab.checks.judge`.
+        ranges: the parameter values within which the check may vary the case.
+    """
+    where = device_of(device)
+    name, loaded = named_implementation(implementation)
+    (chosen,) = checks_named(check)
+    interface = getattr(case, "interface", chosen.interfaces[0])
+    note_current()
+    judged = credible(judge_task(loaded, Task(chosen.key, case, str(where), ranges)))
+    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)
+
+
+def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
+    """Judge one forward pass, from each request's K/V history to a kernel's output, by check M1 (forward_modes).
+
+    The pool, the metadata and the kernel's arguments are built as an engine builds them, and all memory that must not be read
+    is poisoned. The expected output is computed from the histories, as they were written token by token, and never from a page
+    table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel.
+
+    Args:
+        implementation: as in `lab.checks.judge`, with the functions that the pass calls.
+        case: the pass.
+        device: as in `lab.checks.judge`.
+    """
+    return judge_case(implementation, "M1", case, device)
 
 
 @functools.cache
@@ -146,3 +186,49 @@ def _explains(bf16: Bf16, run: CaseRun) -> bool:
     if bf16.computes:
         return held <= {*ROUNDED, "bits"}
     return bf16.truncates and held <= {*ROUNDED} and run.worst_ratio <= MOST_BY_TRUNCATION
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device, or it cannot be used for judging.
+    """
+    count = torch.cuda.device_count()
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        named = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is no device: cpu, cuda, or cuda:1 for the second GPU") from error
+    if named.type not in ("cpu", "cuda"):
+        raise ValueError(f"nothing is judged on {device!r}: cpu, cuda, or cuda:1 for the second GPU")
+    if named.type == "cuda" and (named.index or 0) >= count:
+        raise ValueError(f"there is no GPU {str(device)!r} here: torch finds {count or 'none'}")
+    return named
+
+
+def named_implementation(implementation: Any) -> tuple[str, Any]:
+    """Return (name, implementation). If `implementation` is a name, import it."""
+    if isinstance(implementation, str):
+        return implementation, load(implementation)
+    return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
+
+
+def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
+    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in it. If
+    `only` is empty, return all checks.
+    """
+    given = [each for each in only if isinstance(each, Check)]
+    names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
+    named = {check: (check.key, check.name) for check in checks()}
+    wanted = [of_name(name, named, "check") for name in names]
+    return (*(check for check in named if check in wanted or not (wanted or given)), *given)
+
+
+def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
+    """Return the key of `named`, a check for example (`kind`), that has this name. Raise ValueError if there is none."""
+    for each, names in named.items():
+        if name in (each, *names, names[0].lower()):
+            return each
+    raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(map(' or '.join, named.values()))}")
