@@ -200,7 +200,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
     """Return the features of a call's arguments, such as dtypes, scales and, for a paged call, the layout of the cache."""
     query, sinks, (_, num_qo_heads, head_dim) = problem.query, problem.sinks, problem.query.shape
     num_kv_heads, v_head_dim, required = problem.num_kv_heads, problem.v_head_dim, problem.features()
-    group = num_qo_heads // max(num_kv_heads, 1)
+    group = problem.group
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
     read: Read = {
         "function": interface,
@@ -397,10 +397,9 @@ def features_of_call(
         problem = CALL_TYPES[interface](**arguments).problem()
     except (TypeError, ValueError, NotImplementedError):
         return CallFeatures({**of_case, **kept(earlier)})
-    kv_lens, offsets = problem.kv_lens(), problem.row_offsets()
+    kv_lens, q_lens = problem.kv_lens(), problem.q_lens()
     of_pages = (problem.page_size, [*_read_selections(problem)]) if isinstance(problem, PagedAttention) else (TILE, ())
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
-    q_lens = [after - before for before, after in pairwise(offsets)]
     window_left = arguments.get("window_left", -1)
     return CallFeatures.of_lengths({**of_case, **kept(read)}, kv_lens, q_lens, window_left, *of_pages)
