@@ -2,26 +2,23 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, AttentionCall
+from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.truth import Rules
-from lab.workloads.attention_case import AttentionCase
+from lab.workloads.attention_case import AttentionCase, TableTail
 from lab.workloads.inputs.contents import (
     E4M3_K_SCALE,
     E4M3_V_SCALE,
-    TAIL_IDS,
-    block_tables,
     draw_contents,
     fill_dead,
-    new_pools,
-    new_scale_factors,
     new_workspace,
     read_kv,
     stored_kv,
@@ -37,6 +34,9 @@ from lab.workloads.inputs.selection import (
     selected_positions,
 )
 from lab.workloads.inputs.views import with_strides_of
+
+# The page id in the columns of a page table after a request's last page. The columns of FOREIGN have different ids.
+TAIL_IDS = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +288,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     one = storage.page_seed % max(used, 1)
     ids = [page + storage.first_page if place == one or not storage.one_far else page for place, page in enumerate(ids)]
     pools = new_pools(case, storage.first_page + num_pages, device)
-    factors = new_scale_factors(case, pools)
+    factors = _new_scale_factors(case, pools)
     tables = torch.tensor(ids[:used], dtype=torch.int64).split(pages_of)
     in_page = torch.arange(size)
     slots = torch.cat(
@@ -320,10 +320,54 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
         histories=tuple(zip(read_keys.split(case.kv_lens), read_values.split(case.kv_lens), strict=True)),
         k_pages=pools[0],
         v_pages=pools[-1],
-        block_tables=block_tables(case, rows, max(pages_of), ids[:used] or ids[:1], device).view(*lengths.shape, -1),
+        block_tables=_block_tables(case, rows, max(pages_of), ids[:used] or ids[:1], device).view(*lengths.shape, -1),
         seq_lens=lengths.to(device),
         sinks=sinks,
         scale_factors=(factors[0], factors[1]) if factors else None,
         selected=selected_positions(case, device) if case.top_k else None,
         seen=seen,
     )
+
+
+def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
+    """Return uninitialised pages of K and of V as two pools; MLA has one pool for both."""
+    new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
+    if case.is_mla:
+        return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
+    width = case.head_dim // 2 if case.kv_dtype == NVFP4 else case.head_dim
+    page: tuple[int, ...] = (case.num_kv_heads, case.page_size, width)
+    if case.storage.kv_layout == "NHD":
+        page = (case.page_size, case.num_kv_heads, width)
+    if case.storage.stacked:
+        return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
+    return list(torch.empty(2, num_pages, *page, **new).unbind(0))
+
+
+def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
+    """Return uninitialised scale factors for the pages of K and of V of an NVFP4 cache; [] for other caches."""
+    if case.kv_dtype != NVFP4:
+        return []
+    pages, *page = pools[0].shape
+    page[-1] = case.head_dim // NVFP4_BLOCK
+    room = 2 if case.storage.gaps_in_scale_factors else 1
+    whole = torch.empty(2, pages, room, *page, dtype=E4M3, device=pools[0].device)
+    return list(whole[:, :, 0].unbind(0))
+
+
+def _block_tables(
+    case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
+) -> Tensor:
+    """Return page tables, int32 [len(tables), columns]. Each row has the page ids of `tables`, and after them the ids of the
+    case's `table_tail`. There are `most_pages` (the longest request's pages) plus the case's `spare_columns` columns. `live`
+    has page ids for a foreign tail.
+    """
+    width = most_pages + case.storage.spare_columns
+    page_id = TAIL_IDS.get(case.storage.table_tail)
+    if page_id is None:
+        cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
+        filled = cells[: len(tables) * width].view(len(tables), width).flip(0)
+    else:
+        filled = torch.full((len(tables), width), page_id, dtype=torch.int32)
+    for row, table in enumerate(tables):
+        filled[row, : len(table)] = table
+    return filled.to(device)

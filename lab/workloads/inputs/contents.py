@@ -12,23 +12,20 @@ import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
+from lab.calls.problem import E4M3, NVFP4
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4
 from lab.references.softmax_attention import quantize_e4m3, rounded
-from lab.workloads.attention_case import AttentionCase, Contents, Dead, TableTail
+from lab.workloads.attention_case import AttentionCase, Contents, Dead
 from lab.workloads.requests import History, PassLens
 
 # Finite values, so large that one poisoned value in a product changes the result. A poisoned NVFP4 byte contains the largest
 # e2m1 value, 6, twice, and poisoned scale factors make it large.
 POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0, NVFP4: 0x77}
-# The page id in the columns of a page table after a request's last page. The columns of FOREIGN have different ids.
-TAIL_IDS = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
 # Scales of an e4m3 cache. They are unequal and far from 1, so that a dropped or swapped scale changes the result.
 E4M3_K_SCALE = 0.03125
 E4M3_V_SCALE = 0.0625
@@ -293,50 +290,6 @@ def unwritten(buffer: Tensor) -> Tensor:
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
     turns = torch.arange(buffer.numel(), device=buffer.device).view(buffer.shape) % len(values)
     return buffer.copy_(values[turns])
-
-
-def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
-    """Return uninitialised pages of K and of V as two pools; MLA has one pool for both."""
-    new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
-    if case.is_mla:
-        return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
-    width = case.head_dim // 2 if case.kv_dtype == NVFP4 else case.head_dim
-    page: tuple[int, ...] = (case.num_kv_heads, case.page_size, width)
-    if case.storage.kv_layout == "NHD":
-        page = (case.page_size, case.num_kv_heads, width)
-    if case.storage.stacked:
-        return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
-    return list(torch.empty(2, num_pages, *page, **new).unbind(0))
-
-
-def new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
-    """Return uninitialised scale factors for the pages of K and of V of an NVFP4 cache; [] for other caches."""
-    if case.kv_dtype != NVFP4:
-        return []
-    pages, *page = pools[0].shape
-    page[-1] = case.head_dim // NVFP4_BLOCK
-    room = 2 if case.storage.gaps_in_scale_factors else 1
-    whole = torch.empty(2, pages, room, *page, dtype=E4M3, device=pools[0].device)
-    return list(whole[:, :, 0].unbind(0))
-
-
-def block_tables(
-    case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
-) -> Tensor:
-    """Return page tables, int32 [len(tables), columns]. Each row has the page ids of `tables`, and after them the ids of the
-    case's `table_tail`. There are `most_pages` (the longest request's pages) plus the case's `spare_columns` columns. `live`
-    has page ids for a foreign tail.
-    """
-    width = most_pages + case.storage.spare_columns
-    page_id = TAIL_IDS.get(case.storage.table_tail)
-    if page_id is None:
-        cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
-        filled = cells[: len(tables) * width].view(len(tables), width).flip(0)
-    else:
-        filled = torch.full((len(tables), width), page_id, dtype=torch.int32)
-    for row, table in enumerate(tables):
-        filled[row, : len(table)] = table
-    return filled.to(device)
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.judging import run_case
 from lab.workloads.attention_case import AttentionCase, Contents, Entries, HeadPages, Storage
-from lab.workloads.inputs.contents import new_pools
+from lab.workloads.inputs.attention import new_pools
 
 SHORT = replace(Ranges(), longest=200)
 # What a case of a kind has.
