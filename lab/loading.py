@@ -11,8 +11,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,16 +20,6 @@ UNPACKAGED = "file "  # the name of a module whose file is in no package begins 
 
 class LoadError(ImportError):
     """An implementation cannot be imported. The message has the reason, and the line of its code that raised the error."""
-
-
-@contextmanager
-def working_folder_kept() -> Iterator[None]:
-    """Restore the current working folder when the context ends, because an imported kernel may change it."""
-    folder = Path.cwd()
-    try:
-        yield
-    finally:
-        os.chdir(folder)
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -47,7 +35,6 @@ def message_of(error: BaseException) -> str:
         return f"a message that cannot be made, for that raises {type(other).__name__}"
 
 
-@working_folder_kept()
 def load(name: str) -> Any:
     """Import an implementation and return it.
 
@@ -58,7 +45,7 @@ def load(name: str) -> Any:
     Raises:
         LoadError: there is no implementation of this name, or its code raised an error during the import.
     """
-    where, _, attribute = name.partition(":")
+    (where, _, attribute), folder = name.partition(":"), Path.cwd()
     try:
         if ("/" in where or Path(where).is_file()) and not where.endswith(".py"):
             raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
@@ -68,6 +55,8 @@ def load(name: str) -> Any:
         if is_interruption(error):
             raise
         raise LoadError(f"{name} cannot be imported: {_sentence(error)}") from error
+    finally:
+        os.chdir(folder)  # the module may have changed it
     return _with_one_function(attribute.rpartition(".")[2], found) if inspect.isroutine(found) else found
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from lab.checks.run.support_protocol import KernelError, Unjudgeable, Unsupporte
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
-from lab.loading import load, working_folder_kept
+from lab.loading import load
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 
@@ -94,7 +95,6 @@ def note_current() -> None:
         noted()
 
 
-@working_folder_kept()
 def judge_task(implementation: Any, task: Task) -> Judged:
     """Judge one case in this process. The outcome is DISHONEST if the kernel changed functions or settings of the judge.
 
@@ -103,9 +103,12 @@ def judge_task(implementation: Any, task: Task) -> Judged:
     """
     if time.monotonic() > task.end:
         raise TooLate
-    check, device = _check(task.check), torch.device(task.device)
+    check, device, folder = _check(task.check), torch.device(task.device), os.getcwd()
     refusals = None if task.refusals is None else task.refusals.resolve()
-    judged = run_case(implementation, check, task.case, device, task.ranges, refusals)
+    try:
+        judged = run_case(implementation, check, task.case, device, task.ranges, refusals)
+    finally:
+        os.chdir(folder)  # the kernel may have changed it
     changed = noted().changes()
     return dishonest(judged, in_words(changed)) if changed else judged
 
