@@ -101,7 +101,7 @@ class CaseRun:
         self.case = case  #: the case, a frozen dataclass
         self.device = device  #: the device on which the calls run
         self.ranges = ranges  #: the ranges within which a check may vary the case
-        self.kernel = KernelCalls(self.decline, refusals)  #: makes the calls of the implementation
+        self.kernel = KernelCalls(implementation, self.decline, refusals)  #: makes the calls of the implementation
         self.wrongs: list[str] = []  #: sentences about wrong results
         self.failures: list[str] = []  #: sentences about failed calls
         #: sentences about calls that the implementation refused, or that were made with equivalent arguments instead
@@ -137,30 +137,13 @@ class CaseRun:
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
-        returned = self._make("", interface, arguments)
+        returned = self.kernel.make("", interface, arguments)
         self._wait()
         if interface in LATENT_CALLS:
             self._expect_shape_of(interface, returned, arguments)
         result = as_result(returned, interface)._replace(call=call)
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
         return result if rows is None else result.leading(rows)
-
-    def _make(self, prefix: str, interface: AttentionCall, arguments: Any, workspace: Tensor | None = None) -> Any:
-        """Make a call and return its results. If `prefix` is "prepare_" or "plan_", return the callable that makes the call
-        instead. With a `workspace`, call as an engine does: pass this workspace, and leave out arguments at their default.
-        """
-        function = self._offered(prefix + interface.value, KernelError if workspace is None else Unsupported)
-        once = functools.partial(self.kernel.prepared if prefix else self.kernel.once, function)
-        if workspace is not None:
-            arguments = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
-        return self.kernel.invoke(interface, once, arguments, by_engine=workspace is not None and not prefix)
-
-    def _offered(self, name: str, missing: type[Exception] = KernelError) -> Callable[..., Any]:
-        """Return the implementation's function with this name. Raise `missing` if there is none."""
-        function: Callable[..., Any] | None = getattr(self.implementation, name, None)
-        if function is None:
-            raise missing(f"it has no {name}")
-        return function
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Repeat a call that the implementation accepted before. If it now refuses the call, raise KernelError."""
@@ -240,11 +223,11 @@ class CaseRun:
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
         self.note_call(interface, arguments)
-        return cast("Callable[[], Any]", self._make(form.value, interface, arguments))
+        return cast("Callable[[], Any]", self.kernel.make(form.value, interface, arguments))
 
     def function(self, interface: Interface) -> Callable[..., Any]:
         """Return the implementation's function, wrapped so that a refused call raises Unsupported."""
-        function = self._offered(interface.value)
+        function = self.kernel.offered(interface.value)
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
@@ -270,7 +253,7 @@ class CaseRun:
             of_call = self.note_call(interface, arguments)
             lengths = self._of_case if self._of_case.of_requests else of_call
             self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
-        return self._make(prefix, interface, arguments, workspace)
+        return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
         """Return the features of a call that is about to be made, and record later errors with them. Features of the data
@@ -370,16 +353,6 @@ class CaseRun:
         """Record a sentence about a refused call. Equal sentences are recorded once."""
         if sentence not in self.declines:
             self.declines.append(sentence)
-
-
-def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments except those at FlashInfer's default: `window_left=-1`, and each None that is a default."""
-    fields = CALL_TYPES[interface].__dataclass_fields__
-    return {
-        name: value
-        for name, value in arguments.items()
-        if not (name == "window_left" and value == -1) and not (value is None and fields[name].default is None)
-    }
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:

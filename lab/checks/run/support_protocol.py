@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,13 +20,12 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
+from lab.checks.run.equivalent_forms import FORMS, Arguments, EquivalentForm
 from lab.checks.run.refusals import Refusals
 from lab.interpreter import limit_of
 from lab.loading import is_interruption, message_of, name_of
 from lab.workloads.inputs.guards import same_bits
-from lab.workloads.inputs.masks import packed_mask
 
-Arguments = dict[str, Any]  # of a call, by name
 TENSORS = (Tensor, torch.nn.Parameter)  # permitted types of results: another subclass could override comparisons
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
@@ -244,86 +242,50 @@ def _of_arguments(error: TypeError) -> str:
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {message}"
 
 
-@dataclass(frozen=True)
-class EquivalentForm:
-    """A change of a call's arguments that does not change the expected result. Refused calls are repeated with such changes."""
-
-    name: str  # words for "judged with ... instead"
-    # Returns whether the change is possible and useful, given the function, the arguments and the sentence of the refusal.
-    applies: Callable[[AttentionCall, Arguments, str], bool]
-    change: Callable[[AttentionCall, Arguments], Arguments]  # returns the changed arguments
-    by_engines: bool = False  # only for calls of an engine's pass; elsewhere a check wants the argument itself judged
-
-
-def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call without a mask and with several query rows. Some kernels require a causal mask then."""
-    several = (arguments.get("q_len_per_req") or 1) > 1
-    takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
-    return takes_mask and several and arguments.get("mask") is None
-
-
-def _with_causal_mask(interface: AttentionCall, arguments: Arguments) -> Arguments:
-    q_len, device = arguments["q_len_per_req"], arguments["query"].device
-    return arguments | {"mask": _causal_mask(len(arguments["seq_lens"]), q_len, device)}
-
-
-@functools.cache  # a CUDA graph cannot build a mask during capture, and reads the same mask in each replay
-def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return the bit-packed causal mask of a draft, uint16 [batch_size, q_len, words]: query row i sees draft tokens 0 to i."""
-    causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
-    return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
-
-
-def _with_out(interface: AttentionCall, arguments: Arguments) -> Arguments:
-    query, problem = arguments["query"], CALL_TYPES[interface](**arguments).problem()
-    shape = (*query.shape[:-1], problem.v_head_dim)
-    return arguments | {"out": query.new_full(shape, float("nan"), dtype=problem.out_dtype)}
-
-
-def _names(name: str, refusal: str) -> bool:
-    return re.search(rf"\b{name}\b", refusal) is not None
-
-
-def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out the argument `name` if the call has it and the refusal's message names it."""
-    return EquivalentForm(
-        words,
-        lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
-        lambda interface, arguments: {other: value for other, value in arguments.items() if other != name},
-        by_engines,
-    )
-
-
-FORMS = (
-    # Arguments on which no result depends.
-    *(
-        _left_out(name, f"no {name}")
-        for name in ("workspace_buffer", "multi_ctas_kv_counter_buffer", "max_seq_len", "max_kv_len")
-    ),
-    _left_out("out", "its result copied into the output", by_engines=True),
-    EquivalentForm(
-        "an output handed out",
-        lambda interface, arguments, refusal: arguments.get("out") is None and _names("out", refusal),
-        _with_out,
-    ),
-    EquivalentForm("the causal mask of its rows", _has_no_mask, _with_causal_mask),
-)
+def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments except those at FlashInfer's default: `window_left=-1`, and each None that is a default."""
+    fields = CALL_TYPES[interface].__dataclass_fields__
+    return {
+        name: value
+        for name, value in arguments.items()
+        if not (name == "window_left" and value == -1) and not (value is None and fields[name].default is None)
+    }
 
 
 class KernelCalls:
     """Makes the calls of an implementation in one case. Makes a refused call again in the equivalent forms of `FORMS`.
 
     Args:
+        implementation: a module or object with the attention functions.
         note: called with a sentence for each refused call that was accepted in an equivalent form.
         refusals: the exceptions that count as refusals; None for the default of `support_protocol.invoke`.
     """
 
-    def __init__(self, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
-        self.note, self.refusals = note, refusals
+    def __init__(self, implementation: Any, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
+        self.implementation, self.note, self.refusals = implementation, note, refusals
         self.count = 0  #: number of calls so far
         self.needed: dict[Any, list[EquivalentForm]] = {}  #: the forms with which calls of a shape were accepted
         #: a hint for each exception class of the implementation that it raised and that does not count as a refusal
         self.remarks: dict[str, None] = {}
+
+    def offered(self, name: str, missing: type[Exception] = KernelError) -> Callable[..., Any]:
+        """Return the implementation's function with this name. Raise `missing` if there is none."""
+        function: Callable[..., Any] | None = getattr(self.implementation, name, None)
+        if function is None:
+            raise missing(f"it has no {name}")
+        return function
+
+    def make(self, prefix: str, interface: AttentionCall, arguments: Arguments, of_engine: bool = False) -> Any:
+        """Make a call and return its results. If `prefix` is "prepare_" or "plan_", return the callable that makes the call
+        instead. A refused call is made again in equivalent forms (`invoke`).
+
+        With `of_engine`, the call is one of an engine's pass, and leaves out arguments at their default.
+        """
+        function = self.offered(prefix + interface.value, Unsupported if of_engine else KernelError)
+        once = functools.partial(self.prepared if prefix else self.once, function)
+        if of_engine:
+            arguments = _without_defaults(interface, arguments)
+        return self.invoke(interface, once, arguments, by_engine=of_engine and not prefix)
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
         """Call a function of the implementation with exactly these arguments. Raise the errors of `support_protocol.invoke`."""

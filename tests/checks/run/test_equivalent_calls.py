@@ -117,7 +117,7 @@ def test_an_output_that_is_handed_out_has_the_shape_and_the_dtype_of_the_call(dt
                 raise Unsupported("it needs out")
             return out
 
-        out = KernelCalls(lambda _: None).invoke(inputs.interface, handed, arguments)
+        out = KernelCalls(None, lambda _: None).invoke(inputs.interface, handed, arguments)
         assert (out.dtype, out.shape) == (torch.bfloat16, (*arguments["query"].shape[:-1], inputs.out_head_dim))
 
 
