@@ -38,7 +38,7 @@ from tests.metadata.noted import NotedCalls
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
 VERIFY, RAGGED = ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY
-V1, V2 = DRAFT_EXTENDS
+V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 CAPACITY, HEADS, KV_HEADS, DIM = 40, 4, 2, 8
 Pass = tuple[ForwardBatch, TRTLLMMHAMetadata, KVPool]
 

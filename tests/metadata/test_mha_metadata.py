@@ -38,7 +38,7 @@ GRAPH_MODES = [
     GraphMode.target_verify(D),
     GraphMode.ragged_verify(D),
     GraphMode.draft_extend(D),
-    GraphMode(DRAFT_EXTENDS[1], D),
+    GraphMode(ForwardMode.DRAFT_EXTEND_V2, D),
 ]
 
 

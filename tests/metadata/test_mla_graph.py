@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
+from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphMetadata
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, synchronisation_is_an_error
-from tests.metadata.batches import DRAFT_EXTENDS, Case, assert_mla_live_cells_right, build, graph_case, mla_truth
+from tests.metadata.batches import Case, assert_mla_live_cells_right, build, graph_case, mla_truth
 from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES, RANK, REFERENCE, ROPE, Engine, Served
 
-V1, V2 = DRAFT_EXTENDS
+V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 D = 4
 DECODE, VERIFY = GraphMode.decode(), GraphMode.target_verify(D)
 RAGGED = GraphMode.ragged_verify(D)

@@ -35,7 +35,7 @@ from lab.metadata.mla.calls import (
 from lab.metadata.mla.metadata import query_layout, replan_outgrown
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 from lab.metadata.speculation.draft_steps import frozen_kv_batch
-from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, Case, assert_same, build
+from tests.metadata.batches import EXTENDS, Case, assert_same, build
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.served import (
     HEADS,
@@ -49,7 +49,7 @@ from tests.metadata.served import (
     Engine,
 )
 
-V1, V2 = DRAFT_EXTENDS
+V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 DECODE, VERIFY, RAGGED = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY
 
 
