@@ -37,7 +37,7 @@ RIGHT: dict[str, Any] = {
     RAGGED: Ragged,
     DSV4: DSV4Decode,
 }
-RECORD = "add a wrong kernel that only the new check finds, and run `lab mutants --out results/mutants.json.gz`"
+RECORD = "add a wrong kernel that the check finds, and run `lab mutants --out results/mutants.json.gz`"
 NAMES = [record["mutant"] for record in read_json(RECORDED)]
 SAMPLED = 1 / 6  # of the mutants of each module: what is judged without --whole-corpus
 # Pools of gigabytes, if virtual: only where no other check finds the mutant.
