@@ -128,13 +128,6 @@ def returning(changed: Callable[[torch.Tensor], torch.Tensor]) -> SimpleNamespac
     return decoding(decode)
 
 
-def test_an_output_has_the_dtype_of_the_call() -> None:
-    kernel = returning(torch.Tensor.double)
-    verdict = judge_case(kernel, "K1", CASE, "cpu")
-    assert verdict.outcome is Outcome.WRONG
-    assert verdict.reason.startswith(f"the output is torch.float64, and the call's is {CASE.dtype}")
-
-
 @pytest.mark.filterwarnings("error")
 def test_an_output_may_require_a_gradient() -> None:
     kernel = returning(torch.Tensor.requires_grad_)
@@ -148,31 +141,30 @@ def refusing(error: type[Exception], sentence: str) -> SimpleNamespace:
     return decoding(decode)
 
 
-@pytest.mark.parametrize("error", [NotImplementedError, ValueError])
-def test_what_is_refused_is_declined_with_the_refusal(error: type[Exception]) -> None:
-    verdict = judge_case(refusing(error, "not on a Tuesday"), "K1", CASE, "cpu")
-    assert verdict.outcome is Outcome.DECLINED
-    assert verdict.judged.declines == ("not on a Tuesday",)
+def of_two_parameters(query: torch.Tensor, kv_cache: Any) -> torch.Tensor:
+    return query
 
 
-def test_a_missing_parameter_is_declined() -> None:
-    def decode(query: torch.Tensor, kv_cache: Any) -> torch.Tensor:
-        return query
-
-    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
-    assert verdict.outcome is Outcome.DECLINED
-    assert "unexpected keyword argument 'workspace_buffer'" in verdict.reason
-
-
-@pytest.mark.parametrize("error", [TypeError, RuntimeError, KeyError])
-def test_an_error_inside_is_a_failure_and_no_refusal(error: type[Exception]) -> None:
-    verdict = judge_case(refusing(error, "boom"), "K1", CASE, "cpu")
-    assert verdict.outcome is Outcome.FAILED
-    assert f"it raised {error.__name__}: " in verdict.reason
-
-
-def test_what_does_not_return_a_tensor_has_failed() -> None:
-    assert "returned list, not a tensor" in judge_case(decoding(lambda **_: [1.0]), "K1", CASE, "cpu").reason
+@pytest.mark.parametrize(
+    ("kernel", "outcome", "reason"),
+    [
+        (refusing(ValueError, "not on a Tuesday"), Outcome.DECLINED, "not on a Tuesday"),
+        (decoding(of_two_parameters), Outcome.DECLINED, "unexpected keyword argument 'workspace_buffer'"),
+        (refusing(TypeError, "boom"), Outcome.FAILED, "it raised TypeError: boom"),
+        (decoding(lambda **_: [1.0]), Outcome.FAILED, "returned list, not a tensor"),
+        (returning(torch.Tensor.double), Outcome.WRONG, f"the output is torch.float64, and the call's is {CASE.dtype}"),
+        (
+            twice_as_large_if(lambda **_: True),
+            Outcome.WRONG,
+            "the call: 8 of 8 vectors are wrong, of requests [0, 1]: row",
+        ),
+    ],
+)
+def test_a_verdict_says_why(kernel: Any, outcome: Outcome, reason: str) -> None:
+    """`test_support_protocol.py` has the errors that refuse a call and those that fail it."""
+    verdict = judge_case(kernel, "K1", CASE, "cpu")
+    assert verdict.outcome is outcome
+    assert reason in verdict.reason
 
 
 def test_a_refused_variation_is_listed_and_the_rest_is_judged() -> None:
@@ -218,12 +210,6 @@ def test_a_parameter_that_is_missing_in_a_whole_pass_is_declined_too() -> None:
     (first, *_) = judged(implementation, "forward_modes").rows
     assert first.outcome is Outcome.DECLINED
     assert "unexpected keyword argument" in first.declines[0]
-
-
-def test_a_wrong_output_is_told_by_row_and_head() -> None:
-    verdict = judge_case(twice_as_large_if(lambda **_: True), "K1", CASE, "cpu")
-    assert verdict.outcome is Outcome.WRONG
-    assert "the call: 8 of 8 vectors are wrong, of requests [0, 1]: row" in verdict.reason
 
 
 def wrong_beyond_100_keys() -> SimpleNamespace:

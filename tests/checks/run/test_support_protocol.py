@@ -72,6 +72,8 @@ def test_a_refusal_is_declined(error: Exception) -> None:
         RuntimeError("no"),
         KeyError("no"),
         SystemExit("no"),
+        GeneratorExit("no"),
+        asyncio.CancelledError("no"),
         TypeError("object of type 'int' has no len()"),
         TypeError("helper() got an unexpected keyword argument 'tile' no"),  # its own mistake: nobody gave it one
         TypeError("unsupported operand type(s) for +: 'NoneType' and 'float' no"),
@@ -183,39 +185,17 @@ def test_an_assertion_without_a_message_is_told_by_its_line() -> None:
         refusing(function)(query=2)
 
 
-def test_an_assertion_after_the_output_was_written_is_no_refusal() -> None:
-    def function(out: torch.Tensor) -> None:
-        out[1] = 0.0
+@pytest.mark.parametrize("form", ["out", "kv_cache", "V of kv_cache", "workspace_buffer"])
+def test_an_assertion_after_a_tensor_was_written_is_no_refusal_unless_it_is_the_workspace(form: str) -> None:
+    name, written = form.removeprefix("V of "), torch.ones(2, 3)
+
+    def function(**_: Any) -> None:
+        written[1] = 0.0
         raise AssertionError("too late")
 
-    with pytest.raises(KernelError, match="too late"):
-        refusing(function)(out=torch.full((2, 3), torch.nan))
-
-
-@pytest.mark.parametrize("pair", [False, True])
-def test_an_assertion_after_an_input_was_written_is_no_refusal(pair: bool) -> None:
-    def function(kv_cache: Any) -> None:
-        (kv_cache[1] if pair else kv_cache)[0].zero_()
-        raise AssertionError("too late")
-
-    pages = torch.ones(2, 3)
-    with pytest.raises(KernelError, match="too late"):
-        refusing(function)(kv_cache=(pages, pages.clone()) if pair else pages)
-
-
-def test_the_workspace_may_be_written_before_a_refusal() -> None:
-    def function(workspace_buffer: torch.Tensor) -> None:
-        workspace_buffer.zero_()
-        raise AssertionError("no")
-
-    with pytest.raises(Unsupported, match="no"):
-        refusing(function)(workspace_buffer=torch.ones(2))
-
-
-@pytest.mark.parametrize("error", [asyncio.CancelledError("no"), SystemExit("no"), GeneratorExit("no")])
-def test_what_is_no_exception_fails_the_call_alone(error: BaseException) -> None:
-    with pytest.raises(KernelError, match=f"it raised {type(error).__name__}: no"):
-        refusing(raising(error))()
+    given = (torch.ones(2, 3), written) if form == "V of kv_cache" else written
+    with pytest.raises(Unsupported if name == "workspace_buffer" else KernelError, match="too late"):
+        refusing(function)(**{name: given})
 
 
 @contextmanager
@@ -371,28 +351,8 @@ def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
     assert judged.judged == 1
 
 
-def test_a_call_that_was_taken_is_not_refused_later() -> None:
-    """A kernel that asserts what an earlier call left."""
-    calls = []
-
-    def decode(**arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) > 1:
-            raise AssertionError("semaphores must be zero")
-        return right(**arguments)
-
-    def judge(run: CaseRun) -> None:
-        inputs = run.build()
-        run.expect_close("first", run.call(inputs), inputs.truth())
-        run.again(inputs)
-
-    judged = judged_by(judge, decode)
-    assert judged.outcome is Outcome.FAILED
-    assert judged.wrongs == ("it refused a call that it had taken before: AssertionError: semaphores must be zero",)
-
-
-def test_a_replay_is_not_refused() -> None:
-    """A kernel that takes a call with scales of numbers, one page table and no launch hint, and once."""
+def taken_once() -> Callable[..., Any]:
+    """Return a kernel that asserts what an earlier call left, and takes a scale as a number, one page table and no hint."""
     calls = []
 
     def decode(**arguments: Any) -> Any:
@@ -406,8 +366,19 @@ def test_a_replay_is_not_refused() -> None:
             raise AssertionError("semaphores must be zero")
         return right(**arguments)
 
-    replay = next(check for check in checks() if check.key == "K9")
-    judged = run_case(decoding(decode), replay, CASE, CPU, Ranges())
+    return decode
+
+
+def once_and_again(run: CaseRun) -> None:
+    inputs = run.build()
+    run.expect_close("first", run.call(inputs), inputs.truth())
+    run.again(inputs)
+
+
+@pytest.mark.parametrize("judge", [once_and_again, next(check for check in checks() if check.key == "K9").judge])
+def test_a_call_that_was_taken_is_not_refused_later(judge: Callable[[CaseRun], None]) -> None:
+    """As the second call of a check, and as a replay."""
+    judged = judged_by(judge, taken_once())
     assert judged.outcome is Outcome.FAILED
     assert judged.wrongs == ("it refused a call that it had taken before: AssertionError: semaphores must be zero",)
 
