@@ -58,16 +58,6 @@ def _outcome(recording: Path | str, **settings: Any) -> Outcome:
     return verdict.outcome
 
 
-@pytest.mark.parametrize("function", BATCHES)
-def test_a_call_of_each_function_is_right_by_its_output_and_by_a_call_of_its_inputs(
-    tmp_path: Path, function: str
-) -> None:
-    arguments = arguments_of(function, BATCHES[function]([3, 3], [20, 37]))
-    _write(tmp_path, arguments, function)
-    assert _outcome(tmp_path) is Outcome.RIGHT
-    assert _outcome(tmp_path, implementation=references) is Outcome.RIGHT
-
-
 @pytest.mark.parametrize("options", [{}, {"width": 9}, {"lens": [2, 1, 3, 4]}])
 def test_of_selected_entries_the_pages_are_kept_and_judged_from_the_calls_own_entries(
     tmp_path: Path, options: dict[str, Any]
@@ -100,7 +90,8 @@ def test_of_selected_entries_the_pages_are_kept_and_judged_from_the_calls_own_en
 
 
 @pytest.mark.parametrize("function", BATCHES)
-def test_tensors_that_are_no_pages_are_read_as_they_were(tmp_path: Path, function: str) -> None:
+def test_a_call_of_each_function_is_read_as_it_was_and_is_right(tmp_path: Path, function: str) -> None:
+    """By its output, and by a call of its inputs. Which pages are kept is tested below."""
     batch = BATCHES[function]([3, 3], [20, 37])
     arguments = arguments_of(function, batch) | (
         mirrors(batch) if function == "trtllm_ragged_attention_deepseek" else {}
@@ -118,6 +109,8 @@ def test_tensors_that_are_no_pages_are_read_as_they_were(tmp_path: Path, functio
             assert call.given[name] == value, name
     assert call.out is not None
     assert (call.gpu, call.versions, call.lost) == (own_form.gpu(), VERSIONS, ())
+    assert _outcome(tmp_path) is Outcome.RIGHT
+    assert _outcome(tmp_path, implementation=references) is Outcome.RIGHT
 
 
 @pytest.mark.parametrize("function", BATCHES)

@@ -126,15 +126,16 @@ def _status(program: Program, function: Callable[..., Any], call: AttentionCall 
     return int(str(ended.value.code))
 
 
-def _arguments_of(program: Program) -> dict[str, Any]:
-    """Return the arguments of the call that a program makes, without making it."""
-    namespace: dict[str, Any] = {"__name__": "arguments"}
-    module = mock.Mock()
-    modules = {"flashinfer": ModuleType("flashinfer"), "flashinfer.decode": module, "flashinfer.prefill": module}
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(sys, "argv", ["", "cpu"]):
-        exec(program.text[: program.text.index("# Of each request")], namespace)
-    arguments: dict[str, Any] = namespace["ARGUMENTS"]
-    return arguments
+def _arguments_of(program: Program, call: AttentionCall = DECODE) -> dict[str, Any]:
+    """Return the arguments of the call that a program makes, without the workspace."""
+    given: dict[str, Any] = {}
+
+    def end(workspace_buffer: Tensor, **arguments: Any) -> None:
+        given.update(arguments)
+        raise RuntimeError("the arguments are known")
+
+    _status(program, end, call)
+    return given
 
 
 def _scaled(factor: float, of: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,9 +189,15 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+RANKS = {
+    f"MLA, {num_rows} rows on a rank": _recorded(AttentionCall.MLA_DECODE, rank_arguments(num_rows))
+    for num_rows in (1, 3)
+}
+
+
+@pytest.mark.parametrize("name", [*CALLS, *RANKS])
 def test_a_program_expects_what_the_references_return(name: str) -> None:
-    call = CALLS[name]
+    call = (CALLS | RANKS)[name]
     program, right = _program(call), getattr(references, call.function.value)
     assert _status(program, right, call.function) == 0
     assert _status(program, _scaled(1.05, right), call.function) == 1
@@ -212,7 +219,7 @@ def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -
     program = _program(smaller, fault)
     assert program.saved == {}
     assert len(program.text) < 6500
-    for argument, value in _arguments_of(program).items():
+    for argument, value in _arguments_of(program, call.function).items():
         pairs = zip(
             *(each if isinstance(each, tuple) else (each,) for each in (value, smaller.given[argument])), strict=True
         )
@@ -244,10 +251,9 @@ def test_a_bias_of_many_vectors_is_wrong_and_cannot_be_shrunk() -> None:
 def test_a_result_without_rows_is_not_right() -> None:
     call = _latent()
     out = getattr(references, call.function.value)(**call.arguments())
-    with pytest.raises(ValueError, match="shape"):
-        fault_of(call, out[:0], None)
-    with pytest.raises(ValueError, match="shape"):  # and not an error of the axes that are put together
-        fault_of(call, out.flatten(1), None)
+    for wrong in (out[:0], out.flatten(1)):  # the latter is no error of the axes that are put together
+        with pytest.raises(ValueError, match="shape"):
+            fault_of(call, wrong, None)
 
 
 def _rows(call: RecordedCall) -> Tensor:
@@ -393,6 +399,10 @@ def _raise(error: type[Exception]) -> Callable[[Any], Any]:
     return then
 
 
+def _output_times(factor: float) -> Callable[[Any], Any]:
+    return lambda returned: (returned[0] * factor, returned[1]) if isinstance(returned, tuple) else returned * factor
+
+
 def _lse_plus_one(returned: Any) -> Any:
     return (returned[0], returned[1] + 1) if isinstance(returned, tuple) else returned
 
@@ -400,24 +410,20 @@ def _lse_plus_one(returned: Any) -> Any:
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
-        (lambda out: out * 2, Reason.OUTPUT),
-        (lambda out: out * torch.nan, Reason.NOT_FINITE),
+        (_output_times(2.0), Reason.OUTPUT),
+        (_output_times(torch.nan), Reason.NOT_FINITE),
         (_raise(RuntimeError), Reason.RAISED),
+        (_lse_plus_one, Reason.LSE),
     ],
 )
 def test_a_length_is_found_to_the_key(then: Callable[[Any], Any], reason: Reason) -> None:
-    smaller, fault = _smallest(_decode(), _if(_has_long, then))
-    assert fault is not None
-    assert (fault.reason, _facts(smaller)) == (reason, MINIMAL | {"keys": [21]})
-    assert smaller.given["block_tables"].tolist() == [[0, 1]]
-    assert smaller.given["kv_cache"][0].shape == (2, 1, PAGE_SIZE, 64)
-
-
-def test_a_wrong_lse_keeps_return_lse() -> None:
-    wrong = _if(_has_long, _lse_plus_one)
+    wrong = _if(_has_long, then)
     smaller, fault = _smallest(_decode(return_lse=True), wrong)
     assert fault is not None
-    assert (fault.reason, smaller.given["return_lse"], _facts(smaller)["keys"]) == (Reason.LSE, True, [21])
+    assert (fault.reason, _facts(smaller)) == (reason, MINIMAL | {"keys": [21]})
+    assert smaller.given["return_lse"] == (reason is Reason.LSE)
+    assert smaller.given["block_tables"].tolist() == [[0, 1]]
+    assert smaller.given["kv_cache"][0].shape == (2, 1, PAGE_SIZE, 64)
     assert _status(_program(smaller, fault), wrong) == 1
     assert _status(_program(smaller, fault), references.trtllm_batch_decode_with_kv_cache) == 0
 
@@ -533,14 +539,6 @@ def test_a_lost_gpu_or_ctrl_c_ends_the_search_with_what_was_found(
         _smallest(_decode(), crashes)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_program_knows_the_keys_of_a_rank(num_rows: int) -> None:
-    program = _program(_recorded(AttentionCall.MLA_DECODE, rank_arguments(num_rows)))
-    right = references.trtllm_batch_decode_with_kv_cache_mla
-    assert _status(program, right, AttentionCall.MLA_DECODE) == 0
-    assert _status(program, _scaled(1.05, right), AttentionCall.MLA_DECODE) == 1
-
-
 def test_selected_entries_are_left_out_unless_they_make_the_result_wrong() -> None:
     def expects_order(**arguments: Any) -> Any:
         table = arguments["block_tables"]
@@ -577,22 +575,6 @@ def test_gaps_between_pages_are_kept() -> None:
     assert seen == [gaps[:, 1].stride()]
 
 
-def _like_the_recorded(**changes: Any) -> dict[str, Any]:
-    """Make arguments as large as those of a call that FlashInfer recorded on an H100, from a pool of 18 pages."""
-    draw = torch.Generator().manual_seed(8)
-    given = {
-        "query": torch.randn(4, 4, 128, generator=draw).to(torch.bfloat16),
-        "kv_cache": tuple(torch.randn(18, 2, 64, 128, generator=draw).to(torch.bfloat16) for _ in range(2)),
-        "block_tables": torch.randperm(17, generator=draw)[:16].add(1).view(4, 4).to(torch.int32),
-        "seq_lens": torch.tensor([1, 63, 130, 256], dtype=torch.int32),
-        "max_seq_len": 256,
-        "bmm1_scale": 128**-0.5,
-        "bmm2_scale": 1.0,
-        "q_len_per_req": 1,
-    }
-    return given | changes
-
-
 def _without_bmm2_scale(**arguments: Any) -> Any:
     return references.trtllm_batch_decode_with_kv_cache(**arguments | {"bmm2_scale": 1.0})
 
@@ -602,26 +584,18 @@ def _not_zero_without_keys(**arguments: Any) -> Any:
     return torch.where((out == 0).all(dim=-1, keepdim=True), 0.01, out)
 
 
-VERIFY = {
-    "query": torch.randn(16, 4, 128, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16),
-    "q_len_per_req": 4,
-    "mask": packed_mask(torch.ones(4, 4, 4, dtype=torch.bool).tril()),
-}
-
-
 @pytest.mark.parametrize("options", ["", "--synthetic"])
 @pytest.mark.parametrize(
-    ("changes", "wrong"), [({"bmm2_scale": 2.0}, _without_bmm2_scale), (VERIFY, _not_zero_without_keys)]
+    ("call", "wrong"),
+    [
+        (_decode(bmm2_scale=2.0), _without_bmm2_scale),
+        (CALLS["verify, window, more rows than keys"], _not_zero_without_keys),
+    ],
 )
 def test_recorded_outputs_are_shrunk_without_a_call(
-    changes: dict[str, Any],
-    wrong: Callable[..., Any],
-    options: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    call: RecordedCall, wrong: Callable[..., Any], options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = _like_the_recorded(**changes)
-    recording = write_call(tmp_path / "dumps", DECODE.value, arguments, (wrong(**arguments, workspace_buffer=None),))
+    recording = write_call(tmp_path / "dumps", DECODE.value, call.given, (wrong(**call.given),))
     assert run(f"recorded shrink {recording} --from-outputs --out {tmp_path}/repro {options}") == 0
     shown = capsys.readouterr().out
     assert ("holds recorded contents of query, kv_cache" in shown) != bool(options)
@@ -635,7 +609,7 @@ def test_recorded_outputs_are_shrunk_without_a_call(
     program = _written(tmp_path / "repro")
     assert len(program.text) < 20_000
     assert bool(program.saved) == (not options)
-    assert '"seq_lens": torch.tensor([1], ' in program.text
+    assert f'"seq_lens": torch.tensor([{LENGTHS[0]}], ' in program.text  # the shortest request
     assert _status(program, wrong) == 1
     assert _status(program, references.trtllm_batch_decode_with_kv_cache) == 0
 
@@ -742,11 +716,9 @@ def test_the_program_runs_alone(tmp_path: Path) -> None:
         return done.returncode, done.stdout
 
     wrong, shown = status("wrong", "cpu")
-    assert (wrong, "WRONG: 12 of 12 vectors" in shown, "row 0: relative L2 error of each head [" in shown) == (
-        1,
-        True,
-        True,
-    )
+    assert wrong == 1
+    assert "WRONG: 12 of 12 vectors" in shown
+    assert "row 0: relative L2 error of each head [" in shown
     right, shown = status("right", "cpu")
     assert (right, shown.endswith("right\n")) == (0, True)
     assert status("right") == (2, "not run: there is no GPU\n")

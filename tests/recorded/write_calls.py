@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from lab.recorded.flashinfer_dumps import METADATA
 
 
-def write_call(folder: Path, function: str, arguments: dict[str, Any], returned: tuple[torch.Tensor, ...]) -> Path:
+def write_call(folder: Path, function: str, arguments: Mapping[str, Any], returned: tuple[torch.Tensor, ...]) -> Path:
     """Write the only call of a folder; K and V are one tensor each or a pair."""
     path = folder / f"20261126_000000_000_pid1_{function}_call0001"
     path.mkdir(parents=True)
