@@ -28,7 +28,7 @@ from lab.workloads.interfaces import Interface
 WORST_FIRST = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
 
 # A quick run that left cases out answers nothing if it compared less than this share of its begun cases that an engine sends.
-LEAST_COMPARED = 0.1
+LEAST_COMPARED = 0.5
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Report:
             missing.insert(0, NotJudged(f"{shard}, and `lab merge` unites the reports of all shards", shard))
         return diagnose(
             self.verdicts,
-            answer(self.verdicts, self.profile, missing, self._is_whole and not self.shard),
+            answer(self.verdicts, self.profile, missing, self._is_whole and not self.shard, self.left_out),
             reach(self.verdicts, missing),
             is_whole=self._is_whole or not self.left_out,
         )

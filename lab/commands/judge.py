@@ -289,7 +289,7 @@ def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, con
     from lab.reports.judgement import show as show_report
 
     reused: Counter[str] = Counter()
-    with refusing_errors(), shown_progress(console) as show:
+    with refusing_errors(), shown_progress(Console(stderr=True)) as show:
 
         def count_and_show(progress: "Progress") -> None:
             reused[progress.verdict.recorded_in] += not progress.is_new

@@ -50,6 +50,9 @@ def test_the_quick_level_is_right_although_its_time_left_cases_out_if_each_funct
     assert not right.is_right
     assert replace(right, level=Level.QUICK).is_right
     assert "3 cases left out, the time was over" in str(replace(right, level=Level.QUICK))
+    sent = replace(right, level=Level.QUICK, verdicts=(verdict_of(Outcome.RIGHT, sent_by=("sglang",)),))
+    assert str(sent).startswith("Right in 1 of 1 case that SGLang 0.5.23 sends. Not judged: 3 cases left out")
+    assert str(replace(sent, left_out=0)).startswith("Right for all that SGLang 0.5.23 sends.")
     assert not replace(right, level=Level.QUICK, unended=1).is_right  # it may hang
     both = (AttentionCall.DECODE, AttentionCall.CONTEXT)
     assert not replace(right, level=Level.QUICK, functions=both).is_right
@@ -61,7 +64,7 @@ def test_a_quick_run_that_compared_next_to_nothing_of_what_engines_send_is_no_an
         sent += [verdict_of(Outcome.DECLINED, sent_by=("sglang",))] * refused
         return report_of(*sent, *[verdict_of(Outcome.RIGHT)] * 20, **{"level": Level.QUICK, "left_out": 3} | changes)
 
-    assert (quick(1, 9).exit_status, quick(1, 10).exit_status) == (0, 125)
+    assert (quick(9, 9).exit_status, quick(9, 10).exit_status) == (0, 125)
     assert str(quick(1, 10)).startswith(
         "Not judged as a whole: 3 cases left out, the time was over; the kernel refused 10"
     )

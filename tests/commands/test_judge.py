@@ -209,7 +209,7 @@ def test_elsewhere_than_on_a_terminal_a_line_a_minute_says_how_far_it_is(monkeyp
 
     monkeypatch.setattr("lab.checks.run.judge.judge", judge)
     monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: next(minutes)))
-    monkeypatch.setattr(judge_module, "Console", lambda: made(file=screen, width=200))
+    monkeypatch.setattr(judge_module, "Console", lambda **_: made(file=screen, width=200))
     assert run(["judge", "lab.references"]) == 0
     assert screen.getvalue().splitlines()[0] == "2 of 60 cases judged, 1 wrong or failed, about 5 minutes left"
 
@@ -226,7 +226,7 @@ def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.Monk
         return report_of(verdict_of(Outcome.WRONG))
 
     monkeypatch.setattr("lab.checks.run.judge.judge", judge)
-    monkeypatch.setattr(judge_module, "Console", lambda: made(file=screen, force_terminal=True, color_system=None))
+    monkeypatch.setattr(judge_module, "Console", lambda **_: made(file=screen, force_terminal=True, color_system=None))
     assert run(["judge", "lab.references"]) == 1
 
 

@@ -25,7 +25,9 @@ class NotJudged(NamedTuple):
     brief: str | None = None  # in the first line of a report; None: as `full`, "": not there
 
 
-def answer(verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[NotJudged], is_whole: bool) -> str:
+def answer(
+    verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[NotJudged], is_whole: bool, left_out: int = 0
+) -> str:
     """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It agrees with the exit status.
 
     Args:
@@ -33,7 +35,8 @@ def answer(verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[N
         profile: name of the engine whose cases alone decide the exit status; "" for all cases. The answer says for this
             engine, or for each engine, whether its cases are right.
         not_judged: clauses that say what was not judged.
-        is_whole: True if each planned case was begun, and each function was judged.
+        is_whole: True if the run judged enough for an answer: all cases (at the quick level most of them) and each function.
+        left_out: number of planned cases that were not begun.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."
@@ -48,7 +51,7 @@ def answer(verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[N
         return f"Not judged: no result was compared; {missing}."
     is_recorded = any(isinstance(verdict.case, RecordedCase) for verdict in judged)  # an engine sent each of them
     engines = (profile,) if profile else tuple(profiles())
-    says = _of_recorded(judged) if is_recorded else _of_cases(verdicts, judged, engines, is_whole)
+    says = _of_recorded(judged) if is_recorded else _of_cases(verdicts, judged, engines, is_whole and not left_out)
     if not missing:
         return says
     if is_whole or _broken(deciding(judged, profile)):

@@ -19,7 +19,7 @@ from lab.checks.properties.recorded import check_of
 from lab.checks.record import ReportError, read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
-from lab.checks.run.judging import checks_named, device_of, named_implementation, of_name
+from lab.checks.run.judging import checks_named, device_of, named_implementation, note_current, of_name
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.refusals import RefusalNames, Refusals
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
@@ -34,6 +34,7 @@ from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
 MOST_SECONDS = {Level.QUICK: 17.0}  # the whole run, with the start of workers and the diagnosis, takes 30 s
+LEAST_SECONDS = 8.0  # in which cases begin after the start of the first worker, which is slow on a busy machine
 TIME_LIMIT_S, LONGEST_LIMIT_S = 120.0, 7 * 86_400.0
 WORKERS_PER_CORE, LEAST_MOST_WORKERS, MOST_DRAWN = 4, 16, 1_000_000
 VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # keys of the environment on which verdicts depend
@@ -81,8 +82,9 @@ def judge(
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
         workers: number of worker processes if `isolated`; or `Workers` with the implementation, device, limit and refusals.
         time_limit_s: time limit of one case if `isolated`.
-        most_seconds: no case is begun after this time. Cases that still run in workers 2 seconds later are left out. None: 17
-            at the quick level, or `for_seconds` if that is more; no limit at other levels.
+        most_seconds: no case is begun after this time, or after 8 seconds from the start of the first worker if that is later.
+            Cases that still run in workers 2 seconds later are left out. None: 17 at the quick level, or `for_seconds` if that
+            is more; no limit at other levels.
         drawn: number of random cases for each check and function; None for the number of the level.
         refusals: the exceptions that count as refusals, or their names, instead of the default of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
@@ -104,6 +106,7 @@ def judge(
     start, depth = time.monotonic(), of_name(level, {each: (each.value,) for each in Level}, "level")
     where, chosen, wanted = device_of(device), checks_named(only), _functions(functions)
     _check_settings(depth, isolated, implementation, workers, time_limit_s, drawn, profile, shard)
+    note_current()  # before a module is imported that may change the judge's functions
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
     given = ranges or Ranges()
@@ -117,7 +120,8 @@ def judge(
         offered, report = _offered(pool, report, isinstance(implementation, str), wanted, refused, settings)
         earlier = {} if fresh else earlier_verdicts(path, report.run)
         knows = partial(known, findings=known_failures, capability=capability_of(where))
-        run = Run(pool, report, chosen, count, start + most, first_failure, earlier, path, knows, progress)
+        end = max(start + most, time.monotonic() + min(most, LEAST_SECONDS))
+        run = Run(pool, report, chosen, count, end, first_failure, earlier, path, knows, progress)
         return run.judge(offered, discover, start + for_seconds)
 
 
@@ -185,6 +189,7 @@ def judge_recorded(
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_settings(Level.FULL, isolated, name, 1, time_limit_s, None, "", "")
     refused = _recorded_refusals(Path(path), name) if refusals is None else _refusals(refusals)
+    note_current()
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
         judged = pool.submit(was.check, was.case)()

@@ -58,10 +58,10 @@ def judge_case(
         ranges: the parameter values within which the check may vary the case.
     """
     where = device_of(device)
+    note_current()  # before a module is imported that may change the judge's functions
     name, loaded = named_implementation(implementation)
     (chosen,) = checks_named(check)
     interface = getattr(case, "interface", chosen.interfaces[0])
-    note_current()
     judged = credible(judge_task(loaded, Task(chosen.key, case, str(where), ranges)))
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)
 

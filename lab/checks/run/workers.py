@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from lab.checks.run import transport
-from lab.checks.run.judging import Task, judge_task, note_current, noted
+from lab.checks.run.judging import Task, judge_task, noted
 from lab.checks.run.refusals import RefusalNames, Refusals
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
@@ -92,7 +92,7 @@ class Workers:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Workers":
-        note_current()
+        noted()
         if self.is_apart:
             made = tempfile.TemporaryDirectory(prefix="lab-judge-", ignore_cleanup_errors=True)
             self._folder = Path(self._stack.enter_context(made))

@@ -1,9 +1,11 @@
 """The judge as its user meets it: what is right, wrong, declined or failed, and which mistakes it answers with a sentence."""
 
+import itertools
 import math
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from lab.checks.properties.recorded import RECORDED_CALLS
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
+from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
 from lab.workloads.interfaces import INTERFACES, PAGED_CALLS, MetadataFunction
@@ -339,3 +342,27 @@ def test_the_page_of_checks_has_a_row_for_every_check() -> None:
     rows = re.findall(r"^\| ([KLMRS]\d+) \| (\w+) \|", (ROOT / "docs/checks.md").read_text(), re.MULTILINE)
     expected = sorted((check.key, check.name) for check in (*checks(), RECORDED_CALLS))
     assert sorted(rows) == expected, "the table of docs/checks.md has one row for each check"
+
+
+def test_a_kernel_that_changes_torch_while_it_is_imported_is_dishonest_in_this_process_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.linalg, "vector_norm", torch.linalg.vector_norm)  # restored at the end
+    kernel = tmp_path / "patches.py"
+    kernel.write_text(
+        "import torch\nfrom lab.references import trtllm_batch_decode_with_kv_cache\n"
+        "torch.linalg.vector_norm = lambda *_, **__: torch.zeros(())\n"
+    )
+    report = judged(str(kernel))
+    assert report.exit_status is ExitStatus.REFUSED
+    assert "torch.linalg.vector_norm" in str(report)
+
+
+def test_cases_begin_although_the_workers_start_after_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    moments = itertools.chain([now - 1000.0], itertools.repeat(now))  # the workers took 1000 seconds to start
+    monkeypatch.setattr("lab.checks.run.judge.time", SimpleNamespace(monotonic=lambda: next(moments)))
+    assert judged(INSIDE, most_seconds=500.0).verdicts
+    monkeypatch.setattr("lab.checks.run.judge.LEAST_SECONDS", -1.0)
+    moments = itertools.chain([now - 1000.0], itertools.repeat(now))
+    assert not judged(INSIDE, most_seconds=500.0).verdicts
