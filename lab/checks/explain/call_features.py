@@ -5,7 +5,6 @@ import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,7 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
-from lab.checks.explain.feature import Features, Value
+from lab.checks.explain.feature import Features, Read, kept
 from lab.checks.explain.features import (
     EMPTY_COLUMNS,
     FEATURES,
@@ -28,18 +27,14 @@ from lab.checks.explain.features import (
 )
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
-from lab.ranges import DTYPES, dtype_of
 
 TILE = 64  # keys that many kernels load at a time
-DTYPE_NAMES = {dtype_of(name): name for name in DTYPES}
 FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
 # Fields of a case that are no features. Fields with lengths become features of the batch and of each request.
 NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
 LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
 # Features that are read from a case's field of this name, or else from the case's `model`.
 OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", "head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")
-
-Read = dict[str, Any]  # from a feature's name to its value; None and False mean that there is no value
 
 
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
@@ -122,30 +117,6 @@ class CallFeatures:
         )
         of_batch = kept(_read_batch(kv_lens, q_lens, page_size, window_left))
         return cls({**features, **of_batch}, of_requests, tuple(q_lens))
-
-
-def kept(read: Read) -> dict[str, Value]:
-    """Return features with values that rules can compare: bool, int or str. Leave out features that are None or False."""
-    plain = ((name, _plain(value)) for name, value in read.items() if value is not None and value is not False)
-    return {name: value for name, value in plain if value is not None and value is not False}
-
-
-def _plain(value: Any) -> Value | None:
-    """Return a feature's value as bool, int or str; None if it has no such form. An enum member or dtype becomes its name, a
-    tensor of one element a bool, and a mapping its only value or "mixed".
-    """
-    if type(value) in (bool, int, str):  # the usual case, first for speed
-        return value
-    if isinstance(value, Enum):
-        return value.name.lower()
-    if isinstance(value, torch.dtype):
-        return DTYPE_NAMES.get(value, str(value).removeprefix("torch."))
-    if isinstance(value, dict):
-        held = set(map(_plain, value.values()))
-        return held.pop() if len(held) == 1 else "mixed"
-    if isinstance(value, Tensor):
-        return bool(value)
-    return value if isinstance(value, bool | int | str) else None
 
 
 def features_of_case(case: Any) -> CallFeatures:
