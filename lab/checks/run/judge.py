@@ -82,9 +82,8 @@ def judge(
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
         workers: number of worker processes if `isolated`; or `Workers` with the implementation, device, limit and refusals.
         time_limit_s: time limit of one case if `isolated`.
-        most_seconds: no case is begun after this time, or after 8 seconds from the start of the first worker if that is later.
-            Cases that still run in workers 2 seconds later are left out. None: 17 at the quick level, or `for_seconds` if that
-            is more; no limit at other levels.
+        most_seconds: no case is begun after this time, but at least 8 seconds after the first worker is ready. Cases that still
+            run 2 seconds later are left out. None: 17 at the quick level or `for_seconds` if more; no limit at other levels.
         drawn: number of random cases for each check and function; None for the number of the level.
         refusals: the exceptions that count as refusals, or their names, instead of the default of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
@@ -106,12 +105,11 @@ def judge(
     start, depth = time.monotonic(), of_name(level, {each: (each.value,) for each in Level}, "level")
     where, chosen, wanted = device_of(device), checks_named(only), _functions(functions)
     _check_settings(depth, isolated, implementation, workers, time_limit_s, drawn, profile, shard)
-    note_current()  # before a module is imported that may change the judge's functions
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
-    given = ranges or Ranges()
-    given = given if seed is None else replace(given, seed=seed)
+    given = (ranges or Ranges()) if seed is None else replace(ranges or Ranges(), seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
+    finds = partial(known, findings=known_failures, capability=capability_of(where))
     most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if opened is workers else opened as pool:
@@ -119,9 +117,8 @@ def judge(
         report = Report(name, depth, environment(), str(where), (), ranges=given, profile=profile, shard=shard)
         offered, report = _offered(pool, report, isinstance(implementation, str), wanted, refused, settings)
         earlier = {} if fresh else earlier_verdicts(path, report.run)
-        knows = partial(known, findings=known_failures, capability=capability_of(where))
         end = max(start + most, time.monotonic() + min(most, LEAST_SECONDS))
-        run = Run(pool, report, chosen, count, end, first_failure, earlier, path, knows, progress)
+        run = Run(pool, report, chosen, count, end, first_failure, earlier, path, finds, progress)
         return run.judge(offered, discover, start + for_seconds)
 
 

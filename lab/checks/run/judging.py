@@ -58,7 +58,6 @@ def judge_case(
         ranges: the parameter values within which the check may vary the case.
     """
     where = device_of(device)
-    note_current()  # before a module is imported that may change the judge's functions
     name, loaded = named_implementation(implementation)
     (chosen,) = checks_named(check)
     interface = getattr(case, "interface", chosen.interfaces[0])
@@ -213,6 +212,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 def named_implementation(implementation: Any) -> tuple[str, Any]:
     """Return (name, implementation). If `implementation` is a name, import it."""
+    note_current()  # before a module is imported that may change the judge's functions
     if isinstance(implementation, str):
         return implementation, load(implementation)
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation

@@ -94,9 +94,7 @@ def _attention_kernel(
     OVERLAPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head.
-    `paged._grid` describes the grid.
-    """
+    """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head."""
     if OVERLAPS:  # the next launch, the merge or the launch for other requests, may begin
         gdc_launch_dependents()
     reach = reach_of(window_left, max_q_len)
