@@ -146,7 +146,9 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Repeat a call that the implementation accepted before. If it now refuses the call, raise KernelError."""
+        """Repeat the call of `inputs`, which the implementation accepted before, with `changes` replacing arguments. If it now
+        refuses the call, raise KernelError.
+        """
         try:
             return self.call(inputs, **changes)
         except Unsupported as refusal:
@@ -178,7 +180,9 @@ class CaseRun:
         return result
 
     def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
-        """Make a call and compare its result, like `vary`, but raise Unsupported if the implementation refuses it."""
+        """Make the call of `inputs`, named `what`, and compare its result with `expected`; None: do not compare it. Return the
+        result; None if the call fails. Raise Unsupported if the implementation refuses the call.
+        """
         return self.vary(what, inputs, expected, True)
 
     @contextmanager
@@ -201,7 +205,9 @@ class CaseRun:
             self.fail(str(failure), what)
 
     def _expect_shape_of(self, interface: AttentionCall, returned: Any, arguments: dict[str, Any]) -> None:
-        """Expect an output with the query's shape, or with `kv_lora_rank` as its last axis if the call passes this argument."""
+        """Expect that `returned`, the return value of a call, has an output with the query's shape, or with `kv_lora_rank` as
+        its last axis if the call passes this argument.
+        """
         out, _ = output_and_lse(interface.value, returned)
         query = arguments["query"]
         shape = (*query.shape[:-1], arguments.get("kv_lora_rank", query.shape[-1]))
@@ -246,8 +252,8 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make a call of an engine's forward pass. With the `prefix` "prepare_" or "plan_", return the prepared call. Errors
-        are recorded with the lengths of the whole pass, which may make two calls.
+        """Make a call of an engine's forward pass with this workspace. With the `prefix` "prepare_" or "plan_", return the
+        prepared call. Errors are recorded with the lengths of the whole pass, which may make two calls.
         """
         if not prefix:
             of_call = self.note_call(interface, arguments)
@@ -269,7 +275,9 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record the comparison `what`, right if `wrongs` has no sentence. `kind` is a key of `explain.diagnosis.HELD`."""
+        """Record the comparison `what`, right if `wrongs` has no sentence. `kind` is a key of `explain.diagnosis.HELD`, and
+        `call` has the features of the call (None: of the last one).
+        """
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
@@ -279,11 +287,13 @@ class CaseRun:
         self.expect(RETURNED, [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        """Expect that tensors have the same bits as their copies in `before`."""
+        """Expect that `tensors` have the same bits as their copies in `before`, by name. `what` names the comparison."""
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Call `read`. Return True, or False after recording an IndexError, TypeError or ValueError that it raised."""
+        """Call `read`. Return True, or False after recording, under the name `what`, an IndexError, TypeError or ValueError
+        that it raised.
+        """
         try:
             read()
         except (IndexError, TypeError, ValueError) as error:
@@ -314,11 +324,15 @@ class CaseRun:
             self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
-        """Expect that an LSE is log2 of the softmax's denominator, including the sink; -inf for a row that sees no key."""
+        """Expect that `lse`, named `what` in errors, is log2 of the softmax's denominator, including the sink; -inf for a row
+        that sees no key. `call` is as in `expect`.
+        """
         self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Expect that the output of a result has the same bits as the output of another result."""
+        """Expect that the outputs of `result` and `other` have the same bits. A `result` of None (its call failed) is not
+        compared.
+        """
         if result is not None:
             self.judged += 1
             self._compared(what, "bits", compare_bits(result.out, other.out), result.call)
@@ -331,7 +345,7 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record the comparison of a result `what`, for a call with the features `call` (None: the last) and its requests."""
+        """Record the comparison `found` of a result. `what` is the result's name, and `kind` and `call` are as in `expect`."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
@@ -365,7 +379,9 @@ def as_result(returned: Any, interface: AttentionCall) -> Result:
 
 
 def _is_excluded(inputs: Inputs, changes: dict[str, Any]) -> bool:
-    """Return True if `lab.calls` refuses the arguments: FlashInfer excludes such a call, or the lab does not model it."""
+    """Return True if `lab.calls` refuses the arguments of `inputs` with `changes`: FlashInfer excludes such a call, or the lab
+    does not model it.
+    """
     try:
         CALL_TYPES[inputs.interface](**(inputs.arguments() | changes)).problem()
     except (ValueError, NotImplementedError):

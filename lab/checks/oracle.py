@@ -97,8 +97,8 @@ def _other_shape(out: Tensor, expected: Tensor) -> str:
 
 
 def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
-    """Return the elements with the largest errors in the vector [row, head], with the expected values. An infinite or NaN
-    element counts as the largest error.
+    """Return the elements with the largest errors in the vector [row, head] of `got`, a computed output or LSE, with the
+    expected values. An infinite or NaN element counts as the largest error.
     """
     right, computed = expected[row, head].double(), got[row, head].double()
     error = torch.where(computed.isfinite(), (computed - right).abs(), math.inf).nan_to_num(math.inf, posinf=math.inf)

@@ -273,8 +273,8 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
     """Return True if wrong results of kind `held`, such as "LSE", are consequences of errors that are already explained: a
-    share `EXPLAINED` of them lies inside `regions`, the regions of earlier kinds. For "LSE", the output must also be wrong in
-    most of the calls with a wrong LSE.
+    share `EXPLAINED` of the wrong `units` lies inside `regions`, the regions of earlier kinds. For "LSE", the output must also
+    be wrong in most of the calls with a wrong LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False

@@ -107,7 +107,8 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices and weights of the units (requests or whole results) among which rules are searched.
+    """Return the indices and weights of the units (requests or whole results) among which rules are searched. `wrong` says
+    which units are wrong; `cases` has the number of the case to which each belongs.
 
     If there are more than `MOST_UNITS` wrong or right units, only every second, third and so on is returned, with a larger
     weight. The n units of one case weigh sqrt(n + 8) together, because they are not independent.
@@ -171,7 +172,9 @@ class _Search:
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return the weight of the right units for which a rule holds (false alarms), and of the wrong ones that are missed."""
+        """Return the weight of the right units for which one of `rules` holds (false alarms), and of the wrong units for which
+        none holds (missed).
+        """
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
@@ -191,13 +194,13 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units, by weight, among those units of the groups `left` for which a rule holds."""
+        """Return the share of wrong units, by weight, among the units of the groups `left` for which `chosen` holds."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return a rule without negated literals (such as `not sinks`) that it does not need, because they may exclude only
-        units that are right by chance. The share of wrong units for which the rule holds must stay at least `PURE`.
+        """Return the rule `chosen` without negated literals (such as `not sinks`) that it does not need, because they may
+        exclude only units that are right by chance. Its `_purity` among the groups `left` must stay at least `PURE`.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -241,7 +244,9 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that each rule saves; -inf if wrong units are not more frequent inside the rule than outside."""
+        """Return the bits that each rule saves, from the weights of the wrong and of the right units inside it and from its
+        cost; -inf if wrong units are not more frequent inside than outside.
+        """
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)

@@ -57,7 +57,9 @@ class Condition:
     cost: Cost = Cost.ARGUMENT
 
     def phrase(self, operator: str, value: Value) -> str:
-        """Return a test of this feature in words that can follow "wherever", such as "a window is set"."""
+        """Return the test "is" or "is not" (`operator`) True (`value`) of this feature in words that can follow "wherever",
+        such as "a window is set".
+        """
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
@@ -65,7 +67,9 @@ class Condition:
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests of this feature that may separate units with these values, as (operator, value, cost in bits)."""
+        """Yield the tests of this feature that may separate units with the values in `column`, as (operator, value, cost in
+        bits).
+        """
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
 

@@ -77,7 +77,9 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return an attention case with these lengths and seeds. `values` has its other parameters, by the names of `fields_of`."""
+    """Return an attention case with these lengths, this window (-1: none) and these seeds, of the data and of the order of
+    pages. `values` has its other parameters, by the names of `fields_of`.
+    """
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -124,7 +126,9 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Draw lengths of 3 or 4 requests, the longest last. Return the numbers of query rows and the numbers of keys."""
+    """Draw lengths for a case with the parameters `values`: of 3 requests for MLA, else of 4 with a last one that has almost
+    `ranges.longest` keys. Return the numbers of query rows and the numbers of keys.
+    """
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is AttentionCall.MLA_DECODE:
@@ -179,7 +183,9 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
 
 
 def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int) -> list[Point]:
-    """Return `count` random combinations of values of these fields of `ranges`. Each value of a field occurs equally often."""
+    """Return `count` random combinations of values of the fields `names` of `ranges`. Each value of a field occurs equally
+    often.
+    """
     points: list[Point] = [{} for _ in range(count)]
     for name in names:
         values = getattr(ranges, name)
@@ -233,8 +239,8 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the parameter values of a call that the function accepts: of a case in `taken`, or else of the first accepted
-    call among some with usual values. Return None if no call is accepted.
+    """Return the parameter values of a call that the function accepts: of a case in `taken`, or else of the first accepted call
+    among some with usual values. Return None if no call is accepted. `outcomes_of` makes a call with each of several points.
     """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
@@ -260,7 +266,9 @@ def _place(likely: tuple[Any, ...], value: Any) -> int:
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    """Make one call of two short requests for each combination of parameter values in `several`, and return the outcomes."""
+    """Make one call of two short requests for each combination of parameter values in `several`, as cases that `submit` judges,
+    and return the outcomes.
+    """
     waiting = []
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1

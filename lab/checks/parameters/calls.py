@@ -186,8 +186,8 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a scale in the form that a configuration names: a number if `shape` is None, else a one-element tensor of this
-    shape, which is a view into a tensor of NaNs.
+    """Return the scale `value` in the form that a configuration names: a number if `shape` is None, else a one-element tensor
+    of this shape, which is a view into a tensor of NaNs.
     """
     if shape is None:
         return value

@@ -120,7 +120,9 @@ class Model:
         vacuous: Group = frozenset(),
         apart: tuple[Group, ...] = (),
     ) -> "Model":
-        """Make a model. Repeated values are removed, and so are rules and triples that name an axis that is not in `axes`."""
+        """Make a model from the fields that `Model` documents. Repeated values are removed, and so are rules and triples that
+        name an axis that is not in `axes`.
+        """
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -314,8 +316,8 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int | None) -> Point | None:
-        """Return a point that contains `goal` and as many goals of `left` as a greedy choice finds. Return None if no allowed
-        point contains `goal`.
+        """Return a point that contains `goal` and as many goals of `left` as a greedy choice finds. At most `chosen` of its
+        axes may have other values than the default; None for all axes. Return None if no allowed point contains `goal`.
 
         The axes of the largest triples get their values first, while the other axes of these triples are free.
         """

@@ -50,7 +50,9 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
-    """Return the prefix length of each request in tokens. `prefixes` is a text such as "at page edges", or the longest one."""
+    """Return the prefix length of each of `requests` requests in tokens. `prefixes` is a text such as "at page edges", or the
+    length of one long request, which the seed selects among short ones.
+    """
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),

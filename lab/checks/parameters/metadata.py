@@ -154,7 +154,9 @@ def judge_metadata(run: CaseRun) -> None:
 def expect_own_tensors(
     run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
 ) -> None:
-    """Change each tensor of a batch and its pool in place. Expect that the metadata, which must own its memory, stays equal."""
+    """Change each tensor of a batch and its pool in place. Expect that the metadata, which must own its memory, stays equal.
+    `features` are those of the pass (None: of the last call).
+    """
     built = Snapshot(metadata)
     for name, tensor in Snapshot(batch, pool).tensors().items():
         tensor.add_(1)  # an engine writes the numbers of its next batch into the same tensors
@@ -170,7 +172,7 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 
 
 def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> Any:
-    """Build the metadata of a pass with the implementation's builder, judge the metadata, and return it."""
+    """Build the metadata of a pass with the implementation's builder, judge it under the name `what`, and return it."""
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, batch, pool, metadata) if each]
@@ -268,8 +270,8 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
 
 
 def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
-    """Set the slots of one page of each request to -1, as if it had no memory. In a pool with virtual slots, every second
-    request has its page set to -1 in v2p (virtual to physical) instead.
+    """Set the slots of one page of each request, given by its row of `req_to_token`, to -1, as if it had no memory. In a pool
+    with virtual slots, every second request has its page set to -1 in v2p (virtual to physical) instead.
     """
     for number, row in enumerate(rows):
         first = number % 3 * pool.page_size

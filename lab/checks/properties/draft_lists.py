@@ -49,7 +49,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeatures | None = None) -> bool:
-    """Call the implementation's list function on these buffers. Record each wrong cell. Return True if none is wrong."""
+    """Call the implementation's list function on the buffers of `lists`. Record each wrong cell, under the name `what` and with
+    the features of the draft. Return True if none is wrong.
+    """
     wrongs = lists.wrongs(in_place(run.function(MetadataFunction.DRAFT_KV_INDICES)))
     run.judged += 1
     run.expect(what, wrongs, "lists", features)

@@ -109,8 +109,9 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield vLLM's passes: decodes and verifications, with and without the padding of a graph; requests with unequal numbers of
-    rows; and passes that make a decode call and a context call.
+    """Yield vLLM's passes over pages of `page_size` tokens: decodes, and verifications of each of `q_lens` rows per request,
+    with and without the padding of a graph; requests with unequal numbers of rows; and passes that make a decode call and a
+    context call.
     """
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
 
@@ -138,7 +139,9 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield a decode and verifications of MiniMax-M3 (block-sparse). One row sees one page more than it can select."""
+    """Yield a decode, and verifications of each of `q_lens` rows per request, of MiniMax-M3 (block-sparse). One row sees one
+    page more than it can select.
+    """
     dtype = pass_dtypes(ranges.dtypes[0])["dtype"]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
     for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
@@ -273,7 +276,9 @@ def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Calla
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
-    """Prepare or plan the calls of a pass while query, K and V are zeros; then run the pass with its real data."""
+    """Prepare or plan the calls of a pass, which `engine` makes, while query, K and V are zeros; then run them with the real
+    data, into `out`.
+    """
     tensors = (forward.query, forward.cache.storage)
     held = [tensor.clone() for tensor in tensors]
     for tensor in tensors:

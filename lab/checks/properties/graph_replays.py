@@ -31,8 +31,8 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (mode, sequence, turn): forward modes that run in CUDA graphs, and the replay sequences to run in them. A caller
-    alternates further settings, such as the sliding window, by the number `turn`.
+    """Yield (mode, sequence, turn): forward modes that run in CUDA graphs, and the replay sequences to run in them. The number
+    `turn` changes from pair to pair; a caller uses it to choose further settings, such as the sliding window.
 
     The full level has every sequence in every mode, with all numbers of query rows per request and several draft steps. The
     smoke level has each sequence in two modes. Nothing is yielded if the ranges lack bfloat16. `more` are further modes.

@@ -57,7 +57,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Compare a result with the expected one, and record an error if the output is not finite or the LSE has NaN."""
+    """Compare a result with the expected one, as `expect_close` does, and record an error if the output is not finite or the
+    LSE has NaN. A result of None is not compared.
+    """
     if result is None:
         return
     run.expect_close(what, result, truth, least_bound)

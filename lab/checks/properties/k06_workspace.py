@@ -50,7 +50,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Return the case with longer requests in reversed order; with an odd seed twice as many requests, else half as many."""
+    """Return the case with its requests in reversed order, each with about three more pages of keys; with an odd seed twice as
+    many requests, else half as many.
+    """
     count = len(case.kv_lens)
     keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))

@@ -72,8 +72,8 @@ def _of_two_pools(scope: Scope) -> Iterator[Configuration]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Return the case with enough keys in each request that its query rows may be exchanged. A decode call whose seed is a
-    multiple of 3 gets cum_seq_lens_q.
+    """Return the case with at least as many keys in each request as any request has query rows, so that requests may exchange
+    their numbers of rows. A decode call whose seed is a multiple of 3 gets cum_seq_lens_q.
     """
     offsets = case.offsets or (case.interface is not AttentionCall.CONTEXT and case.seed % 3 == 0)
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
@@ -160,7 +160,9 @@ def maker_of(run: CaseRun, case: Any) -> Make:
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the optional arguments (such as a mask) and forms of arguments that a case tries. Its seed selects some."""
+    """Return the optional arguments (such as a mask) and forms of arguments that a case tries. Its seed selects some. `waits`:
+    replays may have fewer rows than the capture.
+    """
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
@@ -180,20 +182,20 @@ def _wanted(run: CaseRun, waits: bool) -> list[Form]:
     return [form for form, is_wanted in wanted.items() if is_wanted]
 
 
-def _padding(room: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch of padding requests, as an engine captures it: a request has as many keys as query rows. If
-    `waits` (replays may have fewer rows than the capture), a request has at most one row.
+def _padding(largest: Lens, waits: bool) -> Lens:
+    """Return the lengths of a batch of as many padding requests as `largest` has requests, as an engine captures it: each has
+    as many keys as query rows. If `waits` (replays may have fewer rows than the capture), a request has at most one row.
     """
-    q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in room.q_lens)
+    q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in largest.q_lens)
     return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
 
 
-def _short(room: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch in which every second request is short, with less than a tile of keys, and the remaining
-    requests are padding. If `waits` (replays may have fewer rows than the capture), padding has no query rows.
+def _short(largest: Lens, waits: bool) -> Lens:
+    """Return the lengths of a batch in which every second request of `largest` is short, with less than a tile of keys, and the
+    remaining requests are padding. If `waits` (replays may have fewer rows than the capture), padding has no query rows.
     """
     kv_lens, q_lens = [], []
-    for request, (most_keys, most_rows) in enumerate(zip(room.kv_lens, room.q_lens, strict=True)):
+    for request, (most_keys, most_rows) in enumerate(zip(largest.kv_lens, largest.q_lens, strict=True)):
         is_live = request % 2 == 0
         q_len = min(most_rows, (1 + request) * is_live) if waits else most_rows
         kv_lens.append(min(most_keys, max(q_len, 17 + 20 * request % 47 if is_live else 1)))
@@ -201,16 +203,20 @@ def _short(room: Lens, waits: bool) -> Lens:
     return Lens(tuple(kv_lens), tuple(q_lens))
 
 
-def shrunk(room: Lens) -> Lens:
-    """Return the lengths of a batch with the query rows in reversed order and half the keys, but at least one key per row."""
-    q_lens = room.q_lens[::-1]
-    return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in room.kv_lens))), q_lens)
+def shrunk(largest: Lens) -> Lens:
+    """Return the lengths of a batch with the row counts of `largest` in reversed order, and with half the keys of each of its
+    requests, but at least one key per row.
+    """
+    q_lens = largest.q_lens[::-1]
+    return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in largest.kv_lens))), q_lens)
 
 
-def another(room: Lens) -> Lens:
-    """Return the lengths of a batch with twice as many requests. The second half has two more tiles of keys per request."""
-    kv_lens = tuple(map(max, room.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in room.kv_lens)))
-    return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
+def another(largest: Lens) -> Lens:
+    """Return the lengths of a batch with twice as many requests as `largest`. Both halves have its row counts, and at most
+    `MOST_BETWEEN` keys per request or one per row; the second half has two more tiles of keys per request.
+    """
+    kv_lens = tuple(map(max, largest.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in largest.kv_lens)))
+    return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), largest.q_lens * 2)
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
@@ -280,14 +286,16 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Copy a batch into the call's tensors, replay, and judge the output and LSE. Return copies of both."""
+        """Copy a batch into the call's tensors, replay, and judge the output and LSE under the name `what`. Return copies of
+        both.
+        """
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Copy a batch into the call's tensors, and make the call eagerly with the smallest host bound of the keys
-        (max_seq_len or max_kv_len): the longest length of the batch. Judge the output.
+        """Copy a batch into the call's tensors, and make the call eagerly with the smallest host bound of the keys (max_seq_len
+        or max_kv_len): the longest length of the batch. Judge the output under the name `what`.
         """
         self._load(batch)
         self._clear_out()

@@ -57,7 +57,8 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
 
 
 def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield decode passes with decode context parallelism, and passes with padding, whose queries are NaN.
+    """Yield decode passes with decode context parallelism, and passes with padding, whose queries are NaN. A request has
+    `q_len` query rows in a verification or draft extend; `dims` are sizes of the layer.
 
     In decode context parallelism, 2 or 4 ranks share the tokens of each request. Some ranks hold no token of a request, and
     some prefixes end at a page edge of a rank. Padding is added as requests after the metadata was built, or only as query
@@ -76,7 +77,7 @@ def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     """Yield passes of DeepSeek sparse attention in each forward mode that supports it. Some rows see fewer tokens than the
-    indexer may select, some see more.
+    indexer may select, some see more. `q_len` and `dims` are as in `_engine_cases`.
     """
     prefixes = (1, page_size - 1, page_size, 3 * page_size + 5, 300)
     shared: dict[str, Any] = {"page_size": page_size, "index_topk": 130, **dims}
@@ -90,7 +91,8 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
     """Yield passes of DeepSeek-V4 (a pool of window tokens, and a pool of compressed entries): decode, a draft step,
-    verifications, a draft extend and a prefill, with different numbers of tokens per compressed entry.
+    verifications, a draft extend and a prefill, with different numbers of tokens per compressed entry. A request has `q_len`
+    rows in a verification or draft extend; `dims` are sizes of the layer.
 
     Some rows see fewer tokens than the window holds and no compressed entry. Some see more entries than the indexer may select.
     """

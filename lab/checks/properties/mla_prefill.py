@@ -227,7 +227,9 @@ def _kept(result: Result) -> Result:
 
 
 def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Result | None:
-    """Make a call with return_lse=True. Return its result, or None if the call is refused, fails or returns no LSE."""
+    """Make a call, named `what` in errors, with return_lse=True. Return its result, or None if the call is refused, fails or
+    returns no LSE.
+    """
     result = run.vary(what, call, return_lse=True, **changes)
     if result is not None and result.lse is None:
         run.wrong(f"{what}: return_lse=True returned no LSE")

@@ -32,7 +32,9 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call without a mask and with several query rows. Some kernels require a causal mask then."""
+    """Return True for a decode call with several query rows per request that has no mask, though it may have one (block-sparse
+    calls may not). Some kernels require a causal mask then. The refusal is not read.
+    """
     several = (arguments.get("q_len_per_req") or 1) > 1
     takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
     return takes_mask and several and arguments.get("mask") is None
@@ -61,7 +63,9 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out the argument `name` if the call has it and the refusal's message names it."""
+    """Return the form that leaves out the argument `name` if the call has it and the refusal's message names it. `words` and
+    `by_engines` are the fields `name` and `by_engines` of the form.
+    """
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),

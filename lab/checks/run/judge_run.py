@@ -325,7 +325,9 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: DrawnPoint) -> CaseVerdict:
-        """Simplify a wrong random case as long as it stays wrong. Return the verdict on the simplest wrong case."""
+        """Simplify a wrong random case, made from `sample`, as long as it stays wrong. Return the simplest wrong case's
+        verdict.
+        """
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:

@@ -127,8 +127,9 @@ def _call_once(run: CaseRun) -> None:
 def run_case(
     implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
 ) -> Judged:
-    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check raised
-    an error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.
+    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check raised an
+    error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT. `refusals` is as in
+    `support_protocol.invoke`.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     by_lab, bf16 = False, Bf16()

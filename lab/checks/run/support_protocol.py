@@ -166,7 +166,9 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
-    """Return True if an error is a refusal by the rules of `invoke`. `late`: an argument was written before the error."""
+    """Return True if an error is a refusal by the rules of `invoke`. `refusals` are as there; `signature` is that of the called
+    function, None if it has none. `late`: an argument was written before the error.
+    """
     packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
     if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
         return False
@@ -344,8 +346,8 @@ class KernelCalls:
 def _made(
     interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call with its arguments changed by all forms in `used`, and return the result. If a form has removed the argument
-    `out`, copy the result into it.
+    """Make a call by `function`, with its arguments changed by all forms in `used`, and return the result. If a form has
+    removed the argument `out`, copy the result into it.
     """
     changed = arguments
     for form in used:

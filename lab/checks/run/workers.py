@@ -242,7 +242,9 @@ class Workers:
 
 
 def _status_of(exitcode: int | None) -> int | None:
-    """Return the exit status with which a kernel ended its worker: 0 if the worker's own is `ENDED_WITH_0`."""
+    """Return the exit status with which a kernel ended its worker: 0 if the worker's own is `ENDED_WITH_0`, else the worker's
+    own (None if it is unknown).
+    """
     return 0 if exitcode == ENDED_WITH_0 else exitcode
 
 
@@ -329,7 +331,9 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
 
 
 def _lost(judged: Judged, where: torch.device) -> str:
-    """Return a sentence that says why this worker can judge no later case; "" if it can."""
+    """Return a sentence that says why this worker, which has judged a case on the device `where`, can judge no later case; ""
+    if it can.
+    """
     if judged.outcome in BROKEN and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
@@ -347,7 +351,9 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words that name a worker's innermost function calls shortly before its time limit; "" if not recorded."""
+    """Return words that name a worker's innermost function calls shortly before its time limit, from the file that belongs to
+    its `last_words`; "" if not recorded.
+    """
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
