@@ -99,7 +99,8 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for which the function has a parameter. All other arguments must have FlashInfer's default.
+    """Return the arguments for which the function has a parameter. `name` is the name of FlashInfer's call. All other arguments
+    must have FlashInfer's default.
 
     Raises:
         NotImplementedError: the function has no parameter for an argument that differs from FlashInfer's default.

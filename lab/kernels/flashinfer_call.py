@@ -59,7 +59,8 @@ def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> Prepar
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call on its query's device. `backend` is the call's argument.
+    """Return the TRT-LLM kernel that FlashInfer runs for a call on its query's device. `problem` has the checked arguments, and
+    `backend` is the call's argument of that name.
 
     Raises NotImplementedError if the device is no GPU, or the kernel does not support the call.
     """
@@ -70,13 +71,17 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a `PreparedCall` of the installed FlashInfer's function `module.name`. Raises the errors of `installed_taking`."""
+    """Return a `PreparedCall` of the installed FlashInfer's function `module.name` with these keyword arguments and
+    `refreshes`.
+
+    Raises the errors of `installed_taking`.
+    """
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
 @functools.cache
 def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callable[..., Any]:
-    """Return a function of the installed FlashInfer, after checking that it takes exactly these keywords.
+    """Return the function `module.name` of the installed FlashInfer, after checking that it takes exactly these keywords.
 
     Raises:
         NotImplementedError: the installed version lacks the function or one of these parameters, or requires another parameter.
@@ -94,7 +99,7 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """Return a function or class of the installed FlashInfer, and its signature.
+    """Return the function or class `module.name` of the installed FlashInfer, and its signature.
 
     Raises:
         NotImplementedError: the installed FlashInfer has no function or class of that name.
@@ -156,7 +161,8 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
     """Return a call's workspace after checking it. For None return the lab's workspace of the device and the current stream.
 
-    The lab has one workspace per stream, because streams must not share semaphores.
+    The call's kernel needs `statistics_bytes` of it for softmax statistics. The lab has one workspace per stream, because
+    streams must not share semaphores.
 
     Raises:
         TypeError, ValueError: the workspace is no contiguous tensor on the device, or is too small for the semaphores, the
@@ -185,20 +191,25 @@ def workspace_for(workspace: object, device: torch.device, statistics_bytes: int
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the lab's own workspace of a device and stream, uint8: semaphores, which start as 0, then scratch."""
+    """Return the lab's own workspace of a device and stream, uint8: semaphores, which start as 0, then scratch. `stream` is the
+    CUDA stream's handle, 0 for the default stream.
+    """
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the `workspace_buffer` argument of a call that runs XQA, and None as the argument for trtllm-gen's counters."""
+    """Return the `workspace_buffer` argument of a call that runs XQA on `device`, and None as the argument for trtllm-gen's
+    counters.
+    """
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
 def trtllm_gen_memory(
     call: DecodeCall | ContextCall | MLADecodeCall | DSV4DecodeCall, problem: PagedAttention
 ) -> dict[str, Any]:
-    """Return the arguments for workspace and counters of a call that runs trtllm-gen.
+    """Return the arguments for workspace and counters of a call that runs trtllm-gen. `problem` has the call's checked
+    arguments.
 
     If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. FlashInfer would
     allocate and zero counters in each call.
@@ -243,13 +254,15 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace after the semaphores, uint8, which a kernel may write without resetting it."""
+    """Return the part of a call's workspace after the semaphores, uint8, which a kernel may write without resetting it. The
+    arguments are those of `workspace_for`.
+    """
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     """Return the workspace argument of a ragged call: only the scratch, or the whole workspace if the installed FlashInfer
-    keeps its counters there (`takes_counters`).
+    keeps its counters there (`takes_counters`). The arguments are those of `workspace_for`.
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace

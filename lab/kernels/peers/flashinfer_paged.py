@@ -32,7 +32,8 @@ LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
     """Check and plan a decode or context call. Return a function that runs it.
 
-    `lab.calls.DecodeCall` and `ContextCall` document shapes and errors.
+    `lab.calls.DecodeCall` and `ContextCall` document shapes and errors. `problem` has the checked arguments, and `backend` is
+    as in `supported_backend`.
     """
     out, lse = problem.results()
     decodes = _is_plain_decode(problem)
@@ -108,7 +109,8 @@ def _planned_prefill(
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return constructor arguments of FlashInfer's prefill wrapper. With them it applies sinks, without them it ignores sinks.
+    """Return constructor arguments of FlashInfer's prefill wrapper for `backend`, "fa2" or "fa3". With them it applies sinks,
+    without them it ignores sinks.
 
     FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` passes the same arguments. But its name of the JIT-compiled
     module lacks the head_dim and the dtype of K/V, so that different kernels have the same name in the cache.
@@ -145,8 +147,8 @@ def _shared_plan_arguments(problem: PagedAttention) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
-    """Return the custom mask that FlashInfer takes for a draft mask: flat bool [sum of q_len * kv_len]. All keys before the
-    draft are visible.
+    """Return the custom mask that FlashInfer takes for a packed draft mask: flat bool [sum of q_len * kv_len]. All keys before
+    the draft are visible. `pages` has the lengths of the requests.
     """
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))

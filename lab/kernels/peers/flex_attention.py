@@ -45,7 +45,8 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Plan a decode or context call: make its block lists and compile. Return a function that runs it.
 
-    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `problem` has the checked
+    arguments. `workspace_buffer` is not used.
 
     Raises:
         NotImplementedError: the kernel does not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph
@@ -94,7 +95,11 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Run `flex_attention`, and copy its output to `out` and its LSE, converted to base 2, to `lse` unless that is None."""
+    """Run `flex_attention`, and copy its output to `out` and its LSE, converted to base 2, to `lse` unless that is None.
+
+    `query`, `key` and `value` are [batch entries, heads, tokens, head_dim]; `out` and `lse` have tokens before heads.
+    `block_mask`, `scale` and `options` are arguments of `flex_attention`.
+    """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     found, aux = flex_attention(
@@ -160,7 +165,7 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
     """Return torch's `BlockMask` of a call: the mask function and, for each block of rows, the pages in which at least one row
-    sees a token and the pages in which every row sees all tokens.
+    sees a token and the pages in which every row sees all tokens. The pool has `num_tokens` tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -193,8 +198,8 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return, for each request and page of the pool, the page's index in the request's page table, int32 [batch_size,
-    num_pages]; -1 for pages of other requests.
+    """Return, for each request and each of the pool's `num_pages` pages, the page's index in the request's page table, int32
+    [batch_size, num_pages]; -1 for pages of other requests.
 
     Raises:
         NotImplementedError: a request has a page twice.
@@ -213,8 +218,8 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert bool [entries, 1, blocks, pages] to the lists that `BlockMask` takes, int32: the number of True pages, and all
-    page ids with the True ones first.
+    """Convert `seen`, bool [entries, 1, blocks, pages], to the lists that `BlockMask` takes, int32: the number of True pages,
+    and all page ids with the True ones first.
     """
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
@@ -223,7 +228,8 @@ def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Return the mask function of `flex_attention`: True if a query row sees a token.
 
-    It takes (batch entry, head, row of the entry, index of the token in the pool). `pages` is the result of `_page_in_request`.
+    It takes (batch entry, head, row of the entry, index of the token in the pool). `rows` are the `_Rows` of the call, and
+    `pages` is the result of `_page_in_request`.
     """
     page_size = problem.page_size
 

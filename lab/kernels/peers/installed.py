@@ -18,7 +18,7 @@ def installed_function(
 
     Args:
         part: the part of the lab that needs the function; errors name it.
-        name: dotted name, which begins with the package.
+        name: dotted name of the function, which begins with the package.
         written_for: the release for which the lab was written; errors name it.
         keywords: the names of all arguments that will be passed; empty: the signature is not checked.
 

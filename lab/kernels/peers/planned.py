@@ -36,7 +36,9 @@ class PlannedWrapper:
         """
 
         def planned(call: Any, problem: Any) -> Ready:
-            """Check and plan a call. Return a function that runs it. Its class in `lab.calls` documents shapes and errors."""
+            """Check and plan a call, whose checked arguments are `problem`. Return a function that runs it. The call's class in
+            `lab.calls` documents shapes and errors.
+            """
             return plan(call, problem, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
@@ -82,7 +84,8 @@ def live_pages(problem: PagedAttention) -> LivePages:
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return the backend that runs a call: `backend` ("fa2" or "fa3"), or for "" the GPU's default.
+    """Return the backend that runs a call: `backend` ("fa2" or "fa3"), or for "" the GPU's default. Errors name `wrapper`,
+    FlashInfer's class.
 
     Raises:
         NotImplementedError: the device is no GPU, a CUDA graph is being captured, or the backend does not support the call.
@@ -95,8 +98,8 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
 
 
 def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    """Raise NotImplementedError if a CUDA graph is being captured, because a plan reads lengths on the host. `wrapper` is named
-    in the message.
+    """Raise NotImplementedError if `device` is a GPU and a CUDA graph is being captured, because a plan reads lengths on the
+    host. `wrapper` is named in the message.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(

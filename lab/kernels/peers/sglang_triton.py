@@ -62,7 +62,8 @@ class _Tokens:
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Plan a decode or context call: make its lists of tokens. Return a function that runs it.
 
-    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `problem` has the checked
+    arguments. `workspace_buffer` is not used.
 
     Raises:
         ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
@@ -92,7 +93,8 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
     """Return True if at least one row sees no key: no token before the draft and no token of the draft. Waits for the GPU.
 
-    `shown` is the draft mask, bool [batch_size, q_len, q_len].
+    `shown` is the draft mask, bool [batch_size, q_len, q_len], and a `window_left` of -1 stands for no window. `kv_lens` are
+    the requests' numbers of keys.
     """
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
@@ -104,7 +106,9 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return the `_Tokens` of a call. A request's list begins at the first token that its first row sees, as in SGLang."""
+    """Return the `_Tokens` of a call with these numbers of rows and keys of each request. A request's list begins at the first
+    token that its first row sees, as in SGLang.
+    """
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -151,7 +155,7 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
     """Return into how many parts each request's keys are split, int32 [batch_size]. SGLang's kernel computes it; on a CPU it is
-    `MOST_SPLITS`.
+    `MOST_SPLITS`. `tokens` has the numbers of keys.
     """
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)

@@ -35,6 +35,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
+    `problem` has the checked arguments.
 
     Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`).
     `workspace_buffer` is not used.
@@ -81,7 +82,7 @@ def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments with which vLLM splits the keys of a call into segments; {} if vLLM does not split them."""
+    """Return the further arguments with which vLLM splits the keys of a call into segments; {} if vLLM does not split them."""
     threshold = LEAST_GRID // problem.num_kv_heads
     if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
         return {}

@@ -116,8 +116,8 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True if tiles of `keys` keys and pages fit each other: a page has whole tiles, or a tile whole pages of at least
-    LEAST_PAGE tokens.
+    """Return True if tiles of `keys` keys and pages of `page_size` tokens fit each other: a page has whole tiles, or a tile
+    whole pages of at least LEAST_PAGE tokens.
     """
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
@@ -133,6 +133,7 @@ def hopper_launches(
     keys.
 
     Args:
+        results: the output and the LSE, or None, that the launches write.
         tile: one of `hopper_tiles`.
         shares: how the keys are divided among programs; None: one program reads all keys of a block of rows and a K/V head.
         least_q_len: as in `with_merge`.
@@ -186,7 +187,11 @@ def hopper_launches(
 def hopper_mla_launches(
     problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares
 ) -> list[TritonLaunch]:
-    """Return the launches of an MLA call by its Gluon kernel: attention, and a merge if programs divide a request's keys."""
+    """Return the launches of an MLA call by its Gluon kernel: attention, and a merge if programs divide a request's keys. They
+    write `results`.
+
+    `tile` is the result of `hopper_mla_tile`, and `shares` how the keys are divided among programs.
+    """
     from lab.kernels.portable.hopper_mla import hopper_mla_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.num_qo_heads, tile.rows)
@@ -222,7 +227,9 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. A box, the unit of a copy, has BOX_BYTES of each key of a tile, within one page."""
+    """Return the TMA descriptor of a pool `cache` of K, of V, or of MLA's entries. A box, the unit of a copy, has BOX_BYTES of
+    each key of a tile, within one page.
+    """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -79,7 +79,9 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Circular buffers for K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots."""
+    """Circular buffers for K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots, [stages,
+    1] each. A `full` barrier completes when a tile has arrived, an `empty` one when it has been read.
+    """
 
     k: Any
     v: Any
@@ -115,14 +117,14 @@ def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE:
 @gluon.jit
 def _produce(
     pools,  # (TMA descriptor of K, of V, block tables of K and V, their row strides)
-    walk,
+    walk,  # as in `hopper_pieces`, like `batch`
     batch,
-    rings,
+    rings,  # `Rings` of tiles in the cache's dtype
     PAGE_SIZE: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr,  # True: programs divide the keys
     CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
+    GROUP: gl.constexpr,  # query heads per K/V head
+    TILE: gl.constexpr,  # `HopperTile`
 ):
     """Run the producer: load the K and V tiles of all the program's work into `rings`, as soon as slots are empty."""
     k_tiles, v_tiles, block_tables, table_strides = pools
@@ -144,8 +146,11 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until `slot` is empty (`barriers`: full, empty), and load the K or V tile that begins at key `begin` into it.
-    `table` is the request's row of the page table.
+    """Wait until `slot` is empty (`barriers`: full, empty), and load the K or V tile of a `Piece` that begins at key `begin`
+    into it.
+
+    `descriptor` is the TMA descriptor of the pool, `table` the request's row of the page table, and `parity` that of the slot's
+    turn: the wait for the empty slot uses the opposite parity.
     """
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
@@ -159,18 +164,18 @@ def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZ
 
 @gluon.jit
 def _consume(
-    queries,  # (query, its strides)
-    q_slots,
+    queries,  # (pointer to the query, its strides of rows and of heads)
+    q_slots,  # shared memory of the query rows, [consumers, CONSUMER_ROWS, head_dim]
     terms,  # (sinks, scales, results, partials)
-    walk,
+    walk,  # as in `hopper_pieces`, like `batch`
     batch,
-    rings,
+    rings,  # `Rings` of tiles in the dtype of products
     WHICH: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr,  # True: programs divide the keys
     CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
+    GROUP: gl.constexpr,  # query heads per K/V head
+    TILE: gl.constexpr,  # `HopperTile`
 ):
     """Compute attention of CONSUMER_ROWS query rows of each piece (those of consumer number WHICH) over all its tiles, and
     write the results.
@@ -249,7 +254,10 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, which must have arrived. Return the incomplete accumulator."""
+    """Launch Q.K^T of the program's `number`-th tile, which must have arrived in its slot of `rings`. Return the incomplete
+    accumulator, float32 [CONSUMER_ROWS, keys] in the register layout SCORES. `q_slot` is the shared memory of the consumer's
+    query rows.
+    """
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -257,7 +265,9 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for V of the program's `number`-th tile, and launch P.V added to `sums`. Return the incomplete accumulator."""
+    """Wait for V of the program's `number`-th tile in `rings`, and launch P.V added to `sums`, [CONSUMER_ROWS, head_dim] in the
+    register layout SUMS. Return the incomplete accumulator. `weights` are P, [CONSUMER_ROWS, keys].
+    """
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
@@ -270,9 +280,9 @@ VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_head
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_attention_kernel(
-    query,
+    query,  # [num_rows, num_qo_heads, HEAD_DIM]
     k_tiles,  # TMA descriptor of K, result of `_boxes`
-    v_tiles,
+    v_tiles,  # the same of V
     block_tables,  # (of K, of V)
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
@@ -282,21 +292,21 @@ def hopper_attention_kernel(
     partials,  # `PartialResults`; None: a program reads all keys of its rows
     least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
-    window_left,
+    window_left,  # -1: no window
     batch_size,
     num_kv_heads,
-    num_shares,
-    least_tiles,
+    num_shares,  # 0 if not SHARED
+    least_tiles,  # smallest number of key tiles of a share
     query_strides,  # (of rows, of heads)
-    table_strides,  # (of K, of V)
-    GROUP: gl.constexpr,
+    table_strides,  # (of K, of V), elements from row to row
+    GROUP: gl.constexpr,  # query heads per K/V head
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     SHARED: gl.constexpr,
-    TILE: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
+    TILE: gl.constexpr,  # `HopperTile`
+    OVERLAPS: gl.constexpr,  # True: the next launch may begin before this one ends
+    OVERLAPPED: gl.constexpr,  # True: this launch may have begun before the previous one ended
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 

@@ -12,15 +12,15 @@ from lab.kernels.portable.hopper_pieces import piece_at
 
 @gluon.jit
 def convert(
-    walk,
+    walk,  # as in `hopper_pieces`, like `batch`
     batch,
     loaded,
     rings,
     WHICH: gl.constexpr,  # 0: K; 1: V
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr,  # True: programs divide the keys
     CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
+    GROUP: gl.constexpr,  # query heads per K/V head
+    TILE: gl.constexpr,  # `HopperTile`
 ):
     """Convert all K tiles (WHICH = 0) or V tiles (WHICH = 1) of the program from the e4m3 `Rings` `loaded` into `rings`."""
     converted = 0
@@ -40,9 +40,11 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait until an e4m3 tile is loaded and slot `slot` of the other ring is empty; write the tile there in float16.
+    """Wait until the e4m3 tile in `loaded` is there and slot `slot` of the other ring is empty. Write the tile in float16 to
+    `converted`, the memory of this slot.
 
-    A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
+    `barriers` is (full and empty of all slots of the e4m3 ring, full and empty of the other), and `parity` that of the slot's
+    turn. A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """
     DIMS: gl.constexpr = loaded.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])

@@ -73,8 +73,8 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory for K/V tiles, used in turn, and the barriers of each slot. The rope and left columns of a slot have the
-    same barriers.
+    """Shared memory for K/V tiles (`Columns`), used in turn, and the barriers of its slots, [stages, 1] each. `full` completes
+    when the columns have arrived, `empty` when they have been read. The rope and left columns of a slot have the same barriers.
     """
 
     tiles: Any
@@ -86,7 +86,7 @@ class Ring(NamedTuple):
 
 class Message(NamedTuple):
     """Shared memory by which consumer 0 sends the weights of a tile, [rows, keys], and the factors of earlier sums, float32 [2,
-    rows], to consumer 1; and its two barriers.
+    rows], to consumer 1. Of the two barriers, `full` completes when a message is complete, `empty` when it has been read.
     """
 
     weights: Any
@@ -97,7 +97,9 @@ class Message(NamedTuple):
 
 @gluon.jit
 def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride)."""
+    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride).
+    `walk` and `batch` are as in `hopper_pieces`; HEADS is the number of query heads.
+    """
     boxes, block_table, table_stride = pool
     tiles = ring.tiles
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -127,16 +129,16 @@ def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constex
 
 @gluon.jit
 def _consume_left(
-    query,  # (pointer, its strides)
-    q_slots,  # `Columns`
+    query,  # (pointer, strides of rows and of heads)
+    q_slots,  # `Columns` for the query rows
     terms,  # (sinks, scales, results, partials)
-    walk,
+    walk,  # as in `hopper_pieces`, like `batch`
     batch,
-    ring,
-    message,
+    ring,  # `Ring`
+    message,  # `Message`
     PAGE_SIZE: gl.constexpr,
-    HEADS: gl.constexpr,
-    TILE: gl.constexpr,
+    HEADS: gl.constexpr,  # query heads
+    TILE: gl.constexpr,  # `HopperTile`
 ):
     """Run consumer 0: compute the softmax weights of all tiles of the program, send them through `message`, and compute the
     left half of each output row.
@@ -204,7 +206,9 @@ def _consume_left(
 
 @gluon.jit
 def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load the query rows of a piece, and write them to the shared memory `q_slots`; negate them if `is_negative`."""
+    """Load the query rows of a piece, and write them to the shared memory `q_slots` (`Columns`); negate them if `is_negative`.
+    `query` is (pointer, strides of rows and of heads), and HEADS the number of query heads.
+    """
     HALF: gl.constexpr = q_slots.left.shape[1]
     ROPE: gl.constexpr = q_slots.rope.shape[1]
     left = load_query(query, piece, is_negative, HALF, 0, HEADS, TILE)
@@ -218,7 +222,9 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the columns of the program's `number`-th tile, and launch Q.K^T. Return the incomplete accumulator."""
+    """Wait for the columns of the program's `number`-th tile in `ring`, and launch Q.K^T with the query in `q_slots`. Return
+    the incomplete accumulator, float32 [rows, keys] in the register layout SCORES.
+    """
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -231,15 +237,17 @@ def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Launch P.V of the left columns of the program's `number`-th tile, added to `sums`. Return the incomplete accumulator."""
+    """Launch P.V of the left columns of the program's `number`-th tile in `ring`, added to `sums` (register layout SUMS).
+    Return the incomplete accumulator. `weights` are P, [rows, keys].
+    """
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, ring.tiles.left.index(number % TILE.stages), sums, is_async=True)
 
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Wait until the previous message (number `sent` - 1) has been read. Write a tile's weights and the factors `rescale` of
-    earlier sums to `message`.
+    """Wait until the previous message (number `sent` - 1) has been read. Write a tile's `weights` [rows, keys] and the factors
+    `rescale` [rows] of earlier sums to `message`.
     """
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
@@ -250,7 +258,12 @@ def _send_weights(message, sent, weights, rescale):
 
 @gluon.jit
 def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Run consumer 1: compute the right half of each output row over all tiles of the program with weights from `message`."""
+    """Run consumer 1: compute the right half of each output row over all tiles of the program (`ring`) with weights from
+    `message`, and write it.
+
+    `terms` is (sinks, scales, results, partials); `walk` and `batch` are as in `hopper_pieces`. HEADS is the number of query
+    heads.
+    """
     HALF: gl.constexpr = ring.tiles.right.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -283,7 +296,7 @@ def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE:
 # Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
 @gluon.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_tiles", "table_stride"])
 def hopper_mla_kernel(
-    query,
+    query,  # [num_rows, HEADS, RANK + ROPE]
     boxes,  # TMA descriptor of the pool, result of `_boxes`
     block_table,
     seq_lens,
@@ -295,15 +308,15 @@ def hopper_mla_kernel(
     max_q_len,
     batch_size,
     num_shares,
-    least_tiles,
+    least_tiles,  # smallest number of key tiles of a share
     query_strides,  # (of rows, of heads)
-    table_stride,
-    HEADS: gl.constexpr,
-    RANK: gl.constexpr,
-    ROPE: gl.constexpr,
+    table_stride,  # elements from a row of `block_table` to the next
+    HEADS: gl.constexpr,  # query heads
+    RANK: gl.constexpr,  # elements of the latent part of an entry
+    ROPE: gl.constexpr,  # elements of the rotary part of an entry
     PAGE_SIZE: gl.constexpr,
-    TILE: gl.constexpr,
-    OVERLAPS: gl.constexpr,
+    TILE: gl.constexpr,  # `HopperTile`
+    OVERLAPS: gl.constexpr,  # True: the merge may begin before this launch ends
 ):
     """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles.
 

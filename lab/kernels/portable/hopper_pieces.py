@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     """One step of a program's work: some key tiles of one request and K/V head, and the block of query rows that sees them.
 
     They are tiles `first_tile` to `end_tile` - 1 of the `num_tiles` that at least one row of the request may see. `keys` is the
-    `KeyRange` of the block.
+    `KeyRange` of the block. The request has `kv_len` keys, and `q_len` query tokens from row `q_start` on.
     """
 
     request: Any
@@ -58,8 +58,9 @@ class Piece(NamedTuple):
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
     """Return the start of the program's work as the tuple `walk`, which a comment above describes.
 
-    With SHARED, a program computes consecutive key tiles of the batch. Without SHARED, it computes one block of rows and K/V
-    head in each turn.
+    `batch` is described there too; GROUP is the number of query heads per K/V head. With SHARED, a program computes consecutive
+    key tiles of the batch, one of `num_shares` equal parts with at least `least_tiles` tiles each. Without SHARED, it computes
+    one block of rows and K/V head in each turn.
     """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
@@ -85,7 +86,11 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` at position `walk` of the program's work, the next position)."""
+    """Return (the `Piece` at position `walk` of the program's work, the next position).
+
+    A comment above describes `walk` and `batch`. With SHARED, programs divide the keys. GROUP is the number of query heads per
+    K/V head.
+    """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -129,10 +134,11 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the request to which block number `block` of the batch's blocks of query rows belongs.
+    """Return the request to which block number `block` of all blocks of query rows in `batch` belongs.
 
     The result is (request, its first block, number of requests with blocks from this one on); the arguments `request`, `begin`
-    and `left` are such a result for an earlier block.
+    and `left` are such a result for an earlier block. A block has TILE.rows rows, one for each query token and each of GROUP
+    query heads.
     """
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
@@ -154,13 +160,14 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return how many of the BOX_KEYS keys that begin at `key` lie after the request's last key."""
+    """Return how many of the BOX_KEYS keys that begin at `key` lie after the last of the request's `kv_len` keys."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
     """Return, for each score column of the tile that begins at key `begin`, the index of its key; NO_KEY if it must be masked.
+    `column` is arange(KEYS), and the request has `kv_len` keys.
 
     `copy_boxes` loads a tile as TMA boxes. A box that would reach beyond the request's last key is loaded from that many keys
     earlier. Its first columns are then zeros or keys of an earlier box: they are NO_KEY.
@@ -173,7 +180,10 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Return the page id of each TMA box of the tile from key `begin` on, a tuple of int32; 0 for boxes after the last key."""
+    """Return the page id of each TMA box of the tile from key `begin` on, a tuple of int32; 0 for boxes after the last of
+    `kv_len` keys. `table` points to the request's row of the page table. A box has KEYS or PAGE_SIZE keys, whichever is
+    smaller.
+    """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()
     for box in gl.static_range(KEYS // BOX_KEYS):
@@ -185,11 +195,11 @@ def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr)
 
 @gluon.jit
 def copy_boxes(
-    descriptor,
+    descriptor,  # TMA descriptor of the pool
     pages,  # result of `box_pages`
-    piece,
+    piece,  # `Piece`
     begin,
-    slot,
+    slot,  # shared memory [keys, elements]
     full,  # the barrier that counts the arriving bytes
     FIRST_DIM: gl.constexpr,  # first element of each key that is copied
     PAGE_SIZE: gl.constexpr,
@@ -231,12 +241,12 @@ def consumer_rows(LAYOUT: gl.constexpr):
 @gluon.jit
 def load_query(
     queries,  # (pointer to the first element wanted, strides of rows and of heads)
-    piece,
+    piece,  # `Piece`, whose block of rows is loaded
     is_negative,
     DIMS: gl.constexpr,
     WHICH: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
+    GROUP: gl.constexpr,  # query heads per K/V head
+    TILE: gl.constexpr,  # `HopperTile`
 ):
     """Load DIMS elements of each query row of consumer number WHICH, [CONSUMER_ROWS, DIMS]; negate them if `is_negative`."""
     query, strides = queries
@@ -266,7 +276,9 @@ def positive_scale(scales):
 
 @gluon.jit
 def wait_for(full, number, TILE: gl.constexpr, pred=True):
-    """Wait until the program's `number`-th tile has arrived in its slot. `full` are the barriers of all slots."""
+    """Wait until the program's `number`-th tile has arrived in its slot. `full` are the barriers of all slots. If `pred` is
+    False, do not wait.
+    """
     mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
 
 
@@ -274,7 +286,8 @@ def wait_for(full, number, TILE: gl.constexpr, pred=True):
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
     """Set the scores of the tile that begins at key `begin` to -inf where a row does not see a key, and return them.
 
-    `bounds` is the result of `row_bounds`, and `column` is arange of the tile's keys.
+    `scores` are float32 [rows, keys]. `column` is arange of the tile's keys, `piece` the `Piece` of the tile, and `bounds` the
+    result of `row_bounds`.
     """
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
@@ -300,24 +313,26 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return the softmax's denominator [rows, 4], four partial sums per row (`sums_by_thread`), after one more tile of keys."""
+    """Return the softmax's denominator [rows, 4], four partial sums per row (`sums_by_thread`), after one more tile of keys
+    with these `weights` [rows, keys]. Earlier sums are multiplied by `rescale` [rows].
+    """
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)
 
 
 @gluon.jit
 def store_piece(
     state,  # (largest, denominator, sums [CONSUMER_ROWS, elements]) of a softmax
-    piece,
+    piece,  # `Piece`
     heads,  # (K/V head, number of K/V heads)
-    place,
-    share_places,
+    place,  # of the piece's first tile in the sequence of work
+    share_places,  # number of places of a share
     terms,  # (sinks, scales, results, partials)
     FIRST_ROW: gl.constexpr,  # index in the block of the first row of `state`
     FIRST_DIM: gl.constexpr,  # index in the output row of the first element of `state`
     ROW_DIMS: gl.constexpr,  # elements of an output row; None: as many as in `state`
-    SUMS: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
+    SUMS: gl.constexpr,  # register layout of `state`
+    GROUP: gl.constexpr,  # query heads per K/V head
+    TILE: gl.constexpr,  # `HopperTile`
 ):
     """Write a consumer's result of one piece: output rows if the piece has all visible keys of the request, else a partial
     result.

@@ -76,7 +76,7 @@ class _Place:
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return the part of a call's cache key for one argument, and append the argument's tensors to `given`.
+    """Return the part of a call's cache key for one argument of it, `value`, and append the argument's tensors to `given`.
 
     Raises:
         NotKeptError: a tensor is not on a GPU, or a check might read the argument's contents.
@@ -97,6 +97,7 @@ class KeptCall:
     """A cached call. Calling this object with the tensors of a later call repeats the kernel launches with them.
 
     Args:
+        device: the GPU of the call.
         new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
         views: (index of a given or new tensor, bytes after its address) for each view that the launches take.
         launches: functions that launch a kernel from a list of addresses: of the given tensors, then of the new tensors, then
@@ -160,7 +161,7 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
 
 
 def _block(part: torch.Tensor) -> torch.Tensor:
-    """Return the whole allocation that holds a tensor made by `new_scratch`, as uint8."""
+    """Return the whole allocation that holds `part`, a tensor made by `new_scratch`, as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
 
 

@@ -77,6 +77,7 @@ def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.d
     """Return `Shares` for a launch with as many programs as the GPU runs at the same time; one program on a CPU.
 
     Args:
+        tile: the launch's tile; its `per_multiprocessor` says how many programs run at the same time.
         q_blocks: blocks of query rows per request; each block has its own programs.
         least_keys: smallest number of keys in a share.
     """
@@ -92,14 +93,17 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return how many of a request's last keys its rows may see, int32; NO_REACH without a window (window_left -1)."""
+    """Return how many of a request's last keys its at most `max_q_len` query tokens may see, int32; NO_REACH without a window
+    (window_left -1).
+    """
     reach = tl.minimum(tl.cast(window_left, tl.int64) + max_q_len, NO_REACH).to(tl.int32)
     return tl.where(window_left >= 0, reach, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return the first key tile that some row of a request may see, and the number of tiles from it to the last key, int32.
+    """Return the first key tile that some row of a request with `kv_len` keys may see, and the number of tiles from it to the
+    last key, int32.
 
     The number is at least 1, because rows without keys must be written too. `reach` is the result of `reach_of`.
     """
@@ -117,7 +121,7 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
     """Return the number of places of one K/V head of each request `start + lanes`, int32: START_PLACES plus its key tiles.
 
-    It is 0 for requests that the launch does not serve (`kind`).
+    `batch` is the tuple that a comment above describes. The number is 0 for requests that the launch does not serve (`kind`).
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
@@ -129,7 +133,10 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 @triton.jit
 def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return the number of places (positions in the sequence of work) of the whole batch, and of one program's share."""
+    """Return the number of places (positions in the sequence of work) of the whole batch, and of one program's share.
+
+    A share has at least `least_tiles` places. A comment above describes the tuple `batch`.
+    """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     CUT_TILES: tl.constexpr = (CUT_KEYS + CUT_KEYS_OF_ROW * TILE.rows) // BLOCK_KEYS
@@ -155,7 +162,9 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the request to which a place belongs, and the first place of this request."""
+    """Return the request to which a place belongs, and the first place of this request. A comment above describes the tuple
+    `batch`, and the glossary START_PLACES.
+    """
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -173,7 +182,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
     """Return the places (positions in the sequence of work) that the program number `share` computes.
 
-    The result is (first place, end, number of places in a share, request of the first place, first place of this request).
+    `batch`, `num_shares` and `least_tiles` (smallest number of key tiles of a share) are as in `places_per_share`. The result
+    is (first place, end, number of places in a share, request of the first place, first place of this request).
     """
     total, share_places = places_per_share(batch, num_shares, least_tiles, TILE)
     place = share * share_places
@@ -184,7 +194,9 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return the result of `begin_share`, but if the first place is one of START_PLACES, begin at the next key tile."""
+    """Return the result of `begin_share`, with the same arguments. If the first place is one of START_PLACES, begin at the next
+    key tile.
+    """
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_tiles, TILE)
@@ -196,8 +208,9 @@ def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return three things for program `number` of a small batch: the result of `begin_at_tile`, the number of the program's
-    share, and the number of places of a unit (0 if the units differ).
+    """Return three things for program `number` of `num_shares` in a small batch: the result of `begin_at_tile`, the number of
+    the program's share, and the number of places of a unit (0 if units have different numbers). `batch` and `least_tiles` are
+    as in `begin_share`.
 
     If the requests are about equally long, each request and K/V head is cut into equal parts, as many as there are programs for
     it. Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every
@@ -240,7 +253,11 @@ def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.conste
 
 @triton.jit
 def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return the result of `begin_in_small_batch`. If the batch is not SMALL, `number` is the share, and units differ."""
+    """Return the result of `begin_in_small_batch`, with the same arguments.
+
+    If the batch is not SMALL, it is the result of `begin_at_tile` for share `number`, followed by `number`, and by 0 because
+    units have different numbers of places.
+    """
     if SMALL:
         return begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
     place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_tiles, TILE)
@@ -251,7 +268,8 @@ def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SM
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return the number of places that a unit (request and K/V head) has before its key tiles.
 
-    `unit_places` is the last item of the result of `begin_program`.
+    `num_tiles` is the number of these tiles, and `unit_places` the last item of the result of `begin_program`: 0 means
+    START_PLACES.
     """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
@@ -259,7 +277,7 @@ def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
     """Return the K/V head to which a place belongs, and the place's index in this head. `request_begin` is the first place of
-    the request.
+    the request, `unit_places` the number of places of each of its heads.
 
     A division of 32 bits, which takes fewer instructions than a division of 64 bits, is enough for 2**31 keys of 31 K/V heads
     in tiles of 16 keys.
@@ -274,8 +292,9 @@ def next_unit(place, request, request_begin, request_end, batch_size, kind, STAR
     """Return where the next unit (request and K/V head) begins: (place of its first key tile, request, first place of the
     request).
 
-    The current unit ends at `place`. The next one may lie after the end of the program's share; another program then computes
-    it.
+    The current unit belongs to `request`, whose places are `request_begin` to `request_end` - 1, and ends at `place`. Requests
+    that the launch does not serve (`kind`) are left out. The next one may lie after the end of the program's share; another
+    program then computes it.
     """
     if place == request_end:
         request_begin = place

@@ -60,7 +60,8 @@ def with_merge(
     """Return the launches of a call: [attention], followed by a launch that merges its partial results if `partials` is not
     None.
 
-    With `least_q_len`, the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens.
+    `q_blocks` is the number of blocks of query rows per request in the attention launch, and `results` the tensors that both
+    launches write. With `least_q_len`, the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens.
     """
     if partials is None:
         return [attention]
@@ -118,7 +119,9 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return constants for `merge_if_last`, powers of two: (rows of a request and K/V head, partial results read at a time)."""
+    """Return constants for `merge_if_last`, powers of two: (rows of a request and K/V head, partial results read at a time).
+    `num_shares` is the number of programs among which the keys are divided.
+    """
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -130,13 +133,13 @@ def merge_if_last(
     unit,  # index of the request and K/V head
     cut,  # (place of the unit's first tile, number of its tiles, this share, places of a share, number of shares)
     rows,  # (row * num_qo_heads + head of the output, head, True where the row exists) of all rows of the unit
-    dims,
+    dims,  # arange of the elements of an output row
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
-    partials,
-    BLOCK_ROWS: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
+    partials,  # `PartialResults`
+    BLOCK_ROWS: tl.constexpr,  # rows of a partial result in `partials`
+    AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
     """Merge the partial results of a request and K/V head into the output, if this program has stored the last one of them.
 
@@ -173,7 +176,8 @@ def merge_if_last(
 
 @triton.jit
 def arrives_last(counter, expected):
-    """Count this program's arrival. Return True in the last of `expected` programs, which resets the counter to zero.
+    """Count this program's arrival in `counter`, a pointer to int32. Return True in the last of `expected` programs, which
+    resets the counter to zero.
 
     After that the last program reads what the other programs stored before they arrived, by PTX's memory model ("Causality
     Order"): the barrier orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All
@@ -191,7 +195,8 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return the softmax state (largest, denominator, sums) after adding one more partial result of each row.
+    """Return the softmax state (largest [...], denominator [...], sums [..., head_dim]) after adding one more partial result of
+    each row.
 
     `lse` is the LSE of the partial result in base 2, and `part` its normalised output [..., head_dim].
     """
@@ -207,13 +212,13 @@ def with_piece(largest, denominator, sums, lse, part):
 @triton.jit
 def merged(
     pieces,  # share numbers: (first of the request and K/V head; first that is merged, end, step between those merged)
-    block,  # (q_block, q_blocks)
+    block,  # (index of the block of rows in the request, number of such blocks of a request)
     rows,  # (index of the row in its block, True where the row exists)
-    dims,
-    partials,
-    BLOCK_ROWS: tl.constexpr,
-    ROW_DIMS: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
+    dims,  # indices of the elements of an output row that are merged
+    partials,  # `PartialResults`
+    BLOCK_ROWS: tl.constexpr,  # rows of a partial result in `partials`
+    ROW_DIMS: tl.constexpr,  # elements of an output row
+    AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
     """Merge partial results of a request and K/V head. Return the softmax state (largest, denominator, sums [ROWS, DIMS])."""
     first, begin, end, step = pieces
@@ -268,24 +273,24 @@ def merged_by_lanes(
 
 @triton.jit(do_not_specialize=["least_q_len", "max_q_len", "q_blocks", "batch_size", "num_kv_heads"])
 def merge_kernel(
-    partials,
+    partials,  # `PartialResults`
     cu_seqlens_q,  # None: every request has max_q_len rows
-    sinks,
-    bmm2_scale,
+    sinks,  # None: no sink
+    bmm2_scale,  # a number or a pointer
     results,  # (out, lse_log2 or None)
     least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
-    q_blocks,
+    q_blocks,  # blocks of rows of a request in the attention launch
     batch_size,  # None: grid axis 0 is (request, K/V head), axis 1 its blocks of rows. Else: blocks of all rows, K/V heads
     num_kv_heads,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-    MERGED_DIMS: tl.constexpr,
-    LANES: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per K/V head
+    HEAD_DIM: tl.constexpr,  # elements of an output row
+    BLOCK_ROWS: tl.constexpr,  # rows of a partial result in `partials`
+    MERGED_ROWS: tl.constexpr,  # rows of one program
+    MERGED_DIMS: tl.constexpr,  # elements of each row that one program merges
+    LANES: tl.constexpr,  # 1: `merged`; more: `merged_by_lanes`
+    AT_A_TIME: tl.constexpr,  # as in `merged`
+    OVERLAPS: tl.constexpr,  # True: this launch may begin before the attention launch ends
 ):
     """Merge the partial results of some rows of one request and K/V head, each weighted by 2 ** LSE, and add the sink once."""
     if OVERLAPS:  # in every program, because the next launch waits only for this one

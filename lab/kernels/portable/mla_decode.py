@@ -88,7 +88,9 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
-    """Return a prepared MLA or DeepSeek-V4 call. `reads_rows`: the preparation has read `cum_seq_lens_q` on the host."""
+    """Return a prepared MLA or DeepSeek-V4 call after checking that `kernel` supports it. `reads_rows` is True if the
+    preparation has read `cum_seq_lens_q` on the host; `call` is then not cached.
+    """
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
@@ -104,8 +106,8 @@ def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonC
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
-    """Return the dtype of the products' operands: `dot_dtype`, but bf16 for a bf16 query in tiles of 64 rows over an e4m3
-    cache.
+    """Return the dtype of the products' operands: bf16 for a bf16 query in tiles of 64 rows, else the result of `dot_dtype`.
+    They differ over an e4m3 cache, for which `dot_dtype` returns float16.
 
     Triton keeps a converted query in registers, and the sums of 64 rows leave too few (results/nvidia-h200/kernels.md, "MLA
     decode against FlashInfer's wrapper").
@@ -116,7 +118,7 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
 
 
 def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
-    """Return the launches that compute an MLA or DeepSeek-V4 problem."""
+    """Return the launches that compute an MLA or DeepSeek-V4 problem and write its output and LSE (`results`)."""
     selected, window = problem.selected, None
     if selected is None:
         return _attention_launches(problem, results)
@@ -152,7 +154,9 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return the attention launch and, if programs divide a request's keys, the merge. `window` is `_mla_kernel`'s argument."""
+    """Return the attention launch and, if programs divide a request's keys, the merge. They write `results`. `window` is the
+    argument of `_mla_kernel`, None unless the problem is DeepSeek-V4's.
+    """
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
@@ -206,14 +210,14 @@ def _attention_launches(
 
 @triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_columns"])
 def _columns_kernel(
-    columns,
-    up_to_row,
+    columns,  # int32 [num_rows]
+    up_to_row,  # int32 [num_rows]
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     selected_lens,  # None: a row uses as many columns as there are keys up to its position
     max_q_len,
     batch_size,
-    num_columns,
+    num_columns,  # of the table of selected entries
 ):
     """Write two numbers for each query row: how many columns of the table of selected entries it uses (0 for padding rows), and
     how many keys are at or before its position.
@@ -237,12 +241,12 @@ def _columns_kernel(
 # Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
 @triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_tiles", "table_stride"])
 def _mla_kernel(
-    query,
-    kv_cache,
+    query,  # [num_rows, HEADS, RANK + ROPE]
+    kv_cache,  # pool of entries of RANK + ROPE elements
     window,  # DSV4: (pool of the first columns, keys that each row sees, stride of pages, of tokens, page size); else None
     latent_tiles,  # TMA descriptor of the latent parts of the cache's tiles, or None
     rope_tiles,  # TMA descriptor of their rotary parts, or None
-    block_tables,
+    block_tables,  # page ids of each request; if SELECTED, entries of each row
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     sinks,  # None: no sink
@@ -252,18 +256,18 @@ def _mla_kernel(
     max_q_len,
     batch_size,
     num_shares,
-    least_tiles,
+    least_tiles,  # smallest number of key tiles of a share
     query_strides,  # (of rows, of heads)
     cache_strides,  # (of pages, of tokens)
-    table_stride,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
+    table_stride,  # elements from a row of `block_tables` to the next
+    HEADS: tl.constexpr,  # query heads
+    RANK: tl.constexpr,  # elements of the latent part of an entry
+    ROPE: tl.constexpr,  # elements of the rotary part of an entry; 0: none
     PAGE_SIZE: tl.constexpr,
     SELECTED: tl.constexpr,  # True: a column of `block_tables` is the index of an entry in the pool, or negative for none
-    TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    TILE: tl.constexpr,  # `ProgramTile`
+    DOT_DTYPE: tl.constexpr,  # dtype of the operands of products
+    OVERLAPS: tl.constexpr,  # True: the merge may begin before this launch ends
 ):
     """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles.
 

@@ -124,8 +124,10 @@ def shares_of(
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
 
     Args:
+        tile: tile of the attention launch.
+        q_blocks: number of blocks of query rows per request; each has its own programs.
         of_kind: True if the launch serves only one kind of requests (see the glossary). `problem.max_q_len` is then the largest
-            number of query tokens of these requests.
+            number of query tokens of these requests. False: the launch serves all requests of the call.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
@@ -152,7 +154,11 @@ def num_lengths(problem: PagedAttention) -> int:
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if the last program of each unit should merge partial results. False: a second launch merges them."""
+    """Return True if the last program of each unit (request and K/V head) should merge partial results. False: a second launch
+    merges them.
+
+    `tile` is the tile of the attention launch, `num_shares` the number of programs among which the keys are divided.
+    """
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
@@ -187,6 +193,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
     with which fewer programs made batches 4 to 8 % slower.
 
     Args:
+        shares: how the first launch divides the keys if it runs alone.
         prefill: the tile of the second launch.
     """
     if prefill.per_multiprocessor == 1 or isinstance(prefill, HopperTile):
@@ -237,7 +244,8 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
 def _grid(
     problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
 ) -> tuple[int, ...]:
-    """Return the grid of a launch of the Triton kernel.
+    """Return the grid of a launch of the Triton kernel. `q_blocks` is the number of blocks of rows per request, each of
+    `tile.rows` rows.
 
     It is (blocks of rows per request, shares). Without shares it is (blocks of rows per request, K/V heads, requests) or, if
     `least_q_len` is not None, (largest possible number of blocks of all requests with at least `least_q_len` tokens, K/V
@@ -259,7 +267,9 @@ def _launches_of(
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
     """Return the launches for the requests of `least_q_len` (None: any number) to `problem.max_q_len` query tokens: attention
-    and, if programs divide a request's keys, a merge.
+    and, if programs divide a request's keys, a merge. They write `results`.
+
+    `shares` is how programs divide the keys, None if one program reads all keys of a block of rows and a K/V head.
     """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)

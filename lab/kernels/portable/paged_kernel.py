@@ -44,7 +44,7 @@ from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pa
 
 
 class Strides(NamedTuple):
-    """The strides, in elements, of a call's query (rows, heads), pools of K and V, and page tables."""
+    """Strides in elements: of the query's rows and heads, of the pools of K and V, and of the rows of their page tables."""
 
     query_row: int
     query_head: int
@@ -60,15 +60,15 @@ VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_head
 
 @triton.jit(do_not_specialize=VARYING)
 def _attention_kernel(
-    query,
+    query,  # [num_rows, num_qo_heads, HEAD_DIM]
     pools,  # (K, V); int16 if `paired` has made pairs of e4m3 elements
     k_tiles,  # TMA descriptor of K's tiles, or None
-    v_tiles,
-    block_tables,  # (of K, of V)
+    v_tiles,  # the same of V
+    block_tables,  # (of K, of V), [batch_size, pages of a request]
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     sinks,  # None: no sink
-    mask,
+    mask,  # packed draft mask [batch_size, max_q_len, MASK_WORDS], or None
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
     partials,  # `PartialResults`; None: a program reads all keys of its rows
@@ -77,10 +77,10 @@ def _attention_kernel(
     window_left,
     batch_size,
     num_kv_heads,
-    num_shares,
-    least_tiles,
+    num_shares,  # 0 if not SHARED
+    least_tiles,  # smallest number of key tiles of a share
     strides,  # `Strides`
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per K/V head
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASK_WORDS: tl.constexpr,  # 0: no mask
@@ -89,10 +89,10 @@ def _attention_kernel(
     SHARED: tl.constexpr,  # True: the program reads consecutive key tiles of the batch. False: all of a request and K/V head
     LANES: tl.constexpr,  # `Shares.lanes`
     MERGED: tl.constexpr,  # result of `merged_at_once` if the last program of a unit merges; None: another launch merges
-    TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    TILE: tl.constexpr,  # `ProgramTile`
+    DOT_DTYPE: tl.constexpr,  # dtype of the operands of products
+    OVERLAPS: tl.constexpr,  # True: the next launch may begin before this one ends
+    OVERLAPPED: tl.constexpr,  # True: this launch may have begun before the previous one ended
 ):
     """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head."""
     if OVERLAPS:  # the next launch, the merge or the launch for other requests, may begin
@@ -212,7 +212,11 @@ def _attention_kernel(
 
 @triton.jit
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
-    """Return (request, K/V head, index in this unit) of a place, which is a position in the sequence of work."""
+    """Return (request, K/V head, index in this unit) of a place, which is a position in the sequence of work.
+
+    `request` and `request_begin` are as in `place_in_unit`, and a unit has `unit_places` places. With BY_HEAD, `request` is an
+    index among all pairs of K/V head and request, head by head.
+    """
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:
         kv_head = request // batch_size
@@ -224,15 +228,15 @@ def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl
 def _store(
     state,  # (largest, denominator, sums) of a softmax
     rows,  # (row * num_qo_heads + head of the output, head, True where the row exists, index in the block)
-    q_block,
+    q_block,  # index of the block among the request's blocks of rows
     unit,  # (index of the request and K/V head, K/V head, number of K/V heads, first row of the request, its number of rows)
     cut,  # (place, first tile read, end of the tiles read, number of tiles, share, places of a share, number of shares)
     sinks,
     bmm2_scale,
-    results,
-    partials,
-    GROUP: tl.constexpr,
-    MERGED: tl.constexpr,
+    results,  # (out, lse_log2 or None)
+    partials,  # `PartialResults`; None: every program reads all keys of its rows
+    GROUP: tl.constexpr,  # query heads per K/V head
+    MERGED: tl.constexpr,  # as in `_attention_kernel`
     HEAD_DIM: tl.constexpr,
 ):
     """Write the result of a block of rows over the keys of a request and K/V head that this program has read.
@@ -267,8 +271,8 @@ def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return the work of a program that reads all keys of its block of rows: (index of the block in the request, first place,
     end, number of key tiles of a K/V head, request, first place of the request).
 
-    A place is here a key tile of the request, counted head after head from 0. A program without a block has `end` equal to
-    `place`.
+    A place is here a key tile of the request, counted head after head from 0. `batch` is described in `key_shares`, and GROUP
+    is the number of query heads per K/V head. A program without a block has `end` equal to `place`.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.
@@ -292,15 +296,16 @@ def _load_keys(
     heads,  # (pointer to the K/V head in the pool of K, of V)
     pages,  # (page ids of K, of V), results of `page_ids`
     kv_head,
-    begin,
-    key_exists,
-    strides,
-    ELEMENTS: tl.constexpr,
+    begin,  # the tile's first key
+    key_exists,  # bool [BLOCK_KEYS]
+    strides,  # `Strides`
+    ELEMENTS: tl.constexpr,  # of a K/V head in the pool
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load a tile by TMA, or by pointers if `tiles` is None. Return (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]).
+    """Load a tile of K and of V by TMA, or by pointers if `tiles` is None. Return (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS,
+    ELEMENTS]).
 
     If MASKED, V is zero where `key_exists` is False, because a weight of 0 times NaN is NaN. K is undefined there.
     """

@@ -45,8 +45,8 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the scratch memory for partial results. A block has `rows` query rows. Return None if each program reads all
-    keys of its rows.
+    """Allocate the scratch memory for partial results. There are `q_blocks` blocks of `rows` query rows per request. Return
+    None if each program reads all keys of its rows.
 
     Counters are filled with zeros here, and each launch resets them to zero. The call owns the memory, because streams may
     share the caller's workspace, and trtllm-gen writes into all of it (`lab.calls.workspace`).
@@ -65,7 +65,7 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Return True if a launch may begin before the previous launch ends (programmatic dependent launch)."""
+    """Return True if a launch on this GPU may begin before the previous launch ends (programmatic dependent launch)."""
     family = family_of(capability_of(device))
     return family is not None and family.overlaps_launches
 
@@ -79,7 +79,8 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index in `PartialResults.out` of the partial result of one share and block of rows.
+    """Return the index in `PartialResults.out` of the partial result of one share and block of rows. `q_blocks` is the number
+    of blocks of a request, and `q_block` the index of this one.
 
     A share has two slots per block. The first is for a unit (request and K/V head) that began in an earlier share, the second
     for a unit that begins in this share (`begins_unit`).
@@ -103,8 +104,8 @@ def store_share(
     rows,  # (row * num_qo_heads + head of the output, int64 [ROWS]; head; True where the row exists; row in `partials`)
     dims,  # indices of the stored elements of head_dim
     is_whole,  # True: the program has read all keys of the rows
-    sinks,
-    bmm2_scale,
+    sinks,  # None: no sink
+    bmm2_scale,  # a number or a pointer
     results,  # (out, lse_log2 or None)
     partials,  # None: every program reads all keys of its rows
     ROW_DIMS: tl.constexpr = None,  # elements of a row; None: as many as `dims`, and partial results of all rows are stored
@@ -138,9 +139,10 @@ def store_share(
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
     """Return where each packed row (query token and head) of a request and K/V head lies in the output. `packed` are the rows'
-    indices.
+    indices in the request, which has `q_len` query tokens, the first in row `q_start`.
 
-    The result is (row * num_qo_heads + head, head, True where the row exists), each [packed rows].
+    GROUP is the number of query heads per K/V head. The result is (row * num_qo_heads + head, head, True where the row exists),
+    each [packed rows].
     """
     token = packed // GROUP
     head = kv_head * GROUP + packed % GROUP

@@ -88,26 +88,26 @@ def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor 
 # The window differs from layer to layer, and Triton must not compile the kernel again for it.
 @triton.jit(do_not_specialize=["window_left"])
 def _ragged_kernel(
-    query,
-    key,
-    value,
+    query,  # [num_rows, query heads, head_dim]
+    key,  # [number of keys, K/V heads, head_dim]
+    value,  # [number of keys, K/V heads, V_DIMS]
     cu_seqlens_q,
     cu_seqlens_kv,
     sinks,  # None: no sink
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
-    window_left,
+    window_left,  # -1: no window
     query_strides,  # (of rows, of heads), like the next three
     key_strides,
     value_strides,
     lse_strides,
-    GROUP: tl.constexpr,
-    FIRST_DIMS: tl.constexpr,
-    REST_DIMS: tl.constexpr,  # 0: head_dim is a power of two
-    V_DIMS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per K/V head
+    FIRST_DIMS: tl.constexpr,  # elements of Q and K in the first of two tiles
+    REST_DIMS: tl.constexpr,  # elements in the second tile; 0: head_dim is a power of two
+    V_DIMS: tl.constexpr,  # elements of V and of the output
     CAUSAL: tl.constexpr,
-    TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,  # `ProgramTile`
+    DOT_DTYPE: tl.constexpr,  # dtype of the operands of products
 ):
     """Compute attention of one block of query rows of one head and request, over the keys that some row of the block sees."""
     BLOCK_ROWS: tl.constexpr = TILE.rows

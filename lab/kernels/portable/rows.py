@@ -43,7 +43,7 @@ def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | Non
     `least_q_len` query tokens.
 
     A row is one query token and one head of a K/V head's group. The bound is computed from `num_rows`, `batch_size` and
-    `max_q_len`, because lengths are on the device. None as `least_q_len` counts all requests.
+    `max_q_len`, because lengths are on the device. None for `least_q_len` counts all requests.
     """
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
@@ -64,8 +64,8 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each request in `requests`; 0 if its index is at least `batch_size`, or if the
-    launch does not serve it (`kind`).
+    """Return the number of query tokens of each request in `requests` (indices, of any shape); 0 if its index is at least
+    `batch_size`, or if the launch does not serve it (`kind`).
     """
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
@@ -86,7 +86,7 @@ def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: t
 
     The result is (request, index of its first block, number of requests with blocks from this one on, number of all blocks).
     After the last block, the request is `batch_size`. Only requests that the launch serves (`kind`) have blocks. `lanes` is
-    arange of the number of lengths that are read at a time.
+    arange of the number of lengths that are read at a time. A block has BLOCK_ROWS rows, and a query token GROUP rows.
     """
     request = number * 0
     begin = request
@@ -109,12 +109,12 @@ def keys_of_block(
     end_tile,  # the end of the program's tiles, counted from first_in_reach
     kv_len,
     q_len,
-    q_block,
+    q_block,  # index of the block among the request's blocks of rows
     window_left,  # -1: no window
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per K/V head
+    TILE: tl.constexpr,  # `ProgramTile` or `HopperTile`
 ):
     """Return the `KeyRange` of a block of rows: the keys of tiles `first_tile` to `end_tile` - 1 that at least one row of the
     block sees.
@@ -150,8 +150,8 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of a tile of a `KeyRange`: of the `number`-th tile that needs a mask if MASKED, else of the
-    `number`-th that needs none.
+    """Return the first key of a tile of a `KeyRange` (`keys`), whose tiles have BLOCK_KEYS keys: of the `number`-th tile that
+    needs a mask if MASKED, else of the `number`-th that needs none.
     """
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS
@@ -161,8 +161,8 @@ def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
 def row_bounds(
     position,  # int32 [rows], each row's
     keys,  # `KeyRange`
-    window_left,
-    CAUSAL: tl.constexpr,
+    window_left,  # -1: no window
+    CAUSAL: tl.constexpr,  # True: a row sees no key after its position
 ):
     """Return the first key that each row sees, and the end of its keys, int32 [rows] each, without a draft mask. `position` are
     the rows' positions.
@@ -177,15 +177,15 @@ def row_bounds(
 @triton.jit
 def visible_keys(
     key,  # [keys], those of a tile
-    key_exists,
+    key_exists,  # bool [keys]
     position,  # int32 [rows], each row's
-    row_exists,
+    row_exists,  # bool [rows]
     keys,  # `KeyRange`
-    mask,  # packed draft mask, or None
-    mask_row,  # int64 [rows]
-    window_left,
-    MASK_WORDS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    mask,  # packed draft mask, MASK_WORDS words of 16 bits for each row, or None
+    mask_row,  # int64 [rows], index of each row in the mask
+    window_left,  # -1: no window
+    MASK_WORDS: tl.constexpr,  # 0: no mask
+    CAUSAL: tl.constexpr,  # True: a row sees no key after its position, unless there is a mask
 ):
     """Return bool [rows, keys], True where a row sees a key. A draft mask replaces the causal mask; a window limits both."""
     visible = row_exists[:, None] & key_exists[None, :]

@@ -24,10 +24,11 @@ def dot_dtype(cache: torch.Tensor) -> tl.dtype:
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return float32 [rows], an exponent p for each query row such that the row divided by 2 ** p fits DOT_DTYPE.
+    """Return an exponent p for each row of a query `q` [rows, elements], such that the row divided by 2 ** p fits DOT_DTYPE.
 
-    A bf16 query for float16 products is scaled, because the range of bf16 is larger: the largest element of a row is then in
-    [2 ** 14, 2 ** 15), and an element that float16 rounds to 0 is at most 2 ** -39 of it. Otherwise the result is zero, [1].
+    A bf16 query for float16 products is scaled, because the range of bf16 is larger: the largest element of a row is then in [2
+    ** 14, 2 ** 15), and an element that float16 rounds to 0 is at most 2 ** -39 of it. The result is then float32 [rows],
+    otherwise zero, [1].
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -48,7 +49,7 @@ def fitted(q, power, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def scalar(scale):
-    """Return the value of a kernel argument that is a number or a pointer to a number."""
+    """Return the value of `scale`, a kernel argument that is a number or a pointer to a number."""
     return tl.load(scale) if hasattr(scale, "dtype") and scale.dtype.is_ptr() else scale
 
 
@@ -69,7 +70,9 @@ def row_scale(scale, power):
 
 @triton.jit
 def logits_log2(products, scale):
-    """Return logits in base 2, float32 [rows, keys]: Q·K^T of a tile times the scale of each row."""
+    """Return logits in base 2, float32 [rows, keys]: `products`, which is Q·K^T of a tile, times `scale` [rows], the scale of
+    each row.
+    """
     return products * scale[:, None]
 
 
@@ -109,8 +112,9 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
     """Compute the weights of a tile of keys in an online softmax. Return (weights [rows, keys], factor by which earlier sums
     must be multiplied [rows], new `largest`).
 
-    The largest weight is 1, or 2 ** 14 for float16 products, where `largest` is 14 less than the largest logit: float16 has no
-    value below 2 ** -24, and small weights of very many keys may add up.
+    DOT_DTYPE is the dtype to which the caller rounds the weights. The largest weight is 1, or 2 ** 14 for float16 products,
+    where `largest` is 14 less than the largest logit: float16 has no value below 2 ** -24, and small weights of very many keys
+    may add up.
 
     Args:
         scores: float32 [rows, keys], logits in base 2 divided by `scale`; -inf where a row does not see a key.
@@ -131,9 +135,11 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def with_weights(denominator, rescale, weights):
-    """Return the softmax's denominator after one more tile of keys: `denominator * rescale` plus the tile's weights.
+    """Return the softmax's denominator after one more tile of keys: `denominator * rescale` plus the tile's `weights` [rows,
+    keys].
 
-    A denominator [rows, keys] has one partial sum per key of the tile, a denominator [rows] one sum (`empty_denominator`).
+    `rescale` [rows] is the factor of `softmax_step`. A denominator [rows, keys] has one partial sum per key of the tile, a
+    denominator [rows] one sum (`empty_denominator`).
     """
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
@@ -160,8 +166,11 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Add a tile of keys to the state of an online softmax, and return the new state. `scores` are logits in base 2, `values`
-    [keys, head_dim].
+    """Add a tile of keys to the state of an online softmax, and return the new state: (largest, denominator, sums [rows,
+    head_dim]).
+
+    `scores` [rows, keys] are logits in base 2, `values` is the tile's V [keys, head_dim], and DOT_DTYPE the dtype of the
+    product's operands.
     """
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
@@ -170,22 +179,24 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 @triton.jit
 def log2_sum(largest, denominator):
-    """Return the LSE in base 2 from the state of a softmax, [rows]; -inf for a row without keys, NaN if the state is NaN."""
+    """Return the LSE in base 2 from `largest` and `denominator` of a softmax's state, [rows] each; -inf for a row without keys,
+    NaN if the state is NaN.
+    """
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
 
 
 @triton.jit
 def store_rows(
-    largest,
+    largest,  # [rows], like the denominator
     denominator,
     sums,  # [rows, dims]
     sink_log2,  # the sink's logit in base 2, [rows] or one for all rows; None: no sink
     bmm2_scale,
     out,  # [rows], pointers to the first element of each output row
     lse_log2,  # [rows], pointers to the LSE of each row; None: no LSE
-    dims,
-    row_exists,
+    dims,  # indices of the written elements of an output row, [dims]
+    row_exists,  # bool [rows], False where nothing is written
 ):
     """Write output rows and their LSE from the state of a softmax over all keys, which does not include the sink yet."""
     rescale = 1.0

@@ -18,6 +18,7 @@ class ProgramTile(NamedTuple):
         per_multiprocessor: programs that run on a multiprocessor at the same time.
         start_keys: the fixed time of one request and K/V head (the wait for the first keys, and writing the results), expressed
             as the number of keys that a program could read in this time. The division of keys among programs counts it.
+        num_warps, num_stages: Triton's options of a launch.
         by_descriptor: TMA loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a mask.
         denominator_per_key: the softmax's denominator has one part per key of a tile, and the parts are added up after the last
             tile. Warps that compute the same rows wait for each other less often; a thread needs one more register per score.
@@ -54,7 +55,9 @@ class HopperTile(NamedTuple):
 
 
 class PoolStrides(NamedTuple):
-    """Strides of a pool of K or V [num_pages, num_kv_heads, page_size, head_dim], in elements."""
+    """Strides of a pool of K or V [num_pages, num_kv_heads, page_size, head_dim], in elements: from page to page, from head to
+    head, and from token to token.
+    """
 
     page: int
     head: int
@@ -80,7 +83,9 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
 
 
 def is_described(cache: torch.Tensor) -> bool:
-    """Return True if TMA can read a pool: its address and strides are multiples of 16 bytes, and it is not empty."""
+    """Return True if TMA can read a pool: its address and strides are multiples of 16 bytes, its last stride is 1, and it is
+    not empty.
+    """
     return is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1 and cache.numel() > 0
 
 
@@ -110,7 +115,8 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
     """Return the page ids of the tile from key `begin` on, int64: one id if a page holds the whole tile, else one per key.
 
-    `begin` is a multiple of BLOCK_KEYS. The id is 0 for keys from `end` on.
+    `table` points to the request's row of the page table. `begin` is a multiple of BLOCK_KEYS. The id is 0 for keys from `end`
+    on.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
@@ -122,7 +128,10 @@ def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]. `page`: result of `page_ids`."""
+    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS].
+
+    `page` is the result of `page_ids`, `begin` the tile's first key; the strides are in elements.
+    """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
     else:
@@ -133,13 +142,13 @@ def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr
 @triton.jit
 def described_tile(
     descriptor,
-    page,
+    page,  # a scalar, result of `page_ids`
     kv_head,  # int32
     begin,
-    first_dim,
+    first_dim,  # first element of each key that is loaded
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    DIMS: tl.constexpr,
+    DIMS: tl.constexpr,  # number of loaded elements of each key
 ):
     """Load the tile that begins at key `begin`, [BLOCK_KEYS, DIMS], through a TMA descriptor from `tile_descriptor`."""
     tile = descriptor.load([page.to(tl.int32), kv_head, begin % PAGE_SIZE, first_dim])

@@ -143,6 +143,7 @@ class TritonCall:
     make it before a capture.
 
     Args:
+        device: the device of all tensors of the call.
         check: raises an error if lengths or page ids are wrong. It is called in each run on a CPU, before the steps.
         steps: the functions that a run calls in order: kernel launches, and torch operations before and after them.
         returned: the result of the call.

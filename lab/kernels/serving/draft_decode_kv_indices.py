@@ -142,7 +142,9 @@ def generate_draft_decode_kv_indices(
 
 
 def _grid(schedule: Schedule, num_steps: int, num_requests: int, topk: int, longest: int) -> tuple[int, ...]:
-    """Return the grid of a launch. `longest` is an upper bound of the prefix tokens in a K/V list."""
+    """Return the grid of a launch. `topk` is the number of branches per request, and `longest` an upper bound of the prefix
+    tokens in a K/V list.
+    """
     if schedule is Schedule.SPREAD:
         # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i.
         blocks = triton.cdiv(longest + STORE_ALIGNMENT.value, BLOCK_TOKENS)

@@ -10,9 +10,11 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The compile-time parameters of both kernels. The first six are parameters of `generate_draft_decode_kv_indices`.
+    """The compile-time parameters of both kernels. Those that are not listed are parameters of
+    `generate_draft_decode_kv_indices`.
 
     Attributes:
+        num_steps: draft steps, the rows of `kv_indices`.
         block_steps: a power of two, at least `num_steps`.
         block_requests: requests whose lengths a program sums at a time.
         block_tokens: tokens that a program copies at a time.
@@ -46,14 +48,14 @@ def _spread_kernel(
     kv_indices,
     kv_indptr,
     positions,
-    num_requests,
-    row_width,
-    row_stride,
-    capacity,
+    num_requests,  # the tensors above are those of `generate_draft_decode_kv_indices`
+    row_width,  # columns of `req_to_token`
+    row_stride,  # elements from one row of `req_to_token` to the next
+    capacity,  # columns of `kv_indices`
     kv_indices_stride,
     kv_indptr_stride,
-    v2p,
-    FORM: tl.constexpr,
+    v2p,  # None: slots are not virtual
+    FORM: tl.constexpr,  # `ListsForm`
 ):
     """Write the K/V lists of all requests, and their boundaries in kv_indptr.
 
@@ -100,7 +102,7 @@ def _serial_kernel(
     kv_indices,
     kv_indptr,
     positions,
-    num_requests,
+    num_requests,  # all arguments are those of `_spread_kernel`
     row_width,
     row_stride,
     capacity,
@@ -142,7 +144,9 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return how many tokens of a prefix a list has, from the prefix length: at most window_size + sink_size with a window."""
+    """Return how many tokens of a prefix a list has: all `lengths` tokens of the prefix, or with a window at most window_size +
+    sink_size.
+    """
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -161,7 +165,8 @@ def _position(token, length, FORM: tl.constexpr):
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
     """Return the K/V pool slots of a request's tokens at the given positions, from its row of `req_to_token`.
 
-    They are 0 for positions beyond the end of the row, and undefined where `inside` is False.
+    `row` points to it, and it has `row_width` entries. `v2p` maps virtual pages, None: slots are not virtual. The slots are 0
+    for positions beyond the end of the row, and undefined where `inside` is False.
     """
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
@@ -178,7 +183,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return the index in `kv_indices[step]` at which the list of a request and branch begins.
+    """Return the index in `kv_indices[step]` at which the list of a request and branch in a step begins.
 
     `before` is the number of prefix tokens in the step's lists of all earlier requests, and `kept` the number in this list.
     """
@@ -190,7 +195,9 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
     """Copy the slots of one block of prefix tokens, from the `start`-th on, into one list. The block is shifted back so that
     its stores are aligned.
 
-    A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
+    The list begins at index `list_start` of its step's row, which has `capacity` columns and begins at element `step_start` of
+    `kv_indices`. `row`, `row_width` and `v2p` are as in `_load_slots`; the prefix has `length` tokens. A whole block is stored
+    without a mask, because masked stores would be narrower than 16 bytes.
     """
     lanes = tl.arange(0, FORM.block_tokens)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
@@ -214,7 +221,9 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
-    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`; 0 for a position beyond the row."""
+    """Return the slots of the tokens that a branch drafts in all steps after a prefix of `length` tokens, `[block_steps]`; 0
+    for a position beyond the row. `row`, `row_width` and `v2p` are as in `_load_slots`.
+    """
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
     else:  # each branch continues in its own copy of the prefix's last page
@@ -228,14 +237,18 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
-    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on."""
+    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on. The
+    row has `capacity` columns, and `slots` is the result of `_drafted_slots`.
+    """
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
 
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl.constexpr):
-    """Write `kv_indptr[step, 1:num_branches + 1]`, the ends of the lists, for every step."""
+    """Write `kv_indptr[step, 1:num_branches + 1]`, the ends of the lists, for every step. `positions` [num_branches] are the
+    prefix lengths of all branches of all requests.
+    """
     NUM_STEPS: tl.constexpr = FORM.num_steps
     lanes = tl.arange(0, FORM.block_requests)
     before = tl.zeros([], tl.int64)

@@ -77,9 +77,9 @@ def prepare_write_forward_metadata(
     """Prepare one launch that writes the metadata of one or several passes over the same requests. A CUDA graph can capture it.
 
     Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window
-    pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. ``v2p`` maps the page for the table of
-    the full pool, to 0 if it has no page. A request whose length is 0 or below has no live column, but ``cu_seqlens_k`` counts
-    its length. Other columns, and columns beyond a row of ``req_to_token``, are not written.
+    pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. If given, ``v2p`` maps the page for
+    the table of the full pool, to 0 if it has no page. A request whose length is 0 or below has no live column, but
+    ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a row of ``req_to_token``, are not written.
 
     Triton compiles one kernel per page size, dtypes, number of passes, set of tensors that are None, sharing of tables,
     ``seq_len_offset`` and ``query_rows``, but not per number of requests or write locations, length, table width or address.
@@ -132,7 +132,9 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return a function that launches the kernel. The batch must have at least one request."""
+    """Return a function that launches the kernel. The arguments are those of `prepare_write_forward_metadata`. The batch must
+    have at least one request.
+    """
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
@@ -183,7 +185,9 @@ def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: 
 
 
 def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
-    """Write the metadata of a batch without requests: the leading 0 of cumulative lengths, and 0 as each write location."""
+    """Write the metadata of all `passes` of a batch without requests: the leading 0 of cumulative lengths, and 0 as each write
+    location.
+    """
     for each in passes:
         cu_seqlens_q = None if _query_rows_constant(each) == PRESET_ROWS else each.cu_seqlens_q
         for tensor in (each.cu_seqlens_k, cu_seqlens_q, each.swa_out_cache_loc):
@@ -192,8 +196,8 @@ def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
 
 
 def _query_rows_constant(buffers: PassBuffers) -> int:
-    """Return a pass's number of query rows per request; PRESET_ROWS if `cu_seqlens_q` is not written, CUMULATIVE_ROWS if each
-    request has its own number.
+    """Return a pass's number of query rows per request; PRESET_ROWS if `cu_seqlens_q` of its `buffers` is not written,
+    CUMULATIVE_ROWS if each request has its own number.
     """
     if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
@@ -237,7 +241,8 @@ def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple
 def _grid(num_requests: int, tables: Sequence[Tensor], with_locations: Sequence[PassBuffers]) -> tuple[int, int]:
     """Return (number of programs in a row of the grid, number of grid rows for write locations).
 
-    The grid has one row for all lengths, then a row for each request's pages, then the rows for write locations.
+    `tables` are the page tables to write, and `with_locations` the passes that have write locations. The grid has one row for
+    all lengths, then a row for each request's pages, then the rows for write locations.
     """
     columns = max((table.shape[1] for table in tables), default=1)
     column_blocks = -(-columns // BLOCK_COLUMNS)

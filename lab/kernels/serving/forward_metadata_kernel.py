@@ -24,20 +24,20 @@ def _metadata_kernel(
     full_to_swa,
     v2p,  # None: slots are not virtual
     num_requests,
-    row_width,
-    row_stride,
+    row_width,  # columns of `req_to_token`
+    row_stride,  # elements from one row of `req_to_token` to the next
     lengths,  # encoded addresses of (cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens), each a tuple over passes
     tables,  # encoded (addresses, columns, row strides), each a tuple over distinct page tables
     swa_tables,  # like `tables`, of the sliding-window pool
     locations,  # encoded (out_cache_loc, its length, swa_out_cache_loc, its length), each a tuple over passes that have them
-    OFFSETS: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    WIDE_QUERY_LENS: tl.constexpr,
-    TABLE_OFFSETS: tl.constexpr,
-    SWA_TABLE_OFFSETS: tl.constexpr,
+    OFFSETS: tl.constexpr,  # `seq_len_offset` of each pass
+    QUERY_ROWS: tl.constexpr,  # result of `_query_rows_constant` for each pass
+    WIDE_QUERY_LENS: tl.constexpr,  # True for each pass whose query_lens are int64
+    TABLE_OFFSETS: tl.constexpr,  # largest `seq_len_offset` of the passes of each table
+    SWA_TABLE_OFFSETS: tl.constexpr,  # the same for `swa_tables`
     PAGE_SIZE: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_REQUESTS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,  # columns, or write locations, written at a time
+    BLOCK_REQUESTS: tl.constexpr,  # requests whose lengths are summed at a time
 ):
     """Write the lengths (row 0 of the grid), the page tables (row 1 + i for request i) and the write locations (later rows) of
     all passes.
@@ -93,13 +93,13 @@ def _number(passed):
 
 @triton.jit
 def _int32s(passed):
-    """Return a pointer to int32 from an address that was passed as 2 n + 3."""
+    """Return a pointer to int32 from its address n, which was passed as 2 n + 3."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _int64s(passed):
-    """Return a pointer to int64 from an address that was passed as 2 n + 3."""
+    """Return a pointer to int64 from its address n, which was passed as 2 n + 3."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
@@ -120,7 +120,7 @@ def _page(slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _swa_slot(full_to_swa, slot, mask):
-    """Return the sliding-window slots of slots of the full pool; -1 for slot -1, and where `mask` is False."""
+    """Return the sliding-window slots of `slot`, slots of the full pool; -1 for slot -1, and where `mask` is False."""
     return tl.load(full_to_swa + slot, mask=mask & (slot >= 0), other=-1)
 
 
@@ -129,10 +129,10 @@ def _write_lengths(
     seq_lens,
     num_requests,
     lengths,  # as in `_metadata_kernel`
-    OFFSETS: tl.constexpr,
+    OFFSETS: tl.constexpr,  # as in `_metadata_kernel`, like the next two
     QUERY_ROWS: tl.constexpr,
     WIDE_QUERY_LENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # requests whose lengths are summed at a time
 ):
     """Write `cache_seqlens`, `cu_seqlens_k` and `cu_seqlens_q` of every pass."""
     cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens = lengths
@@ -163,7 +163,7 @@ def _write_lengths(
 
 @triton.jit
 def _write_boundaries(lens, num_requests, cu_seqlens, BLOCK: tl.constexpr):
-    """Write the running sum of `lens` to `cu_seqlens[1:num_requests + 1]`."""
+    """Write the running sum of `lens` to `cu_seqlens[1:num_requests + 1]`, BLOCK requests at a time."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.int32)
     for start in range(0, num_requests, BLOCK):

@@ -93,7 +93,8 @@ prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache =
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
     """Convert the call's arguments for K/V (to a pair of HND views), page tables and window to forms that every kernel of
-    FlashInfer 0.7.2 reads correctly. Return (these arguments, the `refreshes` of `PreparedCall`).
+    FlashInfer 0.7.2 reads correctly. `problem` has the checked arguments. Return (the converted arguments, the `refreshes` of
+    `PreparedCall`).
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -157,7 +158,8 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return (K/V as fmha_v2 takes it, its page table, the `refreshes` of `PreparedCall`).
+    """Return (K/V as fmha_v2 takes it, its page table, the `refreshes` of `PreparedCall`). `stored` says how the call's K and V
+    lie in memory.
 
     Raises:
         NotImplementedError: K and V are two tensors, and the installed FlashInfer takes only one tensor.

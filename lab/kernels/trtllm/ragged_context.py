@@ -49,7 +49,9 @@ prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek = ent
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows that see none; else True."""
+    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows that see none; else True.
+    `problem` has the checked arguments of the call.
+    """
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
@@ -72,7 +74,7 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the results of rows that see no key, without reading the device on the host.
+    """Write the results of rows that see no key to `out` and, if not None, to `lse`, without reading the device on the host.
 
     The output is 0, and the LSE the sink's logit in base 2, or -inf without a sink.
     """
