@@ -51,6 +51,7 @@ class Setting:
         kv, scale: dtype of the cache, and the name of its scale in `SCALES`.
         keys, values, v_std: number of keys of a request, the distribution of K and V (a name in `VALUES`), and a factor by
             which V is multiplied. Not used for recorded requests.
+        head_dim, group: elements of a head, and query heads per K/V head.
         query: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised.
         out, arithmetic: dtypes of the output and of the operands of both products; "" for the dtype of the query.
 
@@ -82,8 +83,8 @@ class Setting:
 
 
 class UnstoredRequests(NamedTuple):
-    """Decode requests with K and V before they are quantised: query [requests, group, head_dim], float32 keys and values
-    [requests, keys, head_dim].
+    """Decode requests with K and V before they are quantised, and the factor of Q·K^T (`softmax_scale`): query [requests,
+    group, head_dim], float32 keys and values [requests, keys, head_dim].
     """
 
     query: Tensor
@@ -96,7 +97,9 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Yield batches of random requests until their outputs have `elements` elements, or their tensors `MOST_DRAWN` numbers."""
+    """Yield batches of random requests, drawn from `seed` as the setting says, until their outputs have `elements` elements, or
+    their tensors `MOST_DRAWN` numbers.
+    """
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
     numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
@@ -114,8 +117,8 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
-    """Yield the requests of recorded decode and context calls. Each K/V head of a request becomes one request, with the last
-    query row and the keys in its window. Sinks are left out.
+    """Yield the requests of the decode and context calls in `cases`. Each K/V head of a request becomes one request, with the
+    last query row and the keys in its window. Sinks are left out.
 
     Raises:
         ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.
@@ -157,8 +160,8 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Quantise K or V as the cache does. Return (tensors, scale of the cache). The tensors are the quantised values and, for
-    NVFP4, their scale factors.
+    """Quantise K or V (`values`) as the setting's cache does. Return (tensors, scale of the cache). The tensors are the
+    quantised values and, for NVFP4, their scale factors.
     """
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
@@ -167,8 +170,8 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Compute attention of the requests before and after quantisation. Return (arguments of the decode call, float64 output on
-    the original K and V, expected results on the stored K and V).
+    """Compute attention of the requests before and after quantisation in the setting's cache. Return (arguments of the decode
+    call, float64 output on the original K and V, expected results on the stored K and V).
     """
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
@@ -302,7 +305,8 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Compare the control of each request with the test's expected result. A mismatch is an element that exceeds the tolerance.
+    """Compare the control of each request in `batches` with the test's expected result. The arguments are those of `explain`. A
+    mismatch is an element that exceeds the tolerance.
 
     Returns:
         Four tensors [requests] and the number of elements of all requests. The tensors are: mismatches of the control;

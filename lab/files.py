@@ -21,7 +21,8 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionE
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the whole old text or the whole new text, even after an interruption.
+    """Write `text` to the file `path` atomically: a reader sees the whole old text or the whole new text, even after an
+    interruption.
 
     Missing parent folders are created. The text is encoded as UTF-8, with escapes for halves of surrogate pairs, and compressed
     by gzip if the file's name ends in ".gz". For a symbolic link, its target is written.
@@ -83,7 +84,9 @@ def without_suffix(path: Path) -> Path:
 
 
 def last_report(name: str) -> Path | None:
-    """Return the path of a kernel's last report in the user's cache; None if the cache is not writable."""
+    """Return the path of the last report about `name` (a kernel, or a kernel's check) in the user's cache; None if the cache is
+    not writable.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,9 @@ OLDEST = SM80.capabilities[0]
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A vendor's figures: memory bandwidth in GB/s (10**9) and dense bf16 matrix rate in TFLOP/s, None if not stated."""
+    """A vendor's figures: memory bandwidth in GB/s (10**9) and dense bf16 matrix rate in TFLOP/s, None if not stated. `source`
+    is the title of the document.
+    """
 
     bandwidth_gbps: float
     matrix_rate_tflops: float | None
@@ -112,7 +114,9 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
 
 
 def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
-    """Return the backend of FlashInfer's TRT-LLM calls on a GPU: `backend`, or for "auto" FlashInfer's choice (may be None)."""
+    """Return the backend of FlashInfer's TRT-LLM calls on a GPU: `backend`, or for "auto" FlashInfer's choice. The choice is
+    None on a CPU and on GPUs for which FlashInfer has no TRT-LLM kernels.
+    """
     if backend != "auto":
         return backend
     family = family_of(capability)

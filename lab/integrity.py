@@ -88,7 +88,7 @@ class ChangedBindingsError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """The functions, constants and settings that `bindings` recorded. Each has a path such as
+    """The functions, constants and settings that `bindings` recorded. Each function, class and constant has a path such as
     "lab.references.errors.relative_l2".
     """
 
@@ -273,7 +273,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _views(constant: Any) -> list[Iterable[Any]]:
-    """Return iterables over the items that a list or dict has at the time of the iteration."""
+    """Return iterables over the items that a constant, a list or dict, has at the time of the iteration."""
     return [constant.keys(), constant.values()] if isinstance(constant, dict) else [constant]
 
 
@@ -308,13 +308,15 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def _kernels_of(name: str) -> str:
-    """Return torch's dispatch tables of an aten operator as text, with the source line that registered each kernel."""
+    """Return torch's dispatch tables of the aten operator `name` as text, with the source line that registered each kernel."""
     return "".join(map(torch._C._dispatch_dump, _overloads(name)))
 
 
 @functools.cache
 def _overloads(name: str) -> list[str]:
-    """Return the names of an operator's overloads that have kernels. TorchScript's overloads, as for two ints, have none."""
+    """Return the names of the overloads of the aten operator `name` that have kernels. TorchScript's overloads, as for two
+    ints, have none.
+    """
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return [each for each in names if torch._C._dispatch_has_kernel(each)]

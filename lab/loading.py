@@ -66,7 +66,7 @@ def _with_one_function(name: str, function: Any) -> SimpleNamespace:
 
 
 def module_of(path: Path) -> list[str]:
-    """Return the parts of a file's module name: the names of its packages, and its stem."""
+    """Return the parts of the module name of the file `path`: the names of its packages, and its stem."""
     path = path.resolve()
     names, root = [path.stem], path.parent
     while (root / "__init__.py").exists():
@@ -75,7 +75,7 @@ def module_of(path: Path) -> list[str]:
 
 
 def name_of(kind: type) -> str:
-    """Return the name by which `load` finds a class: "package.module:Name" or "path/to/file.py:Name"."""
+    """Return the name by which `load` finds the class `kind`: "package.module:Name" or "path/to/file.py:Name"."""
     return f"{kind.__module__.removeprefix(UNPACKAGED)}:{kind.__qualname__}"
 
 

@@ -108,8 +108,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _offered(name: str, refusals: Any) -> list["Interface"]:
-    """Return the functions that a kernel has and the lab judges. Raise LoadError if it cannot be imported; ValueError if it has
-    none, or if `refusals` names an unknown exception.
+    """Return the functions that the kernel `name` has and the lab judges. Raise LoadError if it cannot be imported; ValueError
+    if it has none, or if `refusals` names an unknown exception.
     """
     from lab.workloads.interfaces import INTERFACES, interfaces_of
 
@@ -121,7 +121,9 @@ def _offered(name: str, refusals: Any) -> list["Interface"]:
 
 
 def _workers(name: str, refusals: Any = None) -> "Workers":
-    """Return a pool with one worker process for a kernel, so that a crash of the kernel does not end pytest."""
+    """Return a pool with one worker process for the kernel `name`, so that a crash of the kernel does not end pytest.
+    `refusals` are names of exceptions by which the kernel refuses a call; None: the default list.
+    """
     from lab.checks.run.judge import TIME_LIMIT_S
     from lab.checks.run.judging import device_of
     from lab.checks.run.workers import Workers
@@ -167,8 +169,8 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the values with which a function is judged: those that the options request or, if it does not support most of
-        these cases, those that it supports.
+        """Return the values with which the function `interface` is judged: those that the options request or, if it does not
+        support most of these cases, those that it supports.
         """
         from lab.workloads.interfaces import PAGED_CALLS
 
@@ -182,7 +184,9 @@ class JudgedKernel(pytest.Collector):
         return self._ranges[interface]
 
     def judge(self, check: str, interface: "Interface", **how: Any) -> "Report":
-        """Judge a function by one check, within the ranges that `ranges_of` returns."""
+        """Judge the function `interface` by one check, within the ranges that `ranges_of` returns. `how` are further arguments
+        of `lab.checks.judge`.
+        """
         return self._judge(check, interface, self.ranges_of(interface), discover=False, **how)
 
     def _judge(self, check: str, interface: "Interface", ranges: "Ranges", **how: Any) -> "Report":
@@ -199,7 +203,7 @@ class JudgedKernel(pytest.Collector):
         return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True if at least one check can judge a case of the function."""
+        """Return True if at least one check can judge a case of the function `interface`."""
         from lab.checks.properties import checks
 
         if interface not in self._judged:

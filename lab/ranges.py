@@ -55,7 +55,9 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_latent(value: Any) -> bool:
-    """Return True for a pair (head_dim, v_head_dim) of MLA, where V is the first v_head_dim elements of a cache entry."""
+    """Return True if the value is a pair (head_dim, v_head_dim) of MLA, where V is the first v_head_dim elements of a cache
+    entry.
+    """
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
     return is_pair and value[1] <= value[0]
 
@@ -70,7 +72,7 @@ def dtype_of(name: str) -> "torch.dtype":
 
 
 def dtypes_of(pair: str) -> "tuple[torch.dtype, torch.dtype]":
-    """Return torch's dtypes of the query and of the cache for a text such as bf16/e4m3."""
+    """Return torch's dtypes of the query and of the cache for a text (`pair`) such as bf16/e4m3."""
     query, _, of_cache = pair.partition("/")
     return dtype_of(query), dtype_of(of_cache)
 
@@ -130,8 +132,8 @@ class Option:
 
 
 def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
-    """Declare a field of `Ranges` with its option. `words` is the option's help text, `more` are further arguments of `Option`.
-    `default` may be a function that returns the default, if that needs torch.
+    """Declare a field of `Ranges` with its option, whose values are of a `kind`. `words` is the option's help text, `more` are
+    further arguments of `Option`. `default` may be a function that returns the default, if that needs torch.
     """
     given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**given, metadata={"option": Option(words, kind, **more)})
@@ -241,8 +243,8 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return a field's values for check K18 (combinations of features). If they are the defaults, the values of
-        `Option.beyond` are added.
+        """Return the values of the field `name` for check K18 (combinations of features). If they are the defaults, the values
+        of `Option.beyond` are added.
         """
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
@@ -284,7 +286,9 @@ class Ranges:
 
 
 def _check(name: str, option: Option, given: Any) -> None:
-    """Raise ValueError if a field has no value, a value twice, or a value that its option does not permit."""
+    """Raise ValueError if the field `name` of `Ranges`, whose value is `given`, has no value, a value twice, or a value that
+    its option does not permit.
+    """
     if not option.is_several:
         if not option.kind.holds(given):
             raise ValueError(f"{name}={given!r} must be {option.kind.words()}")

@@ -8,7 +8,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 request" or "8,000 requests"."""
+    """Return a count with its noun, such as "1 request" or "8,000 requests"."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 

@@ -72,7 +72,9 @@ WITH_BLOCK_SPARSE: Reasons = {
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for an argument's value that only FlashInfer supports. `remedy` says what to pass instead."""
+    """Raise NotImplementedError for a value of argument `name` that only FlashInfer supports. `remedy` says what to pass
+    instead.
+    """
     raise NotImplementedError(f"{name}={_shown(value)} is not modelled by the lab; {remedy}")
 
 
@@ -107,8 +109,8 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 
 def check_combination(call: Any, argument: str, required: Reasons) -> None:
-    """Raise ValueError if an argument of the call does not have a value that `required` demands. `argument`, such as
-    "cp_world=2", names the argument that makes this demand, for the message.
+    """Raise ValueError if one of the call's arguments in `required` does not have a value that `required` allows. `argument`,
+    such as "cp_world=2", is the argument that requires these values, for the message.
     """
     for name, (allowed, why) in required.items():
         value = getattr(call, name)

@@ -23,8 +23,9 @@ LENGTH_DTYPES = (torch.int32, torch.uint32)
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value. Raise TypeError unless it is a dense tensor with one of the dtypes; an empty list allows every dtype.
-    FakeTensor, DTensor and other subclasses with a `__torch_dispatch__` are refused, because their memory holds no values.
+    """Return the value of argument `name`. Raise TypeError unless it is a dense tensor with one of the dtypes; an empty list
+    allows every dtype. FakeTensor, DTensor and other subclasses with a `__torch_dispatch__` are refused, because their memory
+    holds no values.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -38,8 +39,8 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the value as an int. Raise TypeError or ValueError unless it is an int >= `least`; the message ends with `remedy`,
-    advice for the caller.
+    """Return the value of argument `name` as an int. Raise TypeError or ValueError unless it is an int >= `least`; the message
+    ends with `remedy`, advice for the caller.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
@@ -61,7 +62,9 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-    """Raise TypeError or ValueError unless the value is a contiguous tensor of this length or shape, with one of the dtypes."""
+    """Raise TypeError or ValueError unless the value of argument `name` is a contiguous tensor of this length or shape, with
+    one of the dtypes.
+    """
     tensor, expected = check_tensor(name, value, dtypes), [shape] if isinstance(shape, int) else [*shape]
     if list(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
@@ -107,7 +110,8 @@ def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of `kv_cache` or `kv_cache_sf` as two views [num_pages, num_kv_heads, page_size, last dimension].
+    """Return K and V of `cache`, the call's `kv_cache` or `kv_cache_sf` (`name` says which), as two views [num_pages,
+    num_kv_heads, page_size, last dimension].
 
     Raises:
         TypeError, ValueError: the cache is neither one 5-D tensor nor two 4-D tensors, the layout is neither "HND" nor "NHD",
@@ -245,8 +249,8 @@ def check_max_q_len(call: Any) -> int:
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Check a scale and return it: a float32 tensor of one element unchanged, a finite number as a float. Raise TypeError or
-    ValueError for any other value.
+    """Check a scale, the argument `name`, and return it: a float32 tensor of one element unchanged, a finite number as a float.
+    Raise TypeError or ValueError for any other value.
     """
     if isinstance(scale, torch.Tensor):
         if check_tensor(name, scale).dtype != torch.float32 or scale.numel() != 1:
@@ -275,7 +279,9 @@ def check_skip_softmax(factor: object) -> float:
 
 
 def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless `o_scale` is None or a number other than 0, and 1 if the output is not e4m3."""
+    """Raise TypeError or ValueError unless `o_scale` is None or a number other than 0, and 1 if the output (`out_dtype`) is not
+    e4m3.
+    """
     if o_scale is None:
         return
     scale = check_scale("o_scale", o_scale)

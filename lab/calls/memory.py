@@ -11,7 +11,7 @@ RESULTS = ("out", "lse")
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return True if elements of a tensor may share memory, judged by its strides."""
+    """Return True if elements of a tensor of this shape may share memory, judged by its strides."""
     span = 1  # elements of the dimensions with smaller strides, with their gaps
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride < span:

@@ -266,7 +266,8 @@ def _posed(
 ) -> PagedAttention:
     """Check the arguments that both calls share, and return the attention problem. The problem has one form, whatever layout,
     page tables and output dtype the call has. `kv_bound` is the name of `max_kv_len` in messages. With `by_kv_head` each K/V
-    head has its own page table and lengths. Raises the errors of `DecodeCall.problem`.
+    head has its own page table and lengths. The other arguments are those of the call or fields of the problem. Raises the
+    errors of `DecodeCall.problem`.
     """
     query = call.query
     arguments.check_bool("return_lse", call.return_lse)
@@ -317,8 +318,8 @@ def _posed(
 
 
 def _check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
-    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], and all requests have
-    `q_len` rows.
+    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], and `cum_seq_lens_q`
+    is None, so that all requests have `q_len` rows.
     """
     if cum_seq_lens_q is not None:
         raise NotImplementedError(

@@ -353,7 +353,7 @@ def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> Non
 
 
 def mask_words(q_len: int) -> int:
-    """Return the number of uint16 words per row of XQA's draft mask. A row has a multiple of 32 bits (FlashInfer's `xqa`)."""
+    """Return the uint16 words per row of XQA's mask of `q_len` draft tokens: a multiple of 32 bits (FlashInfer's `xqa`)."""
     return 2 * -(-q_len // 32)
 
 

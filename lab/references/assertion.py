@@ -102,7 +102,9 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return sentences about a wrong type, shape, device or dtype of `out`. Raise ValueError if `out` overwrote the query."""
+    """Return sentences about a wrong type, shape, device or dtype of `out`, the output of a call with the checked arguments
+    `problem`. Without `check_dtype` any float dtype is right. Raise ValueError if `out` overwrote the query.
+    """
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
     expected = (*call.query.shape[:-1], problem.v_head_dim)
@@ -130,7 +132,9 @@ def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
 
 
 def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:
-    """Return sentences about a wrong type, shape, device or value of an LSE. `truth` is None if no request has a query row."""
+    """Return sentences about a wrong type, shape, device or value of an LSE of a call with the checked arguments `problem`.
+    `truth` is None if no request has a query row.
+    """
     if not isinstance(lse, Tensor):
         return [f"the LSE is of type {type(lse).__name__}, not a tensor"]
     if tuple(lse.shape) not in (call.query.shape[:-1], problem.query.shape[:-1]):
@@ -145,7 +149,7 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def lse_in_base_2(lse: Tensor, is_base_e: bool) -> Tensor:
-    """Return an LSE in base 2: the LSE divided by log(2) if it is in base e, else unchanged."""
+    """Return an LSE in base 2: divided by log(2) if it is in base e (`is_base_e`), else unchanged."""
     return lse.to(torch.float64) / math.log(2.0) if is_base_e else lse
 
 
@@ -209,8 +213,8 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return K and V of a request with zeros for the keys that no row sees because they are before all windows. An engine may
-    have freed their pages.
+    """Return `history`, K and V of a request, with zeros for the keys that none of its `q_len` rows sees because they are
+    before all windows. An engine may have freed their pages.
     """
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
@@ -229,7 +233,9 @@ def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[H
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
-    """Return the entries of a K or V cache at the given places, dequantised, [len(places), num_kv_heads, head_dim]."""
+    """Return the entries of a K or V cache at the given places, [len(places), num_kv_heads, head_dim]. They are dequantised if
+    `scale_factors`, those of an NVFP4 cache, are not None.
+    """
     slots = places // page_size, slice(None), places % page_size
     entries = cache[slots]
     if scale_factors is None:

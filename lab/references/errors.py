@@ -188,7 +188,7 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
 
 
 def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None) -> Comparison:
-    """Return the result of `compare`, without checks of types, dtypes and devices."""
+    """Return the result of `compare` with the same arguments, without checks of types, dtypes and devices."""
     dtype, expected, control = control.dtype, expected.to(torch.float64), control.to(torch.float64)
     for name, values in (("expected", expected), ("control", control)):
         if not bool(values.isfinite().all()):
@@ -345,7 +345,9 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Return a sentence about a wrong output: its bias, or the number, requests and largest errors of its wrong vectors."""
+        """Return a sentence about a wrong output, whose `comparison` is the result of `compare`: its bias, or the number,
+        requests and largest errors of its wrong vectors.
+        """
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()

@@ -13,7 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The expected metadata of a pass on the MHA kernels, as lists. A page table has only pages with tokens of the request."""
+    """The expected metadata of a pass on the MHA kernels, as lists. `cache_seqlens` are the requests' numbers of keys, and
+    `swa` marks the sliding-window pool. A page table has only pages with tokens of the request.
+    """
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -43,7 +45,9 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
 
 
 def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], key_lens: list[int]) -> ForwardMetadata:
-    """Return the metadata of requests from their rows of ``req_to_token``, their numbers of query rows and of keys."""
+    """Return the metadata of the requests of a batch from their rows of ``req_to_token``, their numbers of query rows and of
+    keys.
+    """
 
     def tables(*full_to_swa: Tensor) -> list[list[int]]:
         return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
@@ -90,7 +94,8 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
     """Return the number of keys and the pages of each query row of a target verify on an encoder-only layer, in which each row
-    is a request that sees all keys, also the keys of later rows (SGLang 0.5.23).
+    is a request that sees all keys, also the keys of later rows (SGLang 0.5.23). `batch` and `pool` are as in
+    `forward_metadata`.
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):
@@ -102,7 +107,9 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The expected metadata of a pass on the MLA decode kernel, as lists. A block table has only pages that rows may see."""
+    """The expected metadata of a pass on the MLA decode kernel, as lists. A block table has only pages that rows may see.
+    `seen_lens` are the numbers of keys that the requests' own rows see; `seq_lens_k` counts padding too.
+    """
 
     seq_lens_k: list[int]
     seen_lens: list[int]
@@ -221,7 +228,9 @@ def dsa_forward_metadata(
 
 @dataclass(frozen=True)
 class DSV4ForwardMetadata:
-    """The expected metadata of a forward pass on DeepSeek-V4's call, as Python lists."""
+    """The expected metadata of a forward pass on DeepSeek-V4's call, as Python lists. `request_lens` has one length per
+    request.
+    """
 
     seq_lens: list[int]  # of each query row
     sparse_indices: list[list[int]]  # the used columns of each query row

@@ -261,7 +261,7 @@ class _Piece:
 
 
 def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Move int64 host tensors to a device in one copy."""
+    """Move `indices`, int64 tensors on the host, to a device in one copy."""
     if device.type == "cpu":
         return indices
     flat = torch.cat([each.flatten() for each in indices]).to(device, non_blocking=True)
@@ -270,8 +270,8 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Divide all rows of a problem into pieces and yield them. A piece has at most `PIECE_ELEMENTS` elements, and its blocks
-    have similar numbers of keys.
+    """Divide all rows of a problem into pieces and yield them. `offsets` are the problem's `row_offsets`. A piece has at most
+    `PIECE_ELEMENTS` elements, and its blocks have similar numbers of keys.
     """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
@@ -292,7 +292,9 @@ def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Ite
 
 
 def _blocks(problem: PagedAttention, offsets: list[int], most: int) -> Iterator[_Block]:
-    """Divide the rows of each request into blocks and yield them. The scores of a block have at most `most` elements."""
+    """Divide the rows of each request, which begin at `offsets`, into blocks and yield them. The scores of a block have at most
+    `most` elements.
+    """
     num_qo_heads, page_size, window_left = problem.query.shape[1], problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
@@ -335,7 +337,9 @@ def _solve(problem: PagedAttention, piece: _Piece, v_head_dim: int) -> tuple[tor
 
 
 def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tensor:
-    """Return the keys that each row of a piece sees, bool [len(blocks), num_rows, kv_len]; undefined for padding rows."""
+    """Return which of `kv_len` keys, the number in the largest block, each row of a piece sees: bool [len(blocks), num_rows,
+    kv_len]. Padding rows are undefined.
+    """
     key_positions = piece.first_key.unsqueeze(1) + torch.arange(kv_len, device=piece.first_key.device)
     visible = visible_keys(
         piece.positions,
@@ -352,7 +356,9 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return K or V of a tile of whole pages, dequantised, float64 [requests * num_kv_heads, keys, head_dim]."""
+    """Return K or V of a tile of whole `pages`, float64 [requests * num_kv_heads, keys, head_dim]. NVFP4, which has
+    `scale_factors`, is dequantised.
+    """
     num_keys = tile.end - tile.start
 
     def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]

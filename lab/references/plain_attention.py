@@ -88,8 +88,8 @@ def check_arithmetic(arithmetic: object) -> None:
 
 
 def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
-    """Raise an error if `attention` does not support the arguments: TypeError for a wrong type or dtype, ValueError if shapes
-    or devices contradict each other, or on a CPU query, sinks or a scale contain NaN.
+    """Raise an error if `attention` does not support the arguments, with the scales and sinks of `softmax`: TypeError for a
+    wrong type or dtype, ValueError if shapes or devices contradict each other, or on a CPU query, sinks or a scale contain NaN.
     """
     expected = "[batch, {}, heads, head_dim]"
     for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):

@@ -49,8 +49,8 @@ def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to float32 or float64 without rounding, contiguous. On a CPU e4m3 is looked up in a table,
-    because torch converts it one element at a time.
+    """Return `values` converted to `dtype`, float32 or float64, without rounding, contiguous. On a CPU e4m3 is looked up in a
+    table, because torch converts it one element at a time.
     """
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
@@ -90,7 +90,8 @@ class Tile(NamedTuple):
 
 class TiledKV(NamedTuple):
     """K and V of a batch, read one tile at a time. The functions `keys` and `values` return one tile, contiguous float64
-    [requests * num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
+    [requests * num_kv_heads, keys, head_dim]. `kv_len` is the number of keys of the longest request. Values must be finite,
+    also where they are not visible.
     """
 
     keys: Callable[[Tile], Tensor]
@@ -172,7 +173,9 @@ def attention_by_tiles(
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write `left @ right`, batches of matrices, to a view. On a CPU torch writes to a strided view one matrix at a time."""
+    """Write `left @ right`, batches of matrices, to the view `out`. On a CPU torch writes to a strided view one matrix at a
+    time.
+    """
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
     else:
@@ -239,8 +242,8 @@ def visible_to(
 
 
 def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Stack K and V of requests that have equally many keys: return [num_requests, kv_len, num_kv_heads, head_dim] each. K and
-    V of a single request are not copied. e4m3 becomes float32.
+    """Stack `histories`, (K, V) of requests that have equally many keys: return [num_requests, kv_len, num_kv_heads, head_dim]
+    each. K and V of a single request are not copied. e4m3 becomes float32.
     """
     of_batch = [torch.stack(sides) if len(sides) > 1 else sides[0][None] for sides in zip(*histories, strict=True)]
     return [widened(side, torch.float32) if side.dtype == E4M3 else side for side in of_batch]
@@ -249,7 +252,9 @@ def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def unchecked_eager_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> Tensor:
-    """Return the output of `lab.references.eager_attention` in float32, not rounded, without checks of the arguments."""
+    """Return the output of `lab.references.eager_attention` in float32, not rounded, without checks of the arguments. `softmax`
+    has its scales and sinks.
+    """
     weights, denominator = _weights(query, keys, visible, softmax, arithmetic)
     values = values.to(torch.float32).transpose(1, 2)
     sums = _of_each_group(_as_operand(weights, arithmetic), values)
@@ -298,8 +303,9 @@ def skippable(
 def _weights(
     query: Tensor, keys: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the softmax's weights before the division, float32 [batch, num_qo_heads, q_len, kv_len], and its denominators with
-    the sinks, float32 [batch, num_qo_heads, q_len, 1]. The denominator of a row that sees no key is 1.
+    """Return, for the arguments of `unchecked_eager_attention`, the softmax's weights before the division, float32 [batch,
+    num_qo_heads, q_len, kv_len], and its denominators with the sinks, float32 [batch, num_qo_heads, q_len, 1]. The denominator
+    of a row that sees no key is 1.
     """
     keys = keys.to(torch.float32).transpose(1, 2)
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]

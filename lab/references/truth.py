@@ -75,7 +75,9 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
-    """Return the request of each row, int64 [sum(q_lens)]. Request i has `q_lens[i]` rows, after the rows of request i - 1."""
+    """Return the request of each row, int64 [sum(q_lens)] on the device. Request i has `q_lens[i]` rows, after the rows of
+    request i - 1.
+    """
     return torch.arange(len(q_lens), device=device).repeat_interleave(torch.tensor(q_lens, device=device))
 
 
@@ -99,7 +101,7 @@ def truth_of_selected(
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return `truth`, which was computed with each row as a request, for requests with these numbers of rows."""
+    """Return `truth`, which was computed with each row as a request, for requests with `q_lens` rows."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
@@ -182,8 +184,9 @@ def solved_requests(
 def _together(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield lists of the indices of requests that are computed together. The requests of a list have equal numbers of keys and
-    of rows, and together at most `most` elements of K and V or of scores. Requests without rows are in no list.
+    """Yield lists of the indices of requests that are computed together. `q_lens` are the requests' numbers of rows, and
+    `histories` their (K, V). The requests of a list have equal numbers of keys and of rows, and together at most `most`
+    elements of K and V or of scores. Requests without rows are in no list.
     """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):

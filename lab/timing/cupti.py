@@ -21,7 +21,9 @@ OUTSIDE = 2**40  # external correlation id of work before and after runs; the id
 
 @dataclass(frozen=True)
 class Activity:
-    """One kernel, copy or fill on the GPU, with its start and end in nanoseconds of CUPTI's clock."""
+    """One kernel, copy or fill on the GPU, with its start and end in nanoseconds of CUPTI's clock. `name` is the kernel's name,
+    else the kind of activity, such as "MEMCPY".
+    """
 
     name: str
     start_ns: int
@@ -35,7 +37,7 @@ def span_us(activities: Iterable[Activity]) -> float:
 
 
 def busy_us(activities: Iterable[Activity]) -> float:
-    """Return the time in µs during which at least one activity ran."""
+    """Return the time in µs during which at least one of the activities ran."""
     total_ns, end_ns = 0, 0
     for each in sorted(activities, key=lambda activity: activity.start_ns):
         total_ns += max(0, each.end_ns - max(each.start_ns, end_ns))
@@ -44,7 +46,8 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Run the steps (a preparation and a timed run) in order, and return the activities of each timed run, sorted by start.
+    """Run the steps, each (a preparation or None, a timed run), in order, and return the activities of each timed run, sorted
+    by start.
 
     The device is idle before each run. The activities of a preparation are not returned.
 

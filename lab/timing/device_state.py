@@ -48,7 +48,9 @@ class DeviceState:
         }
 
     def read(self, device_index: int) -> None:
-        """Add a reading of clocks, power, temperature and throttling. Call it while the GPU executes the work."""
+        """Add a reading of clocks, power, temperature and throttling of the GPU with torch's index `device_index`. Call it
+        while the GPU executes the work.
+        """
         handle = _handle(device_index)
         if handle is None:
             return
@@ -73,7 +75,9 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield an empty `DeviceState`. When the block ends, add the reasons that reduced the clocks during the block."""
+    """Yield an empty `DeviceState` for the GPU with torch's index `device_index`. When the block ends, add the reasons that
+    reduced the clocks during the block.
+    """
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state
@@ -93,7 +97,7 @@ def _violations_ns(device_index: int) -> dict[str, int]:
 
 
 def _asked(question: Any, *arguments: Any) -> list[Any]:
-    """Call an NVML function, and return [result], or [] if the GPU or driver does not support it."""
+    """Call `question`, an NVML function, and return [result], or [] if the GPU or driver does not support it."""
     try:
         return [question(*arguments)]
     except pynvml.NVMLError:
@@ -102,8 +106,8 @@ def _asked(question: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle of a torch device, or None without NVML. It is found by UUID, because CUDA_VISIBLE_DEVICES renumbers
-    devices.
+    """Return NVML's handle of the GPU with torch's index `device_index`, or None without NVML. It is found by UUID, because
+    CUDA_VISIBLE_DEVICES renumbers devices.
     """
     try:
         pynvml.nvmlInit()

@@ -74,7 +74,7 @@ class TimedPasses:
 
 
 def is_planned(implementation: Any, forward: EnginePass | RecordedPass) -> bool:
-    """Return True if an implementation reads a pass's lengths and page ids only while its calls are prepared."""
+    """Return True if an implementation reads lengths and page ids of the pass `forward` only while its calls are prepared."""
     return isinstance(implementation, PlannedOnce) and any(map(implementation.plans, forward.functions))
 
 
@@ -167,9 +167,11 @@ def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the fields that describe the time in a recorded row: method, samples, rates, floor and GPU clocks.
+    """Return the fields that describe the time of a call that moves `bytes_moved` and does `operations` in a recorded row:
+    method, samples, rates, floor and GPU clocks.
 
-    Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
+    `ceilings` are the rates measured on this GPU, and `kv_dtype` is torch's name of the cache's dtype, or "" if there is no
+    cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

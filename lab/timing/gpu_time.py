@@ -124,7 +124,7 @@ def rounded_us(samples_us: Sequence[float]) -> list[float]:
 
 
 def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
-    """Measure the GPU time of one call. Raises the errors of `measure_interleaved`."""
+    """Measure the GPU time of one call from `samples` samples. Raises the errors of `measure_interleaved`."""
     return measure_interleaved({"": work}, method, samples)[""]
 
 
@@ -162,7 +162,9 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Check a call's results by `lab.timing.staging.check_results`. Raise WrongWorkError with its name if they are wrong."""
+    """Check results of the call `name`, of inputs drawn from `seeds`, by `lab.timing.staging.check_results`. Raise
+    WrongWorkError with the name if they are wrong.
+    """
     try:
         check_results(works, seeds)
     except AssertionError as error:
@@ -180,7 +182,8 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure calls that `lab.timing.staging.stage` has prepared for the method, as `measure_interleaved` does.
+    """Measure calls that `lab.timing.staging.stage` has prepared for the method, as `measure_interleaved` does, with its
+    `samples` and `seed`.
 
     Between two samples of a call, new contents are drawn for its tensors (`lab.timing.work.Redraw`). A buffer is one copy of
     these tensors. All buffers get new queries and lengths, some get new K, V and pages. Outputs are filled with NaN, and
@@ -227,8 +230,8 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws new contents for the buffers (copies of the tensors) of timed calls, from one seed. A turn is one sample of every
-    call; each turn has new contents.
+    """Draws new contents for the buffers (copies of the tensors) of timed calls, from one seed. The buffers are numbered in
+    order. A turn is one sample of every call; each turn has new contents.
     """
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
@@ -249,12 +252,14 @@ class BufferContents:
             renew(self._buffers[number], self.seeds(turn, number))
 
     def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
-        """Draw new queries and lengths in all buffers of one timed call, and fill its outputs with NaN."""
+        """Draw the queries and lengths of this turn in all buffers of one timed call, and fill its outputs with NaN."""
         for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of a buffer's contents in a turn. In some turns they shorten the requests of all buffers."""
+        """Return the seeds of the contents of buffer `number` in a turn. In some turns they shorten the requests of all
+        buffers.
+        """
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
@@ -268,7 +273,9 @@ class BufferContents:
 
 
 def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
-    """Return the `BufferContents` of each call, by the call's name. Calls with the same `Redraw` share one."""
+    """Return the `BufferContents` of each of the calls `works`, by the call's name. Calls with the same `Redraw` share one. All
+    draw from `seed`.
+    """
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
@@ -289,7 +296,7 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Prepare for a sample: run the call once untimed, draw new inputs, and fill L2.
+    """Prepare for the sample of a turn: run the call once untimed, draw new inputs, and fill L2.
 
     The untimed run leaves the code caches and L2 as between consecutive runs. Its results cannot be reused, because all queries
     are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be
@@ -305,7 +312,9 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield copies of the results of a sample that will be judged, then fill all outputs with NaN so that none is reused."""
+    """Yield copies of the results of a sample of the call `name` that will be judged, then fill all outputs with NaN so that
+    none is reused. After the last turn (`is_last`), results of every buffer are yielded, before that of one.
+    """
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
         if work.redraw is not None and (number == one or is_last):
@@ -317,7 +326,9 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield (name, first error) of each call with wrong results. Expected results of equal inputs are computed once."""
+    """Yield (name, first error) of each call of `works` with wrong results among `kept`. Expected results of equal inputs are
+    computed once.
+    """
     wrong: dict[str, AssertionError] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
@@ -345,7 +356,9 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Run the steps under CUPTI, and return the activities of each. Read the device's state during about ten steps."""
+    """Run the `count` steps under CUPTI, and return the activities of each. Read the state of the GPU `device_index` during
+    about ten steps.
+    """
     read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:

@@ -19,7 +19,9 @@ CALLS_PER_BATCH = 50
 
 @dataclass(frozen=True)
 class HostTime:
-    """The host time of one call in µs. A sample is the mean over one batch of consecutive calls."""
+    """The host time of one call in µs. A sample is the mean over one batch of consecutive calls. `method` is the sentence that
+    recorded rows have.
+    """
 
     samples_us: tuple[float, ...]
     method: str = METHOD

@@ -78,8 +78,8 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Return the rates at which work with this median time ran, their percentages of the measured rates, and the work's least
-    time (floor).
+    """Compare a measured time with the work: bytes and floating-point operations that it must move and do. Return the rates at
+    which the work ran, their percentages of the measured rates (`ceilings`), and the work's least time (floor).
     """
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
@@ -123,7 +123,7 @@ def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> 
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure the memory and the matrix rate of this GPU, in about three seconds."""
+    """Measure the memory and the matrix rate of this GPU (`device`), in about three seconds."""
     bandwidth_gbps = COPY_BYTES / measure(negation(COPY_BYTES, device), CEILING_METHOD).median_us / 1e3
     # The data is random, because zeros are faster than any real data (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -134,7 +134,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
-    """Return a call of torch.neg as `GpuWork`. It reads `size_bytes / 2` and writes `size_bytes / 2`.
+    """Return a call of torch.neg on a device as `GpuWork`. It reads `size_bytes / 2` and writes `size_bytes / 2`.
 
     A copy would be slower, because inside a graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """

@@ -62,7 +62,8 @@ def between_events(
     """Return a sample of each step, timed by CUDA events. Read the device's state during every `read_every`-th step.
 
     A step is (function to call before the sample or None, timed function). With `queued` the host launches the timed function
-    while the GPU spins. Otherwise the GPU is idle when a step starts, and the sample includes the host's launch time.
+    while the GPU with index `device_index` spins. Otherwise the GPU is idle when a step starts, and the sample includes the
+    host's launch time.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []

@@ -32,7 +32,9 @@ SHARE_FOR_BUFFERS = 0.2  # share of the free memory for buffers beyond those tha
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """A timed call that is ready for sampling: its buffers, a function that runs one sample, and one that flushes L2."""
+    """A timed call that is ready for sampling: its buffers, a function that runs one sample, and one that flushes L2. One
+    sample makes `number` calls.
+    """
 
     buffers: Sequence[GpuWork]  # the call on each set of buffers
     calls: Sequence[Call]  # the prepared calls; they own tensors, such as a derived table, that the graph uses
@@ -47,7 +49,9 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """If a call has a `Redraw`, draw its queries and lengths, with `tokens` also K and V, and fill its output with NaN."""
+    """If a call has a `Redraw`, draw its queries and lengths from `seeds`, with `tokens` also K and V, and fill its output with
+    NaN. Without a `Redraw`, do nothing.
+    """
     if work.redraw is not None:
         if tokens:
             work.redraw.write_tokens(work.arguments, seeds.tokens)
@@ -95,8 +99,8 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare and run the call once on each set of buffers, on the stream `side`. Check the results; of calls with a `Redraw`
-    only a part of one buffer's results.
+    """Prepare and run the call once on each of the buffers, on the stream `side`. Return the prepared calls. Check the results;
+    of calls with a `Redraw` only a part of one buffer's results.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -113,8 +117,9 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Capture and replay a graph that fills each call's output with NaN right before the call. Then check one call of the
-    second half, which finds a call that computes the result of a later call.
+    """Capture and replay a graph that fills each call's output with NaN right before the call, on `stream`. `calls` are the
+    prepared calls, one for each of the `buffers`. Then check one call of the second half, which finds a call that computes the
+    result of a later call.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -142,8 +147,8 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return the number of buffers that calls must use in turn so that a buffer has left L2 before its next use; 1 without
-    rotation.
+    """Return the number of buffers that calls must use in turn so that a buffer has left L2 before its next use; 1 if the
+    method has no rotation. A call moves `bytes_moved`.
 
     Raises:
         TooSmallError: the call moves so few bytes that it would need too many buffers.
@@ -201,8 +206,9 @@ def _long_enough(
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls.
 
-    With rotation each call has its own buffer as far as memory allows, so that no call can reuse the result of an earlier call
-    on the same contents. With a warm L2 all calls use one buffer.
+    `calls` are the prepared calls, one for each of the `buffers`, and `stream` is the stream of the capture. With rotation
+    (`is_rotated`) each call has its own buffer as far as memory allows, so that no call can reuse the result of an earlier call
+    on the same contents. New buffers and calls are appended to both lists. With a warm L2 all calls use one buffer.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY
@@ -237,5 +243,7 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream of all captures, so that a kernel with state per stream, such as a workspace, has only one state."""
+    """Return the stream of all captures on a GPU, so that a kernel with state per stream, such as a workspace, has only one
+    state.
+    """
     return torch.cuda.Stream(device_index)

@@ -134,6 +134,7 @@ def compare_samples(
     and a slow mode of fewer than half the samples. A slow mode of about half the samples gives a wide interval, and so UNSURE.
 
     Args:
+        rule: the minimum effect and the significance.
         before_us, after_us: times of one call, in any order, in the same unit.
 
     Raises:
@@ -183,7 +184,8 @@ def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> Sam
 def compare_runs(
     before_runs_us: Sequence[Sequence[float]], after_runs_us: Sequence[Sequence[float]], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
-    """Compare repeated runs of one measurement, given as the samples of each run; see `compare_samples`.
+    """Compare repeated runs of one measurement, given as the samples of each run; see `compare_samples`, which also explains
+    `rule`.
 
     With at least 5 runs on each side, the median of each run is one sample, so that the interval includes the differences
     between runs. With fewer runs, all samples of a side are pooled.

@@ -12,10 +12,12 @@ Call = Callable[[], object]
 
 
 class Redraw(Protocol):
-    """A protocol: overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results."""
+    """A protocol: overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results.
+    `arguments` are those of `GpuWork`.
+    """
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return all arguments except `out` from the tensor set with this index. All calls over one pass share the sets."""
+        """Return all arguments except `out` from tensor set `number`, from 0 on. All calls over one pass share the sets."""
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         """Draw K and V from the seed, and write them to other pages of the pool."""
@@ -27,7 +29,9 @@ class Redraw(Protocol):
         """Return a copy of the results: of all if `whole`, else of the part that the seeds choose."""
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Any], None]:
-        """Return a function that raises AssertionError if its argument, from `results`, is wrong for inputs of these seeds."""
+        """Return a function that raises AssertionError if its argument, from `results` with the same `whole`, is wrong for
+        inputs of these seeds.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +59,9 @@ class GpuWork:
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
-        """Return the `GpuWork` of a function that needs no preparation."""
+        """Return the `GpuWork` of a function that needs no preparation and takes `arguments` as keyword arguments. The numbers
+        are those of `GpuWork`.
+        """
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:

@@ -73,7 +73,9 @@ def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
 
 
 def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
-    """Return `Sizes` for the page sizes, in tokens, that a kernel supports."""
+    """Return `Sizes` for the page sizes `among`, in tokens, that a kernel supports. `words` begins the error sentence for other
+    page sizes.
+    """
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
@@ -83,13 +85,13 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
     """Return `Sizes` for pairs of dimensions, such as (576, 512). `of` takes a call's problem and returns its pair; `what` is
-    the pair's name.
+    the pair's name, and `among` are the supported pairs.
     """
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
 
 
 def mla_dims(problem: PagedAttention) -> tuple[int, int]:
-    """Return (kv_lora_rank, qk_rope_head_dim) of an MLA call."""
+    """Return (kv_lora_rank, qk_rope_head_dim) of an MLA call, from its checked arguments."""
     return problem.v_head_dim, problem.head_dim - problem.v_head_dim
 
 
@@ -99,6 +101,8 @@ class Kernel:
 
     Attributes:
         name: the kernel's name in sentences and recordings.
+        calls: FlashInfer's functions that the kernel serves.
+        gpus, dtypes, sizes: the supported families of GPUs, dtypes, and values of single sizes, such as head_dim.
         honours: the optional features of a call, such as a window, that the kernel computes correctly.
         says: error sentences for unsupported features, without the kernel's name; by default "does not honour <feature>".
         limits: a function of (capability, problem) for all other limits, called last. It returns a sentence without the

@@ -45,7 +45,7 @@ def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -
 
 
 def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
-    """Return the number of keys in a tile of FlashAttention-4. Pages of this size are loaded by TMA.
+    """Return the number of keys in a tile of FlashAttention-4 for a call on a GPU. Pages of this size are loaded by TMA.
 
     Sources: `_get_fwd_config`, `_tile_size_fwd_sm90`.
     """

@@ -71,6 +71,7 @@ class Built:
         dtypes: triples of query, K/V and output dtype.
         head_dims: pairs of the head_dim of K and of V.
         page_sizes: tokens per page; (None,) for K/V that is not paged.
+        masks: kinds of masks.
     """
 
     dtypes: Triples
@@ -125,8 +126,8 @@ def _mask(problem: Problem) -> MaskKind:
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return an error sentence if trtllm-gen's kernel table has no kernel for a call, else None. The sentence says what the
-    most similar kernels support.
+    """Return an error sentence if none of the sets of kernels in `built` has a kernel for a call, else None. The sentence says
+    what the most similar kernels support.
     """
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None

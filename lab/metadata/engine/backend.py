@@ -53,7 +53,7 @@ class MetadataBuffers(Protocol[MetadataT_co]):
     """A protocol: buffers for the metadata of one `GraphMode`, at fixed addresses, so that CUDA graphs can read them."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of a captured size, always at the same addresses."""
+        """Return the metadata of the captured size `batch_size`, always at the same addresses."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
@@ -73,7 +73,7 @@ class GraphMetadata(Generic[PassT]):
         self.mode, self.pool, self.buffers = mode, pool, buffers
 
     def slices(self, batch_size: int) -> PassT:
-        """Return the metadata of a captured size. Raises ValueError if the buffers have too few requests."""
+        """Return the metadata of the captured size `batch_size`. Raises ValueError if the buffers have too few requests."""
         most = len(self.buffers.seq_lens)
         if not 1 <= batch_size <= most:
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={most}")
@@ -122,7 +122,9 @@ class RebuildingBackend(Generic[MetadataT]):
     """A base class of backends that build metadata in new tensors, also in each replay of a CUDA graph (`RebuiltMetadata`)."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
-        """Build the metadata of a pass in new tensors, without reading the device on the host."""
+        """Build the metadata of a pass over a batch of the pool's requests in new tensors, without reading the device on the
+        host.
+        """
         raise NotImplementedError
 
     def new_buffers(
@@ -135,7 +137,9 @@ class Backend(Protocol[MetadataT]):
     """A protocol: an attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
-        """Build the metadata of an eager pass (a pass outside CUDA graphs) in new tensors."""
+        """Build the metadata of an eager pass (a pass outside CUDA graphs) over a batch of the pool's requests in new
+        tensors.
+        """
         ...
 
     def new_buffers(
@@ -173,7 +177,7 @@ class Backend(Protocol[MetadataT]):
 
 
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
-    """Prepare one launch that writes the metadata of one or several passes over a batch's requests.
+    """Prepare one launch that writes the metadata of one or several passes over a batch's requests, which are in `pool`.
 
     The launch adds ``seq_len_offset`` to all lengths. In a ragged verification the requests have different numbers of query
     rows: ``seq_len_offset`` is 0, and a torch operation adds each request's rows to its length before the launch.
@@ -205,8 +209,8 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the number that a launch adds to every length in ``seq_lens``: `uncounted_tokens`, except in a ragged
-    verification, where it is 0 (see `prepare_passes`).
+    """Return the number that a launch adds to every length in the batch's ``seq_lens``: `uncounted_tokens`, except in a ragged
+    verification, where it is 0 (see `prepare_passes`). Only draft steps depend on `attention`.
     """
     if batch.forward_mode.query_rows.are_bounded:
         return 0

@@ -42,7 +42,9 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return a `SizedPass` for each batch size that will be captured, by size in ascending order."""
+    """Return a `SizedPass` for each batch size that will be captured, by size in ascending order. Its batch and metadata are
+    slices of `inputs` and `buffers`.
+    """
     passes = {}
     for size in sorted(set(batch_sizes)):
         view = inputs.view(size)
@@ -70,6 +72,8 @@ class GraphRunner(Generic[MetadataT]):
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
 
     Args:
+        backend, pool: make and fill the metadata, and hold the requests.
+        mode: the forward mode and the rows per request of all graphs.
         batch_sizes: the sizes to capture, in any order.
         body: called once per size. It returns the call that the graph runs after its metadata is rebuilt. The call is made
             twice: once to warm up, and once in the capture.

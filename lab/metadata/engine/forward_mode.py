@@ -59,6 +59,8 @@ class ForwardMode(IntEnum):
     RAGGED_VERIFY is the lab's own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
 
     Attributes:
+        query_rows: how many query rows a request has.
+        uncounted: which of a request's keys ``seq_lens`` does not count.
         mha_call, mla_call: FlashInfer's call that the MHA and the MLA backend make (SGLang 0.5.23; the first draft extend as in
             0.5.13 with MHA and in 0.5.12 with MLA); None if no attention runs.
         in_graph: True if CUDA graphs can capture the mode.

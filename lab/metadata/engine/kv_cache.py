@@ -141,7 +141,7 @@ def _times_reciprocal(values: Tensor, scale: float) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class NVFP4KVCache(PagedKVCache):
     """The paged K/V cache of one layer in NVFP4. A byte of `storage` has two e2m1 values; 16 elements have one e4m3 scale
-    factor.
+    factor. The order of V's factors depends on the kernel.
 
     Raises:
         ValueError: `PagedKVCache` refuses the storage, or the scale factors do not fit its shape.
@@ -254,8 +254,8 @@ class ShardedLatentCache:
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot of the pool, in the cache of the rank that holds the slot. Errors are as in
-        `PagedLatentCache.write`.
+        """Store one token's entry at each slot of the pool, in the cache of the rank that holds the slot. Arguments and errors
+        are as in `PagedLatentCache.write`.
         """
         _check_slots(slots)
         _check_rows("entries", entries, [slots.shape[0], self.storage.shape[3]], self.storage.dtype)

@@ -127,7 +127,7 @@ class KVPool:
         return row
 
     def extend_request(self, req_pool_index: int, count: int) -> Tensor:
-        """Append ``count`` tokens to a request, and return their slots, ``[count]`` int64.
+        """Append ``count`` tokens to the request in row ``req_pool_index``, and return their slots, ``[count]`` int64.
 
         Raises:
             RuntimeError: too few pages are left; nothing is changed then.
@@ -166,8 +166,8 @@ class KVPool:
         return slots
 
     def slots(self, req_pool_index: int, start: int, end: int) -> Tensor:
-        """Return the slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64. Raises
-        ValueError if a position is outside the request.
+        """Return the slots of the tokens at positions ``start .. end - 1`` of the request in row ``req_pool_index``, ``[end -
+        start]`` int64. Raises ValueError if a position is outside the request.
         """
         length = self._request(req_pool_index).length
         if not 0 <= start <= end <= length:
@@ -201,7 +201,8 @@ class KVPool:
         return self._swa_map()[full_slots.to(torch.int64)]
 
     def evict_swa(self, req_pool_index: int, before: int) -> None:
-        """Free those sliding-window pages of a request whose tokens are all before position ``before``.
+        """Free those sliding-window pages of the request in row ``req_pool_index`` whose tokens are all before position
+        ``before``.
 
         The tokens' entries in `full_to_swa` become 0, in the sink. The full pool keeps the tokens.
 
@@ -228,10 +229,11 @@ class KVPool:
     def new_cache(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, layout: KVLayout, sliding_window: bool = False
     ) -> PagedKVCache:
-        """Make a zero-filled cache of one layer, with the pages of the full or of the sliding-window pool.
+        """Make a zero-filled cache of one layer, with the pages of the full pool, or with `sliding_window` of the
+        sliding-window pool.
 
-        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8. Raises ValueError for
-        `sliding_window` if there is no sliding-window pool.
+        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8. Raises ValueError if there
+        is no sliding-window pool for `sliding_window`.
         """
         num_pages = self.num_pages
         if sliding_window:
@@ -248,7 +250,9 @@ class KVPool:
         return PagedLatentCache(storage)
 
     def new_sharded_latent_cache(self, entry_dim: int, dtype: torch.dtype, size: int) -> ShardedLatentCache:
-        """Make a zero-filled MLA cache of `size` ranks of decode context parallelism; `size` must divide `page_size`."""
+        """Make a zero-filled MLA cache of `size` ranks of decode context parallelism; `size` must divide `page_size`. An entry
+        has `entry_dim` elements of `dtype`, as in `new_latent_cache`.
+        """
         pages = (size, self.num_pages, self.page_size // size, entry_dim)
         return ShardedLatentCache(torch.zeros(pages, dtype=dtype, device=self.device))
 
@@ -290,5 +294,5 @@ def _ids(pages: list[int], device: torch.device) -> Tensor:
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
-    """Return the ids 1 to count - 1 in random order. Row 0 and page 0 are reserved for padding."""
+    """Return the ids 1 to count - 1 in an order drawn from `generator`. Row 0 and page 0 are reserved for padding."""
     return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

@@ -117,7 +117,9 @@ def num_draft_tokens(batch: ForwardBatch) -> int:
 
 
 def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> Tensor:
-    """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor."""
+    """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor. Only draft
+    steps depend on `attention`.
+    """
     if batch.forward_mode.query_rows.are_bounded:
         return (batch.seq_lens + device_lengths(batch, "extend_seq_lens")).to(torch.int32)
     return (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
@@ -127,7 +129,8 @@ def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor
     """Return three tensors ``[num_rows]``: the index of each row's request, the number of tokens that the row sees (its own
     token and those before it), and a bool, True for padding rows.
 
-    Padding rows have the index of the last request. A batch without requests must have no rows.
+    `attention` is as in `key_lens`. Padding rows have the index of the last request. A batch without requests must have no
+    rows.
     """
     keys, mode = key_lens(batch, attention), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -185,8 +188,8 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
 
 
 def with_padding_requests(batch: ForwardBatch, num_padding: int, seq_len: int, width: int) -> ForwardBatch:
-    """Append padding requests to a batch. Each has row 0 of the request table, `seq_len` tokens, and `width` query rows, whose
-    K and V go to slot 0.
+    """Append `num_padding` padding requests to a batch. Each has row 0 of the request table, `seq_len` tokens, and `width`
+    query rows, whose K and V go to slot 0.
     """
 
     def padded(lengths: Tensor, value: int = 0, each: int = 1) -> Tensor:
@@ -215,7 +218,9 @@ def exclusive_cumsum(lengths: Tensor) -> Tensor:
 
 
 def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return ``cu_seqlens_q`` for requests with ``q_len`` rows each: ``[batch_size + 1]`` int32."""
+    """Return ``cu_seqlens_q`` for ``batch_size`` requests with ``q_len`` rows each: ``[batch_size + 1]`` int32 on the
+    device.
+    """
     return torch.arange(0, batch_size * q_len + 1, q_len, dtype=torch.int32, device=device)
 
 
@@ -226,7 +231,8 @@ def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
     has slots of earlier requests there.
 
     Args:
-        rows: ``[batch_size]``, the requests' rows in the request table.
+        rows: ``[batch_size]``, the requests' rows in the request table of `pool`.
+        cache_seqlens: ``[batch_size]``, numbers of keys of the requests.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)
@@ -234,5 +240,7 @@ def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
 
 
 def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Return how many pages each length in `cache_seqlens` needs, same shape; 0 or below for a length of 0 or below."""
+    """Return how many pages of `page_size` tokens each length in `cache_seqlens` needs, same shape; 0 or below for a length of
+    0 or below.
+    """
     return (cache_seqlens + (page_size - 1)) // page_size

@@ -79,14 +79,16 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch the part of the plan that does not depend on the draft, on the current stream, without reading the device."""
+        """Launch the part of the batch's plan that does not depend on the draft, on the current stream, without reading the
+        device.
+        """
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         """Return the backend's buffers that the draft fills, ``[tree, positions]``; None where the draft has its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up on the current stream, after the draft has filled its buffers.
+        """Launch the fix-up of `planned`, the result of `plan`, on the current stream, after the draft has filled its buffers.
 
         The default does nothing if `fix_up` is NONE, and raises NotImplementedError otherwise.
         """
@@ -256,7 +258,8 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch once with each of the drafts. Return, per draft, copies of all tensors that the verify pass received.
+    """Run the same batch by `planner` once with each of the drafts. Return, per draft, copies of all tensors that the verify
+    pass received.
 
     In a correct backend only the tensors that the fix-up writes differ between two drafts.
     """

@@ -30,7 +30,9 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHABackend:
-    """Builds metadata and makes calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls."""
+    """Builds metadata and makes calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls.
+    `builder` says how metadata in CUDA graphs is written, and `settings` are added to the calls.
+    """
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
@@ -100,7 +102,9 @@ class TRTLLMMHABackend:
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the attention calls that one layer makes. `query_dtype` is the dtype to which the engine casts the query."""
+        """Return the attention calls that one layer makes in the batch's pass over a cache of `kv_dtype`. `query_dtype` is the
+        dtype to which the engine casts the query.
+        """
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

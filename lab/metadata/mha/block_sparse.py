@@ -55,12 +55,13 @@ def num_seen(num_tokens: int) -> int:
 def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads: int) -> BlockSparseMetadata:
     """Build the metadata of one eager pass in new tensors, without reading the device (SGLang 0.5.23).
 
-    Row j of a verification, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its
-    own page, and earlier pages, which are full.
+    Row j of a verification, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its own
+    page, and earlier pages, which are full.
 
     Args:
         batch: a decode without speculation, or a TARGET_VERIFY.
         pool: a pool with pages of 128 tokens, on the same device.
+        num_kv_heads: K/V heads of the model, each of which selects its own pages.
 
     Raises:
         ValueError: another mode, a pool with other pages, or batch and pool on different devices.
@@ -90,6 +91,8 @@ def copy_selected_pages(
     """Copy the selected pages of all rows into the compact cache, with zeros in place of tokens that a row does not see.
 
     Args:
+        metadata: the metadata of the pass, with the page table and the number of seen tokens of each row.
+        cache: the layer's cache, from which pages are copied.
         topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, first for
             earlier pages in any order, then for the page of the row's token, then -1.
         compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
@@ -117,7 +120,9 @@ def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
-    """Builds metadata and makes block-sparse decode calls as SGLang's MiniMax-M3 backend (MSA-v1) does."""
+    """Builds metadata and makes block-sparse decode calls as SGLang's MiniMax-M3 backend (MSA-v1) does, for a model with
+    `num_kv_heads` K/V heads.
+    """
 
     implementation: Any = None  #: any object with FlashInfer's decode function, such as `lab.references`
     num_kv_heads: int = 1

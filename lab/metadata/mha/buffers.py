@@ -28,7 +28,9 @@ class MetadataBuilder(NamedEnum):
 
 
 def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Allocate the metadata of a forward pass as uninitialised tensors. Raises the ValueErrors of `build_mha_metadata`."""
+    """Allocate the metadata of a batch's pass as uninitialised tensors on the pool's device. Raises the ValueErrors of
+    `build_mha_metadata`.
+    """
     check_attends(batch, pool)
     metadata = TRTLLMMHAMetadata.allocate(
         pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
@@ -37,7 +39,7 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Return a function that writes the values of `build_mha_metadata` to `metadata` in one launch.
+    """Return a function that writes the values of `build_mha_metadata` for a batch and its pool to `metadata` in one launch.
 
     Each call reads the batch's tensors again. Cells of a page table after a request's last page are not written.
 
@@ -56,6 +58,7 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
     Tables and running sums start as 0. ``cu_seqlens_q`` of decode and verification is written only when the buffers are made.
 
     Args:
+        builder: how a replay writes the metadata, in one launch or many.
         expand_encoder_only_verify: as in `build_mha_metadata`.
     """
 
@@ -81,10 +84,11 @@ class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
         super().__init__(mode, pool, buffers)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`.
+        """Return a function that rebuilds the metadata of a captured batch size, that of the batch `view`, in place; see
+        `MetadataBuffers.prepare`.
 
         Raises:
-            NotImplementedError: the builder is the fused one, and Triton does not run here.
+            NotImplementedError: `builder` is `MetadataBuilder.FUSED`, and Triton does not run on the pool's device.
         """
         metadata = self.slices(view.batch_size)
         if self.builder is MetadataBuilder.TORCH_OPERATIONS:
@@ -110,8 +114,8 @@ def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> N
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
-    """Build the metadata of `view` in new tensors, and copy them to `metadata`, except the constant `cu_seqlens_q` of decode
-    and verification.
+    """Build the metadata of `view`, a batch of requests of `pool`, in new tensors, and copy them to `metadata`, except the
+    constant `cu_seqlens_q` of decode and verification.
     """
     built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
     presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)

@@ -116,6 +116,12 @@ def call_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of one planned call, except `out`, `workspace_buffer` and those of `CallSettings`.
 
+    Args:
+        planned: which requests and query rows the call computes.
+        batch, metadata, layer: the forward pass, and the layer whose call it is.
+        query: ``[num_tokens, num_qo_heads, head_dim]``, the query rows of the whole batch.
+        cache: the layer's K/V cache.
+        max_context_len: upper bound of the number of keys of a request.
     Raises:
         ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
             differ in rows, or the layer is encoder-only and the decode call would be causal.
@@ -156,8 +162,8 @@ def call_arguments(
 
 
 def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the factor that a call applies to K or V: the layer's `scale` over e4m3 (1 if it is 0 or below) and NVFP4,
-    otherwise 1 (SGLang 0.5.23, `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
+    """Return the factor that a call over a cache of `kv_dtype` applies to K or V: the layer's `scale` over e4m3 (1 if it is 0
+    or below) and NVFP4, otherwise 1 (SGLang 0.5.23, `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
     """
     if kv_dtype == E4M3:
         return scale if scale > 0 else 1.0
@@ -167,8 +173,8 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments of the call in which each query row is a request of its own, for a verification on an encoder-only
-    layer.
+    """Return the further arguments of the planned call in which each query row is a request of its own, for a verification on
+    an encoder-only layer.
 
     The decode call is causal among the rows of one request, and an encoder-only layer is not causal. With a window, every row
     sees the window of its request's last token (SGLang 0.5.23).
@@ -191,8 +197,8 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the arguments that give the decode call's number of rows: `q_len_per_req` if all requests have the same number,
-    else row offsets.
+    """Return the arguments that give the planned decode call's number of rows: `q_len_per_req` if all requests have the same
+    number, else row offsets.
     """
     requests = planned.requests
     offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]

@@ -45,7 +45,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return why a batch is not divided among the ranks, so that every rank computes all of it; "" if it is divided."""
+    """Return why a batch is not divided among `num_ranks` ranks, so that every rank computes all of it; "" if it is divided."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:
@@ -67,6 +67,8 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a request.
 
     Args:
+        metadata: metadata of the whole batch, from `build_mha_metadata`.
+        num_ranks, rank: number of ranks, and the rank whose part is returned.
         batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes are 0; SGLang decides this by
             `seq_lens_cpu`.
 
@@ -123,7 +125,8 @@ def prepare_zigzag(
     max_context_len: int,
     out: Tensor,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention for the whole batch, with one call per rank (see `Backend.prepare_attention`).
+    """Prepare one layer's attention for the whole batch, with one call of `backend` per rank. The other arguments are those of
+    `Backend.prepare_attention`.
 
     Args:
         shards: the results of `zigzag_shard`. Rows of `out` that are in no shard are not written.

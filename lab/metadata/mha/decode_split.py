@@ -46,12 +46,15 @@ class DecodeSplit:
         return getattr(self._implementation, name)
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Tensor:
-        """Run FlashInfer's decode call as several calls of the wrapped implementation, and return `out`."""
+        """Run FlashInfer's decode call with these arguments as several calls of the wrapped implementation, and return
+        `out`.
+        """
         result: Tensor = self.prepare_trtllm_batch_decode_with_kv_cache(**arguments)()
         return result
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
-        """Prepare all decode calls (see `lab.kernels.prepare`). Return a function that runs them and returns `out`.
+        """Prepare all decode calls for the arguments of FlashInfer's call (see `lab.kernels.prepare`). Return a function that
+        runs them and returns `out`.
 
         Raises:
             NotImplementedError: a divided call has an LSE, or no `out`.
@@ -69,7 +72,9 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The requests of one of the calls: their indices in the batch, copies of their inputs, and the call's output."""
+    """The requests of one of the calls: their indices in the batch, copies of their inputs (`gathered`), and the call's
+    output.
+    """
 
     requests: Tensor  #: ``[n]`` int64, indices in the batch, a view that each sort rewrites
     #: pairs of a tensor over all requests of the batch, and its copy over the group's requests
@@ -82,8 +87,8 @@ class _Group:
 
 
 def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return a function that sorts the requests by length, divides them into `splits` groups, and for each group copies its
-    inputs, makes a call and copies the output back.
+    """Return a function that sorts the requests of a decode call with these `arguments` by length, divides them into `splits`
+    groups, and for each group copies its inputs, makes a call of `implementation` and copies the output back.
     """
     lens, out = _movable(arguments["seq_lens"]), arguments["out"]
     of_requests = {

@@ -64,8 +64,11 @@ class TRTLLMMHAMetadata:
         """Allocate the metadata of a forward pass. It has sliding-window tensors if the pool has sliding-window pages.
 
         Args:
+            batch_size, max_seq_len_q, num_tokens: requests, largest number of query rows of a request, and query rows of the
+                pass.
             new: allocates a tensor, like `torch.zeros` and `torch.empty`.
             page_table, cu_seqlens_q: existing tensors for these fields; None allocates them.
+            expand_encoder_only_verify: True also allocates `encoder_cache_seqlens` and `encoder_page_table`.
         """
 
         def int32(*shape: int) -> Tensor:
@@ -212,6 +215,8 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Return the sliding-window slot to which each query row's K and V are written, ``[num_tokens]`` int64; 0 for padding."""
+    """Return the slot of the pool's sliding window to which K and V of each query row of a batch are written, ``[num_tokens]``
+    int64; 0 for padding.
+    """
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))

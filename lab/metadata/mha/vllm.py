@@ -87,8 +87,8 @@ class VLLMBackend:
         return run
 
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:
-        """Return the calls that one layer makes: the decode call, then the context call (``split_decodes_and_prefills`` of
-        ``utils.py``).
+        """Return the calls that one layer makes in a batch's pass: the decode call, then the context call
+        (``split_decodes_and_prefills`` of ``utils.py``).
 
         If no request needs a context call, the decode call includes the padding rows. For trtllm-gen, all requests of a decode
         call have the same number of query rows, except padding requests, which may have 0. For XQA, these numbers may differ.
@@ -106,7 +106,7 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the decode call's `q_len_per_req`, or its row offsets if requests have different numbers of rows
+        """Return the `q_len_per_req` of the planned decode call, or its row offsets if requests have different numbers of rows
         (`_compute_decode_query_lens`).
 
         In the offsets for trtllm-gen a padding request has no rows. For XQA, and if all requests have one row, `q_len_per_req`
@@ -123,8 +123,8 @@ class VLLMBackend:
 def _context_offsets(
     planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], unit: int
 ) -> dict[str, Any]:
-    """Return the context call's offsets and `max_q_len`. ``cum_seq_lens_kv`` counts units of `unit` keys: pages for trtllm-gen
-    (line 1763), and keys otherwise.
+    """Return the offsets and `max_q_len` of the planned context call, whose `arguments` are those of `call_arguments`.
+    ``cum_seq_lens_kv`` counts units of `unit` keys: pages for trtllm-gen (line 1763), and keys otherwise.
     """
     offsets = arguments["cum_seq_lens_q"]
     return {

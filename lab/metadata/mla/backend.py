@@ -25,7 +25,7 @@ from lab.metadata.mla.rows import dense_block, unpad_draft_extend_output
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
     """Builds metadata and makes decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's
-    call.
+    call. `attention` says how many keys a request has in a draft step.
 
     `lab.metadata.mla.calls.prepare_mla_prefill` makes the calls of a prefill.
     """
@@ -48,7 +48,9 @@ class TRTLLMMLABackend:
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[TRTLLMMLADecodeMetadata]]:
-        """Make the metadata buffers of each mode. Without decode context parallelism all modes share one block table."""
+        """Make the metadata buffers of each mode, for up to `max_batch_size` requests of the pool. Without decode context
+        parallelism all modes share one block table.
+        """
         if self.dcp is not None:
             return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
         table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend)
@@ -69,6 +71,7 @@ class TRTLLMMLABackend:
         """Prepare one layer's attention on the decode kernel (see `Backend.prepare_attention`).
 
         Args:
+            cache: the layer's cache of latent entries.
             query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
             max_context_len: not used, because the metadata has an upper bound of the lengths.
             out: ``[num_tokens, heads, kv_lora_rank]``; rows after ``metadata.num_rows`` are not written.

@@ -36,8 +36,8 @@ def new_block_table(
     """Allocate the block table that all captured modes and batch sizes of a backend share, as SGLang's `init_cuda_graph_state`
     does.
 
-    The table is filled with -1 only here. A replay writes the cells of its requests' pages. Later cells of a row keep the
-    values of earlier replays.
+    `draft_extend` is as in `MLAGraphMetadata`. The table is filled with -1 only here. A replay writes the cells of its
+    requests' pages. Later cells of a row keep the values of earlier replays.
 
     Returns:
         ``[max_batch_size, width]`` int32, wide enough for ``max_context_len`` tokens and the padding rows of a request.
@@ -90,7 +90,8 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
         super().__init__(mode, pool, buffers)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`.
+        """Return a function that rebuilds the metadata of a captured batch size, that of the batch `view`, in place; see
+        `MetadataBuffers.prepare`.
 
         The function writes `cu_seqlens_q` and `seq_lens_q` only with `QueryLayout.PADDED`. Otherwise they are constant.
         """
@@ -102,7 +103,8 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
     """Call `write`, which writes the metadata of the pass. Then count padding rows in `seq_lens_k`, and write page 0, the sink,
-    to the columns of pages that only padding rows need. `rows` are the numbers of query rows of the requests.
+    to the columns of pages that only padding rows need. `rows` are the numbers of query rows of the requests, and a page has
+    `page_size` tokens.
     """
     write()
     assert metadata.seq_lens_q is not None

@@ -60,7 +60,9 @@ def mla_call_arguments(
     """Return the keyword arguments of the MLA decode call, except `out` and `workspace_buffer`.
 
     Args:
+        batch, metadata, layer: the forward pass, and the layer whose call it is.
         query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, as `mla_query` returns it.
+        cache: the layer's cache of latent entries.
         multi_ctas_kv_counter_buffer: the result of `allocate_multi_ctas_kv_counters`; None: the implementation's own buffer.
     """
     return layer_arguments(layer, query, cache) | {
@@ -86,7 +88,8 @@ def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> 
 
 
 def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the call's ``max_seq_len``: ``max_seq_len_k``, plus the query rows in verification and draft extend.
+    """Return the ``max_seq_len`` of the call of a pass with this mode and metadata: ``max_seq_len_k``, plus the query rows in
+    verification and draft extend.
 
     ``max_seq_len_k`` of an eager verification counts the draft tokens too, so that they count twice, as in SGLang.
     """
@@ -131,6 +134,7 @@ def ragged_context_arguments(
     are merged by the LSE, the log-sum-exp of the logits.
 
     Args:
+        batch, metadata, layer: the prefill, and the layer whose call it is.
         query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption. Padding rows after the
             requests' rows are left out.
         value: ``[num_tokens, heads, v_head_dim]``. Query, key and value are e4m3 over an e4m3 cache (`quantised_prefill`).
@@ -192,6 +196,7 @@ def prepare_mla_prefill(
         implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query, key, value: as in `ragged_context_arguments`.
         out: ``[num_tokens, heads, v_head_dim]``; padding rows are not written. None: a new tensor.
+        workspace_buffer: the argument of FlashInfer's call; None: the implementation's own workspace.
 
     Returns:
         A function that returns the output without padding rows, or (output, LSE) if a request has a cached prefix. The LSE is

@@ -74,6 +74,8 @@ def build_mla_dcp_metadata(
     page_size] // size // page_size`` for each page with a token of the rank, then -1.
 
     Args:
+        dcp: the rank whose metadata is built.
+        attention: how a draft step counts keys.
         batch: the forward pass, with the slots and lengths of the whole group.
         pool: the widened pool; a GPU's pages have 32 or 64 tokens.
 
@@ -123,8 +125,10 @@ def prepare_mla_dcp_attention(
 
     Args:
         implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
+        batch, layer: the forward pass with the slots and lengths of the whole group, and the layer.
         metadata: the metadata of each rank, in order.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
+        cache: the caches of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``.
         query_dtype: the dtype to which each call casts the query; None: no cast.
         cute_dsl: True for calls of CuTe DSL's kernel.

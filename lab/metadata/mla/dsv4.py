@@ -59,7 +59,9 @@ class DSV4Layer(MLALayer):
 
 @dataclass(frozen=True, eq=False)
 class DSV4Cache:
-    """The cache of one layer: one entry per token in sliding-window pages, and the compressed entries."""
+    """The cache of one layer: one entry per token in sliding-window pages, and the compressed entries, each of which stands for
+    `compress_ratio` tokens (0: there are none).
+    """
 
     #: contiguous ``[num_entries, head_dim]``: the entries of tokens, page by page, then the compressed entries, page by page
     storage: Tensor
@@ -108,7 +110,9 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a forward pass on DeepSeek-V4's call: the lengths, window entries and pages of each query row."""
+    """The metadata of a forward pass on DeepSeek-V4's call: the lengths, window entries and pages of each query row. A page has
+    `page_size` tokens.
+    """
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
     #: ``[num_rows, 128]`` int32, the places of the row's token and of the 127 tokens before it, newest first; then -1
@@ -208,7 +212,9 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
 
 
 def check_dsv4(pool: KVPool) -> None:
-    """Raise ValueError unless the backend supports the pool. SGLang's pool has pages of 256 tokens."""
+    """Raise ValueError unless the pool has sliding-window pages, pages of a multiple of 128 tokens, and no virtual slots.
+    SGLang's own pool has pages of 256 tokens, which is not required here.
+    """
     if pool.v2p is not None:
         raise ValueError("a pool of DSV4 has no virtual slots: leave num_virtual_pages out")
     if pool.full_to_swa is None or pool.page_size % WITHOUT_INDEXER:

@@ -126,7 +126,9 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of an eager pass: a prefill by `build_mla_prefill_metadata`, else by `build_mla_decode_metadata`."""
+    """Build the metadata of an eager pass: a prefill by `build_mla_prefill_metadata`, else by `build_mla_decode_metadata`.
+    These functions document the arguments.
+    """
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
@@ -260,7 +262,9 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the number of columns of the block table: the pages of ``max_len`` tokens, rounded up to 4,096 tokens."""
+    """Return the number of columns of the block table: the pages, of `page_size` tokens each, of ``max_len`` tokens, rounded up
+    to 4,096 tokens.
+    """
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 
@@ -271,8 +275,8 @@ def check_mla_page_size(page_size: int) -> None:
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError unless the MLA backend supports the pool, the draft model's `attention` and the page size. A `page_size`
-    of None means the pool's.
+    """Raise ValueError unless the MLA backend supports the pool (it must have no sliding-window pages), the draft model's
+    `attention` and the page size. A `page_size` of None means the pool's.
     """
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
@@ -284,8 +288,8 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page
 def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
-    """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``: uint8 zeros. In it, the CTAs that share a request count how many
-    of them have finished.
+    """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, uint8 zeros, for calls of up to ``max_batch_size`` requests on a
+    GPU with ``sm_count`` SMs (multiprocessors). In it, the CTAs that share a request count how many of them have finished.
 
     It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8 counters (FlashInfer
     0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`), for at least 8,192 requests, as in SGLang 0.5.23. Kernels reset it to
@@ -303,7 +307,8 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of ``seq_lens_cpu``, or the pool's ``max_context_len`` if the host does not know the lengths.
+    """Return the largest of the batch's ``seq_lens_cpu``, or the pool's ``max_context_len`` if the host does not know the
+    lengths.
 
     In a ragged verification each length also counts the request's rows, or ``num_draft_tokens`` if the host does not know them,
     because DSpark adds the rows to the host's list (`dspark_verify.py`, SGLang 0.5.23).
@@ -319,7 +324,7 @@ def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
     """Return a block table ``[batch_size, width]`` int32. A row has the pages of the request's first `keys` tokens, then page 0
-    (the sink) up to `padded_keys` tokens, then -1. `rows` are the requests' rows in the request table.
+    (the sink) up to `padded_keys` tokens, then -1. `rows` are the requests' rows in the pool's request table.
     """
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)

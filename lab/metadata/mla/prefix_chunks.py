@@ -38,7 +38,8 @@ class PrefixChunk:
 
 
 def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:
-    """Return the chunks of a prefill's cached prefixes, without reading the device; [] if no request has a prefix.
+    """Return the chunks of the cached prefixes of a prefill over requests of the pool, without reading the device; [] if no
+    request has a prefix.
 
     A chunk has at most `capacity` tokens, ``capacity // batch_size`` of each request.
 
@@ -94,6 +95,7 @@ def prepare_prefix_chunk(
         implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query: as in `lab.metadata.mla.calls.ragged_context_arguments`.
         key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.
+        workspace_buffer: as in `lab.metadata.mla.calls.prepare_mla_prefill`.
 
     Returns:
         A function that returns the output without padding rows, and the LSE: float32 ``[num_rows, heads]``, base 2.

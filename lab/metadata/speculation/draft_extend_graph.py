@@ -30,7 +30,9 @@ class DraftExtendOutput(NamedEnum):
     SELECTED_ROW = "selected row"
 
     def num_rows(self, batch_size: int, num_tokens: int) -> int:
-        """Return the number of output rows: one per request with SELECTED_ROW, else one per query row."""
+        """Return the number of output rows: `batch_size` (one per request) with SELECTED_ROW, else `num_tokens` (one per query
+        row).
+        """
         return batch_size if self is DraftExtendOutput.SELECTED_ROW else num_tokens
 
 
@@ -56,7 +58,8 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's inputs into the first rows of these buffers. Later rows keep their contents, as in SGLang.
+        """Copy a batch's inputs into the first rows of these buffers. Without `select_index` its buffer is not written. Later
+        rows keep their contents, as in SGLang.
 
         Raises:
             ValueError, TypeError: an argument has another dtype or row shape than its buffer, or more rows.
@@ -107,11 +110,15 @@ class DraftModel(Protocol):
     """A protocol: the draft model that a CUDA graph runs, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
-        """Return zero-filled input buffers. Zeros are valid token ids and row indices."""
+        """Return zero-filled input buffers for up to `max_batch_size` requests and `max_num_tokens` query rows. Zeros are valid
+        token ids and row indices.
+        """
         ...
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Return output buffers with the number of rows that `form` requires (`DraftExtendOutput.num_rows`)."""
+        """Return output buffers for up to `max_batch_size` requests and `max_num_tokens` query rows. Their number of rows
+        depends on `form` (`DraftExtendOutput.num_rows`).
+        """
         ...
 
     def prepare(
@@ -123,14 +130,18 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function that reads `inputs`, writes K and V and fills `outputs`. A CUDA graph can capture it."""
+        """Return a function that reads `inputs`, writes K and V and fills `outputs` in the given form. A CUDA graph can capture
+        it. `backend` prepares the attention calls of the batch from `metadata`.
+        """
         ...
 
 
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the `body` argument of a `GraphRunner` that runs the draft model on slices of the input and output buffers."""
+    """Return the `body` argument of a `GraphRunner` that runs the draft model on slices of the input and output buffers.
+    `backend` makes the attention calls, and `form` says which rows have outputs.
+    """
 
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
@@ -152,6 +163,8 @@ class DraftExtendGraph:
 
     Args:
         spec_info: the number of rows per request, in the fields that `GraphMode.draft_extend_v2` reads.
+        form: for which rows the graphs compute logits.
+        place: where a replay's metadata is rebuilt.
         disable_padding: True: a batch runs only if its size is exactly a captured one.
 
     Raises:

@@ -178,7 +178,9 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """Build every step's metadata in new tensors, as an eager pass of the engine does. Raises the errors of `prepare_draft`."""
+    """Build the metadata of every step of a draft for a batch of the pool's requests in new tensors, as an eager pass of the
+    engine does. Raises the errors of `prepare_draft`.
+    """
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
     return tuple(DraftStep(step.metadata, _clone(step.kv_indptr), _clone(step.kv_indices)) for step in prepared.steps)
@@ -209,7 +211,8 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
 
 
 def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    """Return a function that allocates the metadata of one draft step. It takes the step's page table, or None for a new one.
+    """Return a function that allocates the metadata of one draft step for `max_rows` rows of the batch. It takes the step's
+    page table, or None for a new one.
 
     All steps of MHA share one `cu_seqlens_q`.
     """

@@ -24,7 +24,8 @@ class VerifyMaskForm(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class VerifyMask:
-    """A buffer for the bool mask of a verification of at most ``max_batch_size`` requests.
+    """A buffer for the bool mask of a verification of at most ``max_batch_size`` requests, each with ``num_draft_tokens`` draft
+    tokens and at most ``max_context_len`` other tokens.
 
     Raises:
         TypeError: the buffer is not bool.
@@ -113,7 +114,8 @@ def preallocate_verify_mask(
     For 256 requests, 4 draft tokens and 131,072 tokens of context it has 134,221,824 bytes (FULL) or 4,096 (QLEN_ONLY).
 
     Args:
-        num_draft_tokens: None or 0 without speculation: the backend does not verify.
+        form, max_batch_size, max_context_len: as in `VerifyMask`.
+        num_draft_tokens: draft tokens of each request; None or 0 without speculation: the backend does not verify.
         skip_prefill: the backend belongs to draft steps, which do not verify.
         is_draft_runner: the backend belongs to a draft model, which does not verify. SGLang 0.5.23 allocates no mask for it
             (`maybe_create_verify_mask`); 0.5.14 does.

@@ -26,12 +26,14 @@ class CapturedVerify(VerifyBackend):
     Args:
         num_draft_tokens: query rows of each request.
         batch_sizes: the captured sizes, in any order. A batch is padded to the smallest size that holds it.
-        attention: the backend that makes the metadata's buffers: TRT-LLM MHA or MLA, whose kernel takes no mask.
+        attention: the backend that makes the metadata's buffers: TRT-LLM MHA, or TRT-LLM MLA. The MLA kernel takes no mask: use
+            it only without `mask`.
         mask: as in `PlannedVerify`, for ``max(batch_sizes)`` requests; None: rows are causal.
 
     Raises:
         ValueError: there is no size, a number is below 1, or the backend does not support the pool.
-        NotImplementedError: the builder is the fused one, and Triton does not run here.
+        NotImplementedError: Triton does not run on the pool's device, and `attention` is TRT-LLM MLA or has
+            `MetadataBuilder.FUSED`.
     """
 
     def __init__(
