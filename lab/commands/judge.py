@@ -207,7 +207,9 @@ def judge(
 def _judge_of_calls(
     calls: str, implementation: str | None, refusals: str | None, settings: dict[str, Any]
 ) -> "Callable[..., Report]":
-    """Return a function that judges the recorded calls of a folder: the recorded outputs, or outputs of `implementation`."""
+    """Return a function that judges the recorded calls of a folder: the recorded outputs or, unless it is None, outputs of
+    `implementation`. `refusals` is the option --refusals, and `settings` are arguments of `judge_calls`.
+    """
     from lab.checks.run.judge import judge_calls
 
     if implementation is not None:
@@ -257,7 +259,8 @@ def _judge_case(
     path: Path, number: int, name: str | None, refusals: str | None, settings: Mapping[str, Any], console: Console
 ) -> ExitStatus:
     """Judge one case of a report again, print the verdict, and return the exit status. `name` is the implementation; None
-    stands for the implementation of the report.
+    stands for the implementation of the report. `refusals` is the option --refusals, and `settings` are arguments of
+    `judge_recorded`.
     """
     from lab.checks.record import read_case
     from lab.checks.run.judge import judge_recorded

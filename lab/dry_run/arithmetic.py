@@ -329,7 +329,7 @@ class _Attention:
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row is the data of one token in one
         head. The descriptor `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows
-        into one.
+        into one. `side`, "K" or "V", names the pages in errors.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

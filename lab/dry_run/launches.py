@@ -111,7 +111,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Fill:
-    """A memset of `size_bytes` bytes at `address`, made by the launcher or by FlashInfer's Python code."""
+    """A memset of `size_bytes` bytes at `address` to the byte `value`, made by the launcher or by FlashInfer's Python code."""
 
     address: int
     value: int

@@ -163,7 +163,9 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return the functions of FlashInfer that query the GPU or compile a module, each with the function that replaces it."""
+    """Return the functions of FlashInfer that query the GPU or compile a module, each with the function that replaces it for
+    the machine `made`.
+    """
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {

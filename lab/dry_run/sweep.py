@@ -284,8 +284,9 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Return True if a TMA descriptor has the address and the strides of a tensor [pages, tokens, heads, head_dim]. Strides of
-    dimensions of size 1 are not compared. A descriptor may join adjacent tokens into one row; with `is_joined` it must.
+    """Return True if a TMA descriptor has the address and the strides of `side` (K or V, [pages, tokens, heads, head_dim]).
+    Strides of dimensions of size 1 are not compared. A descriptor may join adjacent tokens into one row; with `is_joined` it
+    must.
     """
     pages, tokens, heads, width = side.shape
     page, token, head = (stride * side.element_size() for stride in side.stride()[:3])

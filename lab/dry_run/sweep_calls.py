@@ -174,7 +174,9 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
 
 
 def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale factors of K and V of an NVFP4 cache, with the strides that the axis "factors" of a point names."""
+    """Return the scale factors of K and V of an NVFP4 cache, `width` per token and head, with the strides that the axis
+    "factors" of a point names.
+    """
     heads, page_size, form = point["num_kv_heads"], point["page_size"], point["factors"]
     page = heads * page_size * width
     nhd = (form == "NHD") != ("NHD" in point["cache"])

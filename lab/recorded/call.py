@@ -209,9 +209,9 @@ class RecordedCall:
             raise RecordingError(f"{what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
-        """Return the expected results, and an output and LSE of this call, in the form in which the judge compares them: one
-        row per query row, and the LSE in base 2. Padding rows are omitted, and so are the rows of requests that see a
-        non-finite key.
+        """Return the expected results, and an output and LSE of this call (None: no LSE), in the form in which the judge
+        compares them: one row per query row, and the LSE in base 2. Padding rows are omitted, and so are the rows of requests
+        that see a non-finite key.
         """
         if self.function is AttentionCall.MLA_DECODE:
             out = out.flatten(0, 1) if out.dim() == 4 else out

@@ -220,7 +220,7 @@ def contents_of(call: RecordedCall) -> list[str]:
 
 
 def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
-    """Replace the contents of these arguments by normally distributed values. Each tensor has its own seed (`seed_of`).
+    """Replace the contents of the arguments `names` by normally distributed values. Each tensor has its own seed (`seed_of`).
     Non-finite elements are kept.
     """
     given = {name: each_tensor(call.given[name], partial(_drawn, name)) for name in names}

@@ -55,7 +55,8 @@ def write_repro(
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
     """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if the result is wrong.
-    Long tensors are added to `saved`, by name; the program reads them from `repro.pt`.
+    `fault` and `called` are as in `write_repro`. Long tensors are added to `saved`, by name; the program reads them from
+    `repro.pt`.
     """
     problem, given = call.problem(), call.given
     logits, scale = "logits", 'float(ARGUMENTS.get("bmm1_scale", 1))'
@@ -86,7 +87,9 @@ def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str,
 
 
 def _raises(call: RecordedCall, fault: Fault | None) -> str:
-    """Return a Python expression that is True if `error`, which the function raised, is the fault to be reproduced."""
+    """Return a Python expression that is True if `error`, which the function raised, is the fault to be reproduced. If no
+    `fault` is known, this is so if the recorded call did not return.
+    """
     if fault is None:
         return str(call.out is None)
     return f"type(error).__name__ == {fault.error!r}" if fault.error else str(fault.reason is Reason.NO_RETURN)

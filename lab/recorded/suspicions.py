@@ -83,9 +83,9 @@ class RecordedInputs:
         return first_few(found, MOST_SHOWN)
 
     def _origin(self, request: int, seen: torch.Tensor, kv_head: int) -> str:
-        """Return a text about the non-finite K or V vector that made an output row of a request non-finite. The vector is one
-        that the row sees; if there is none, one of the request that the row must not see, or one after the request's last key.
-        `seen`, bool [num_keys], says which keys the row sees.
+        """Return a text about the non-finite K or V vector of a K/V head that made an output row of a request non-finite. The
+        vector is one that the row sees; if there is none, one of the request that the row must not see, or one after the
+        request's last key. `seen`, bool [num_keys], says which keys the row sees.
         """
         problem, places = self.problem, [each for each in self._non_finite(request) if each.head == kv_head]
         for each in sorted(places, key=lambda place: not seen[place.token]):

@@ -75,7 +75,9 @@ class NotComparableError(ValueError):
 
 @dataclass(frozen=True)
 class RowComparison:
-    """A pair of rows that measure the same thing: how their times compare, or the reason why they must not be compared."""
+    """A pair of rows that measure the same thing: how their times compare (`samples`), or, if that is None, the reason why they
+    must not be compared (`refused`).
+    """
 
     identity: Identity
     samples: SampleComparison | None = None
@@ -165,7 +167,9 @@ def compare(
 
 
 def _summary(rows: Sequence[RowComparison], missing: Sequence[Identity], added: Sequence[Identity]) -> str:
-    """Return a sentence with the number of rows of each verdict, and the geometric mean of (time after / time before)."""
+    """Return a sentence with the number of rows of each verdict, and the geometric mean of (time after / time before).
+    `missing` are the rows that only BEFORE has, `added` those that only AFTER has.
+    """
     compared = [row.samples for row in rows if row.samples is not None]
     counts = Counter(samples.speed for samples in compared)
     words = [f"{counts[speed]} {speed.name}" for speed in Speed]
@@ -177,7 +181,9 @@ def _summary(rows: Sequence[RowComparison], missing: Sequence[Identity], added: 
 
 
 def _exit_status(rows: Sequence[RowComparison], *, is_strict: bool, misses_rows: bool) -> ExitStatus:
-    """Return the exit status by the rules in the module's docstring. `misses_rows`: a row of BEFORE is not in AFTER."""
+    """Return the exit status by the rules in the module's docstring. `is_strict`: an UNSURE row counts like a SLOWER one.
+    `misses_rows`: a row of BEFORE is not in AFTER.
+    """
     changes = {row.samples.speed for row in rows if row.samples is not None}
     if not changes:
         return ExitStatus.NOT_JUDGED

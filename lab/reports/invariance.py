@@ -48,8 +48,8 @@ def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
 
 def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
     """Yield two lines about the smallest wrong case of a row, and two about the smallest case whose bits differ within the
-    bound. The first line has the reason or the largest difference, the second the lengths and a command that judges the case
-    again.
+    bound. The first line has the row's function and factor (`names`) and the reason or the largest difference, the second the
+    lengths and a command that judges the case again.
     """
     for answer in (Answer.WRONG, Answer.WITHIN):
         cases = [smallest for each in row if (smallest := each.smallest(answer))]

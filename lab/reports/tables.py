@@ -90,7 +90,7 @@ Columns = Mapping[str, Callable[[Any], Cell]]  # by heading: a function that ret
 
 
 def words(value: Any, style: str = "") -> Cell:
-    """Return a cell that shows a value as text; a dash for None and ""."""
+    """Return a cell that shows a value as text; a dash for None and "". `style` is as in `Cell`."""
     return Cell(ABSENT if value is None or value == "" else str(value), style=style)
 
 
@@ -140,7 +140,9 @@ def make_table(
 
 
 def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
-    """Make a table from rows of texts or cells. Columns that are empty in every row are omitted."""
+    """Make a table with these headings from `lines`, its rows of texts or cells. Columns that are empty in every row are
+    omitted. `caption` is as in `Table`.
+    """
     cells = [[each if isinstance(each, Cell) else Cell(each) for each in line] for line in lines]
     columns = {heading: itemgetter(place) for place, heading in enumerate(headings)}
     return make_table(columns, cells, caption=caption, say_once=())
@@ -148,7 +150,7 @@ def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
     """Make a table of JSON objects, with one column per key. The key of a nested value is written "outer.inner". A key is left
-    out if a record has a long list under it.
+    out if a record has a long list under it. `name` and `caption` are as in `Table`.
 
     Columns of words come first, then times, then other numbers, because not all columns fit the width of a page.
     """
@@ -165,7 +167,7 @@ def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any
 
 
 def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. Each key of the result begins with `prefix`."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -316,7 +318,9 @@ def items(lines: Iterable[str]) -> str:
 
 
 def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> None:
-    """Print lines without wrapping them and without interpreting markup. Control characters are printed as escape sequences."""
+    """Print lines, in a style of the package rich, without wrapping them and without interpreting markup. Control characters
+    are printed as escape sequences.
+    """
     from rich.text import Text
 
     for line in lines:

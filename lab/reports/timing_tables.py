@@ -132,7 +132,7 @@ def _median_of(implementation: str, rivals: Rivals) -> Cell:
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
     """Make a table of medians, with one row per scenario and one column per implementation. It has no rows if the run timed
     only one implementation. The column "fastest" also names the implementations that are as fast as the fastest one
-    (`Rivals.as_fast`).
+    (`Rivals.as_fast`). The table's id begins with `name`.
     """
     names = sorted({row.implementation for row in run.gpu_rows})
     columns: Columns = {
@@ -149,7 +149,7 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the implementations that were not timed, with one row per implementation and reason."""
+    """Make a table of the implementations that were not timed, with one row per implementation and reason. `name` is its id."""
     scenarios = grouped(
         ((each["implementation"].removeprefix(MODULE_PREFIX), each["reason"]), each["scenario"] or "all")
         for each in run.not_timed
@@ -163,7 +163,9 @@ def not_timed_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:
-    """Make a table of rows whose times are not GPU times: median, interquartile range, number of samples, and method."""
+    """Make a table of rows whose times are not GPU times: median, interquartile range, number of samples, and method. `name`
+    and `caption` are as in `Table`.
+    """
     return make_table(PLAIN_COLUMNS, sorted(rows, key=lambda row: row.name), name=name, caption=caption, say_once=())
 
 
@@ -174,7 +176,7 @@ def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def ceiling_table(run: RecordedRun, name: str = "") -> Table:
     """Make a table of the highest rates of the memory and of the matrix units: as measured in the run, and as the datasheet has
-    them. Rates that are unknown have no row.
+    them. Rates that are unknown have no row. The table's id begins with `name`.
     """
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}

@@ -22,7 +22,9 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of an attention layer with grouped queries, from the name of a model. A base class of frozen dataclasses."""
+    """The sizes of an attention layer with grouped queries: the part of the model layer `geometry` that one of
+    `tensor_parallel` ranks has. A base class of frozen dataclasses.
+    """
 
     geometry: str
     tensor_parallel: int = 1
@@ -48,7 +50,7 @@ class GroupedLayer:
 class ForwardCase(GroupedLayer, PassCase):
     """One forward pass over paged K and V, as data.
 
-    `prefix_lens`, `q_lens` and `draft_step` are as in `PassCase`.
+    Fields without a comment are as in `PassCase`.
 
     Raises:
         TypeError: an argument has another type, or the judge has no error bound for a dtype.

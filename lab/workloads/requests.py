@@ -67,7 +67,8 @@ class PassLens:
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """The requests of one forward pass, one or more, with their rows in a pool's request table.
+    """The requests of one forward pass, one or more, with their rows in a pool's request table. Fields without a comment are as
+    in `PassLens`.
 
     Raises:
         ValueError: there is no request, or the lengths are not one per request.

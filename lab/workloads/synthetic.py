@@ -38,7 +38,9 @@ def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[T
 
 
 def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
-    """Turn a uniform random number in [0, 1) into a log-normal one, rounded, and at least `least` and at most `most`."""
+    """Turn a uniform random number in [0, 1) into a log-normal one with this median and the standard deviation `sigma` of its
+    logarithm, rounded, and at least `least` and at most `most`.
+    """
     # inv_cdf rejects 0 and 1. Draws of `Random.random` are multiples of 2**-53, so that only the draw 0 is changed.
     deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
     return min(max(round(median * math.exp(sigma * deviation)), least), most)

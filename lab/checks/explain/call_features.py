@@ -38,7 +38,9 @@ OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", "head_dim", "v_head_dim", "num_k
 
 
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
-    """Return the features of the request with index `request`, such as its lengths, pages, and keys outside the window."""
+    """Return the features of the request with index `request`, such as its lengths, pages, and keys outside the window. A
+    `window_left` of -1 is no window.
+    """
     kv_len = kv_lens[request]
     # Index of the first key in the window of the request's last row, and of its first row; 0 or less if no key is hidden
     last_seen = first_seen = 0
@@ -110,7 +112,9 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return `features` and the features that follow from these lengths, for the batch and each of its requests."""
+        """Return `features` and the features that follow from these lengths, for the batch and each of its requests. A
+        `window_left` of -1 is no window; `page_size` is `TILE` for a call without pages.
+        """
         of_requests = tuple(
             kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
             for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))

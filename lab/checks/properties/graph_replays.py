@@ -32,7 +32,7 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
     """Yield (mode, sequence, turn): forward modes that run in CUDA graphs, and the replay sequences to run in them. The number
-    `turn` changes from pair to pair; a caller uses it to choose further settings, such as the sliding window.
+    `turn` varies among the pairs; a caller uses it to choose further settings, such as the sliding window.
 
     The full level has every sequence in every mode, with all numbers of query rows per request and several draft steps. The
     smoke level has each sequence in two modes. Nothing is yielded if the ranges lack bfloat16. `more` are further modes.
@@ -123,7 +123,7 @@ def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
     """Expect no NaN in the output of the capture, whose requests are all padding; in a draft extend, they have fewer keys than
-    query rows. Then expect a right replay of a full batch.
+    query rows. Then expect a right replay of a full batch, with the four given K/V lengths.
     """
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
         yield f"{wrong} output vectors of the capture itself are not finite"
@@ -131,22 +131,27 @@ def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int
 
 
 def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run a batch eagerly, then replay it in the graph of the batch's size. Both outputs must be right."""
+    """Run a batch with the four given K/V lengths eagerly, then replay it in the graph of the batch's size. Both outputs must
+    be right.
+    """
     batch = fixture.batch(across, short, longest, edge)
     yield from fixture.wrongs(batch, fixture.eager(batch))
     yield from _replayed(fixture, batch)
 
 
 def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay a batch of short requests after a batch of long ones. Page tables and running sums still have the long batch's
-    values after the cells that the short batch uses, so that a kernel with a stale length reads wrong tokens.
+    """Replay a batch of shorter requests after a batch of requests with the K/V length `longest`. Page tables and running sums
+    still have the long batch's values after the cells that the shorter batch uses, so that a kernel with a stale length reads
+    wrong tokens.
     """
     longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
     yield from _replayed(fixture, longer, shorter)
 
 
 def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay batch A, another batch B, and A again with the same queries. Both outputs of A must have the same bits."""
+    """Replay batch A, with the K/V lengths `edge` and `across`, another batch B, and A again with the same queries. Both
+    outputs of A must have the same bits.
+    """
     first, other = fixture.batch(edge, across), fixture.batch(longest, short, first_request=2)
     state = fixture.generator.get_state()
     before = fixture.replay(first)
@@ -161,7 +166,7 @@ def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: 
 
 def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
     """Replay graphs of two batch sizes in turn: small, large, small, then large and small with one padding request each. The
-    graphs share their buffers.
+    graphs share their buffers. The requests of a batch have different ones of the four given K/V lengths.
     """
     yield from _replayed(
         fixture,
@@ -174,8 +179,8 @@ def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: i
 
 
 def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run an eager pass between two replays, with more requests than any graph has. The eager pass allocates and frees memory,
-    and must not change the graphs' buffers.
+    """Run an eager pass between two replays, with more requests than any graph has, of the four given K/V lengths. The eager
+    pass allocates and frees memory, and must not change the graphs' buffers.
     """
     yield from _replayed(fixture, fixture.batch(edge, across))
     larger = fixture.batch(longest, short, across, edge, longest)
@@ -186,7 +191,7 @@ def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across
 
 
 def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay two batches. Expect that the graphs' buffers keep their addresses."""
+    """Replay two batches with some of the given K/V lengths. Expect that the graphs' buffers keep their addresses."""
     before = fixture.pointers()
     wrongs = [*_replayed(fixture, fixture.batch(edge, across), fixture.batch(longest, short, edge))]
     moved = [name for name, address in fixture.pointers().items() if address != before.get(name)]
@@ -194,8 +199,8 @@ def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, lo
 
 
 def _poisoned(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay right after memory was overwritten. Page 0 of the cache, which padding uses, and the query's padding rows get huge
-    finite values or NaN; metadata that a replay must write anew gets wrong values.
+    """Replay batches with some of the given K/V lengths right after memory was overwritten. Page 0 of the cache, which padding
+    uses, and the query's padding rows get huge finite values or NaN; metadata that a replay must write anew gets wrong values.
     """
     for value, lens in product(
         (HUGE, float("nan")), ((across,), (longest, short, edge), (edge, longest, across, short))

@@ -58,8 +58,9 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case with new data in a worker. If it is right, judge the same output again in a process without the kernel's
-    code. If the kernel declines the case, the outcome is DISHONEST, because it was right with other data.
+    """Judge in a worker a case of `chosen`, which has a new seed and was right with its old one. If it is right, judge the same
+    output again in a process without the kernel's code. If the kernel declines the case, the outcome is DISHONEST, because it
+    was right with other data.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:

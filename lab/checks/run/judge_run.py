@@ -354,7 +354,9 @@ class CheckRun:
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
-        """Return the earlier report's verdict on the case of `blank` if it is right or declined. Otherwise submit the case."""
+        """Return the earlier report's verdict on the case of `blank` if it is right or declined. Else submit it, to begin by
+        `end`.
+        """
         earlier = self._run.earlier.get(blank.key)
         if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
             return earlier

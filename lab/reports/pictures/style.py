@@ -132,7 +132,7 @@ def few_ticks(axes: Axes) -> None:
 
 
 def in_short(number: int) -> str:
-    """Abbreviate a multiple of 1,024: 4,096 becomes "4K"."""
+    """Abbreviate a multiple of 1,024: 4,096 becomes "4K". Other numbers are written in full."""
     if number >= 2**20 and number % 2**20 == 0:
         return f"{number // 2**20}M"
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)

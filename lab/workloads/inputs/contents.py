@@ -175,7 +175,8 @@ _SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
     """Return positions for needles (keys that outweigh all others) in a request whose rows belong to its newest tokens: the
-    first and last keys that rows see, edges of pages and tiles between them, and the neighbours of all these positions.
+    first and last keys that rows see, edges of pages and tiles between them, and the neighbours of all these positions. A
+    `window_left` of -1 is no window.
     """
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
@@ -194,7 +195,7 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
     """Turn the keys at these positions into needles (keys that outweigh all others), in place: add a multiple of their K/V
-    head's direction. `keys` is [kv_len, num_kv_heads, head_dim].
+    head's direction, the larger the smaller `softmax_scale` is. `keys` is [kv_len, num_kv_heads, head_dim].
     """
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
@@ -216,6 +217,7 @@ def draw_histories(
         generator: draws the query first, then the needles' directions, then each request's tokens.
         needles: positions of each request's needles; None: no needles.
         head_dims: head_dim of K and of V, or only of a latent entry. The first is the query's too.
+        softmax_scale: the factor of Q·K^T, from which the height of needles follows.
 
     Returns:
         The query, [num_rows, num_qo_heads, head_dim], and for each request its K and V or its entries, [kv_len, num_kv_heads,
@@ -244,7 +246,9 @@ def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return K and V of tokens as a cache of this dtype stores them. For NVFP4, the scale factors of K and of V follow."""
+    """Return `keys` and `values` of tokens as a cache of this dtype stores them. For NVFP4, the scale factors of K and of V
+    follow.
+    """
     if dtype == E4M3:
         return quantize_e4m3(keys, E4M3_K_SCALE), quantize_e4m3(values, E4M3_V_SCALE)
     if dtype != NVFP4:
@@ -283,8 +287,8 @@ def fill_dead(pool: Tensor, dead: Dead) -> None:
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill an output tensor in turn with NaN, a huge value and minus this value, and return it. They show if a kernel does not
-    write an element, adds to it, or takes a maximum with it.
+    """Fill an output tensor and return it. Its first, second and third element, and so on in turn, are NaN, a huge value and
+    minus this value. They show if a kernel does not write an element, adds to it, or takes a maximum with it.
     """
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)

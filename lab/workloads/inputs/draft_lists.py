@@ -42,8 +42,8 @@ class DraftListsCase:
     first_cell: int = 8  # index in its storage at which each tensor starts
     dtypes: dict[str, torch.dtype] = field(default_factory=lambda: DTYPES)
     seed: int = 0  # seed of slots and rows
-    window_size: int = 0
-    sink_size: int = 0
+    window_size: int = 0  # number of tokens at a prefix's end that a list keeps; 0 for all
+    sink_size: int = 0  # number of tokens at a prefix's start that a list with a window keeps too
     entries_are_pages: bool = False  # an entry of `req_to_token` is a page
     translated: bool = False  # `req_to_token` has virtual slots or pages, some of which have no page of the pool
 
@@ -169,7 +169,9 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``v2p``, which maps each virtual page to a page of the pool, or to -1 if it has none."""
+        """Return ``v2p``, which maps each virtual page to a page of the pool, or to -1 if it has none. It covers all entries of
+        ``req_to_token`` (`table`).
+        """
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)

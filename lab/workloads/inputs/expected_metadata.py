@@ -185,7 +185,9 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the MLA metadata of a pass without a graph: cells, table tails, bounds, layout."""
+    """Yield a sentence for each error in the MLA metadata of a pass without a graph: cells, table tails, bounds, layout.
+    `attention` is as in `wrong_mla_metadata`.
+    """
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
             yield f"{name} is {dtype}, not torch.int32"
@@ -277,7 +279,8 @@ def wrong_dsv4_metadata(
 
 def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
     """Return a sentence about the first metadata tensor that is missing or has a wrong number of rows; "" if there is none.
-    Each must have as many rows as `seq_lens`, and at least `rows`.
+    `window` and `page_table` must have as many rows as `seq_lens`, and each at least `rows`. With `is_prefill`, the tensors of
+    `OF_DSV4_PREFILL` must be there too.
     """
     tables = ("seq_lens", "window", "page_table")
     for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):

@@ -58,7 +58,9 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs with the same query rows, but with the keys and values in `parts`, one pair per request."""
+        """Return inputs with the same query rows, but with the keys and values in `parts`, one pair per request. Unless
+        `causal`, each row sees all keys of its request.
+        """
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self) -> dict[str, Any]:

@@ -87,7 +87,9 @@ class SeededRedraw:
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that raises AssertionError if output rows that `results` returned for these seeds are wrong."""
+        """Return a function that raises AssertionError if output rows are wrong. It takes the rows that `results` returned for
+        these seeds and the same `whole`.
+        """
         truth = made(self.truth(seeds, self._judged(seeds, whole)))
 
         def check(results: Tensor) -> None:

@@ -49,7 +49,9 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Return the lab's own graph runner for a case. (Tests pass functions that return a deliberately wrong runner.)"""
+    """Return the lab's own `GraphRunner` for a case, from arguments of this class. (Tests pass functions that return a
+    deliberately wrong runner.)
+    """
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
@@ -245,7 +247,8 @@ class ReplayFixture:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
 
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
-        """Yield a sentence for each padding cell that is wrong after a replay.
+        """Yield a sentence for each padding cell that is wrong after a replay of `batch`. `metadata` and `view` are as in
+        `ReplayedPass`.
 
         Padding must have row 0 of the request table, the padding length, and slots and pages of page 0, the sink. An engine
         writes K and V of all rows, so a stale slot in a padding row would overwrite another request's token.

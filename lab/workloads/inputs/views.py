@@ -26,7 +26,7 @@ def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
     """Return a copy of a tensor with gaps in memory: `gap` elements follow each index of `axis`. If the elements are floats,
-    the gaps have large values and NaN in turn.
+    every second element of the storage outside the tensor is NaN, and the others are large.
     """
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
