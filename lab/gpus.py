@@ -124,7 +124,9 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the GPU family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU."""
+    """Return the GPU family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU
+    (None).
+    """
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

@@ -378,8 +378,8 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def takes_rank(call: Any) -> bool:
-    """Return True if the call is one rank's part of context parallelism: `cp_world`, `cp_rank` or the global lengths are set.
-    Raise TypeError or ValueError unless `cp_world` is an int >= 1 and `cp_rank` an int >= 0.
+    """Return True if the call is one rank's part of context parallelism: `cp_world`, `cp_rank` or `causal_seqlens_kv_global` is
+    not the default. Raise TypeError or ValueError unless `cp_world` is an int >= 1 and `cp_rank` an int >= 0.
     """
     world = check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")

@@ -172,7 +172,9 @@ class DSV4DecodeCall:
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output, given as [num_rows, num_qo_heads, head_dim], in the query's shape. There is no LSE."""
+        """Return the output, given as [num_rows, num_qo_heads, head_dim], in the query's shape. `lse` is not used: the call has
+        no LSE.
+        """
         return out.view(self.query.shape) if self.out is None else self.out
 
     def _pool(self, name: str) -> torch.Tensor:

@@ -61,9 +61,9 @@ def columns_in_use(
 def check_selection(
     selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int, names: Names = TOP_K_NAMES
 ) -> None:
-    """Check the entries and lengths of a sparse call. Raise ValueError if a length is below `names.least` or above the number
-    of columns, or if an entry is outside the pool of `num_entries` entries. `cells`, bool [num_rows, num_columns], says which
-    cells of `selected` are entries.
+    """Check the entries and lengths of a sparse call. Raise ValueError if a length in `lens` (None: there are none) is below
+    `names.least` or above the number of columns, or if an entry is outside the pool of `num_entries` entries. `cells`, bool
+    [num_rows, num_columns], says which cells of `selected` are entries.
     """
     if lens is not None:
         for row in ((lens < names.least) | (lens > selected.shape[1])).nonzero()[:1].flatten().tolist():

@@ -41,8 +41,8 @@ class Availability:
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
     """Yield an `Availability` for each function of each implementation, on a machine with a GPU of this compute capability.
 
-    None stands for a machine without a GPU. The function imports no package. `lab.kernels.support.why_not` says which arguments
-    a kernel supports.
+    A `capability` of None stands for a machine without a GPU. The function imports no package. `lab.kernels.support.why_not`
+    says which arguments a kernel supports.
     """
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])

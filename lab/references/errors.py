@@ -188,7 +188,7 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
 
 
 def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None) -> Comparison:
-    """Return the result of `compare` with the same arguments, without checks of types, dtypes and devices."""
+    """Return the result of `compare` (`groups` None: one group), without checks of types, dtypes and devices."""
     dtype, expected, control = control.dtype, expected.to(torch.float64), control.to(torch.float64)
     for name, values in (("expected", expected), ("control", control)):
         if not bool(values.isfinite().all()):

@@ -108,7 +108,7 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 @dataclass(frozen=True)
 class MLAForwardMetadata:
     """The expected metadata of a pass on the MLA decode kernel, as lists. A block table has only pages that rows may see.
-    `seen_lens` are the numbers of keys that the requests' own rows see; `seq_lens_k` counts padding too.
+    `seen_lens` are the numbers of keys that the last own row of each request sees; `seq_lens_k` counts padding too.
     """
 
     seq_lens_k: list[int]
@@ -340,8 +340,8 @@ def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = No
     """Return, in order, the pages of the first ``length`` tokens (at most ``max_context_len``) of the request with row ``row``
     of ``req_to_token``.
 
-    With ``full_to_swa`` they are pages of the sliding-window pool. Slot -1 is in page -1. If slots are virtual, ``v2p`` maps
-    pages to the full pool's pages; slot -1 and a virtual page without a physical page map to page 0.
+    They are pages of the sliding-window pool if ``full_to_swa``, its map of slots, is not None. Slot -1 is in page -1. If slots
+    are virtual, ``v2p`` maps pages to the full pool's pages; slot -1 and a virtual page without a physical page map to page 0.
     """
     pages = []
     v2p = getattr(pool, "v2p", None)

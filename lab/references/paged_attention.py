@@ -356,8 +356,8 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return K or V of a tile of whole `pages`, float64 [requests * num_kv_heads, keys, head_dim]. NVFP4, which has
-    `scale_factors`, is dequantised.
+    """Return K or V of a tile of whole `pages`, float64 [requests * num_kv_heads, keys, head_dim]. NVFP4 is dequantised;
+    `scale_factors` is None for other caches.
     """
     num_keys = tile.end - tile.start
 

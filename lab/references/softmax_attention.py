@@ -90,7 +90,7 @@ class Tile(NamedTuple):
 
 class TiledKV(NamedTuple):
     """K and V of a batch, read one tile at a time. The functions `keys` and `values` return one tile, contiguous float64
-    [requests * num_kv_heads, keys, head_dim]. `kv_len` is the number of keys of the longest request. Values must be finite,
+    [requests * num_kv_heads, keys, head_dim]. `kv_len` is the end of the last tile, 0 without tiles. Values must be finite,
     also where they are not visible.
     """
 
@@ -191,7 +191,7 @@ def visible_keys(
         query_positions: [batch, q_len], position of each row in its request; negative for a row before the first key.
         key_positions: [batch, kv_len].
         kv_lens: [batch], number of existing keys.
-        causal: a row at position p sees no key after p.
+        causal: True: a row at position p sees no key after p. False: it may.
         window_left: a row at position p sees no key before p - window_left (FlashInfer's inclusive window); -1: no window.
     """
     rows, keys = query_positions.unsqueeze(2), key_positions.unsqueeze(1)

@@ -182,8 +182,8 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure calls that `lab.timing.staging.stage` has prepared for the method, as `measure_interleaved` does, with its
-    `samples` and `seed`.
+    """Measure calls that `lab.timing.staging.stage` has prepared for the method, as `measure_interleaved` does, with the same
+    `samples` and `seed` (None: a new seed).
 
     Between two samples of a call, new contents are drawn for its tensors (`lab.timing.work.Redraw`). A buffer is one copy of
     these tensors. All buffers get new queries and lengths, some get new K, V and pages. Outputs are filled with NaN, and
@@ -313,7 +313,7 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
     """Yield copies of the results of a sample of the call `name` that will be judged, then fill all outputs with NaN so that
-    none is reused. After the last turn (`is_last`), results of every buffer are yielded, before that of one.
+    none is reused. In the last turn (`is_last`) there are results of every buffer, in other turns of one buffer.
     """
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):

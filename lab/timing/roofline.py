@@ -97,8 +97,8 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
     """Return a sentence that says why this GPU cannot reach a time; "" if it can.
 
-    `Roofline` documents the percentages. `is_cold` means that the work's inputs were not in L2. Products of a narrow
-    `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.
+    `Roofline` documents the percentages. `is_cold` is True if the work's inputs were not in L2 when it started. Products of a
+    narrow `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.
     """
     reads = "where a kernel that only reads reaches" if is_cold else "where a warm L2 reaches"
     over_memory = READING_OVER_COPY if is_cold else L2_OVER_MEMORY

@@ -80,8 +80,8 @@ def between_events(
 def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Call `lead`, `run` and `meanwhile` in this order. Return two times in µs: of `run` alone by CUDA events, and of all three
-    by the host's clock between device-wide waits.
+    """Call `lead`, `run` and `meanwhile` in this order; a function that is None is left out. Return two times in µs: of `run`
+    alone by CUDA events, and of all three by the host's clock between device-wide waits.
     """
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()

@@ -99,8 +99,8 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare and run the call once on each of the buffers, on the stream `side`. Return the prepared calls. Check the results;
-    of calls with a `Redraw` only a part of one buffer's results.
+    """Prepare and run the call once on each of the buffers, on the stream `side`, and check the results: all of them, or for
+    calls with a `Redraw` a part of one buffer's results. Return the prepared calls.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -208,7 +208,8 @@ def _long_enough(
 
     `calls` are the prepared calls, one for each of the `buffers`, and `stream` is the stream of the capture. With rotation
     (`is_rotated`) each call has its own buffer as far as memory allows, so that no call can reuse the result of an earlier call
-    on the same contents. New buffers and calls are appended to both lists. With a warm L2 all calls use one buffer.
+    on the same contents. New buffers and calls are appended to both lists. Without rotation all calls use the buffers that
+    exist.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY

@@ -134,8 +134,8 @@ def compare_samples(
     and a slow mode of fewer than half the samples. A slow mode of about half the samples gives a wide interval, and so UNSURE.
 
     Args:
-        rule: the minimum effect and the significance.
         before_us, after_us: times of one call, in any order, in the same unit.
+        rule: the minimum effect and the significance.
 
     Raises:
         ValueError: there are no samples, or a sample is no time (NaN, infinite, zero, negative).

@@ -181,8 +181,7 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Return the page id of each TMA box of the tile from key `begin` on, a tuple of int32; 0 for boxes after the last of
-    `kv_len` keys. `table` points to the request's row of the page table. A box has KEYS or PAGE_SIZE keys, whichever is
-    smaller.
+    `kv_len` keys. `table` points to the request's row of the page table. A box has min(KEYS, PAGE_SIZE) keys.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()

@@ -68,7 +68,9 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 class _Place:
-    """The cache entry of one key. `call` is the cached call; `is_known` is True after the first call with the key."""
+    """The cache entry of the calls with one key. `call` is the cached call, or None; `is_known` is True after the first call
+    with the key.
+    """
 
     def __init__(self, _key: Hashable) -> None:
         self.is_known = False
@@ -76,7 +78,8 @@ class _Place:
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return the part of a call's cache key for one argument of it, `value`, and append the argument's tensors to `given`.
+    """Return the part of a call's cache key for `value`, one of the call's arguments, and append the tensors of `value` to
+    `given`.
 
     Raises:
         NotKeptError: a tensor is not on a GPU, or a check might read the argument's contents.

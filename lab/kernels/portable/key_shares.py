@@ -77,7 +77,7 @@ def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.d
     """Return `Shares` for a launch with as many programs as the GPU runs at the same time; one program on a CPU.
 
     Args:
-        tile: the launch's tile; its `per_multiprocessor` says how many programs run at the same time.
+        tile: the launch's tile; `tile.per_multiprocessor` programs run on a multiprocessor at the same time.
         q_blocks: blocks of query rows per request; each block has its own programs.
         least_keys: smallest number of keys in a share.
     """
@@ -194,8 +194,8 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return the result of `begin_share`, with the same arguments. If the first place is one of START_PLACES, begin at the next
-    key tile.
+    """Return the result of `begin_share`, with the same arguments. If the first place is one of the empty START_PLACES of a
+    unit, it is replaced by the place of the unit's next key tile.
     """
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch

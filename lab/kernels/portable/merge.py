@@ -61,7 +61,8 @@ def with_merge(
     None.
 
     `q_blocks` is the number of blocks of query rows per request in the attention launch, and `results` the tensors that both
-    launches write. With `least_q_len`, the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens.
+    launches write. The launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens, or all requests if
+    `least_q_len` is None.
     """
     if partials is None:
         return [attention]

@@ -49,7 +49,7 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     addresses, and tiles of up to 32 rows, because a program then reads its first keys sooner.
 
     Args:
-        head_dim: elements of a head; K and V must have equally many.
+        head_dim: elements of a head of K and of V.
         kv_bytes: bytes of an element of K and V.
         capability: compute capability of the GPU; None for the interpreter, which runs SM90's tiles.
     """
@@ -118,7 +118,7 @@ def choose_prefill_tile(
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
     """Return the tile of the MLA kernel for requests of at most `num_packed_rows` rows (max_q_len * num_qo_heads). `kv_bytes`
-    and `capability` are as in `choose_tile`.
+    is the number of bytes of an element of the cache, and `capability` is None for the interpreter.
 
     Registers and shared memory limit the rows of a tile. At a kv_lora_rank of 512 the sums of 64 rows take half the registers
     of an SM90 multiprocessor. More rows than a tile's are divided into blocks, whose programs each read all entries.
@@ -152,7 +152,7 @@ def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
     """Return the tile of the ragged kernel, whose K/V is not paged, for requests of at most `max_q_len` rows. `head_dim` is
-    that of Q and K, `v_head_dim` that of V; `capability` is as in `choose_tile`.
+    that of Q and K, `v_head_dim` that of V; a `capability` of None stands for the interpreter.
 
     A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. There are few
     different tiles, so that a new length rarely compiles a new kernel. They were compiled, but not timed on any GPU.

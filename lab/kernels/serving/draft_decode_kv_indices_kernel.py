@@ -145,7 +145,7 @@ def _serial_kernel(
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
     """Return how many tokens of a prefix a list has: all `lengths` tokens of the prefix, or with a window at most window_size +
-    sink_size.
+    sink_size. FORM is the `ListsForm` of the launch.
     """
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
@@ -154,7 +154,9 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position, in a prefix of `length` tokens, of the prefix token that is the list's `token`-th."""
+    """Return the position, in a prefix of `length` tokens, of the prefix token that is the list's `token`-th. FORM is the
+    `ListsForm` of the launch.
+    """
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)
@@ -163,10 +165,10 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the K/V pool slots of a request's tokens at the given positions, from its row of `req_to_token`.
+    """Return the K/V pool slots of a request's tokens at the positions `position`, from the request's row of `req_to_token`.
 
-    `row` points to it, and it has `row_width` entries. `v2p` maps virtual pages, None: slots are not virtual. The slots are 0
-    for positions beyond the end of the row, and undefined where `inside` is False.
+    `row` points to this row, which has `row_width` entries. `v2p` maps virtual pages; None: slots are not virtual. The slots
+    are 0 for positions beyond the end of the row, and undefined where `inside` is False. FORM is the `ListsForm` of the launch.
     """
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
@@ -186,6 +188,7 @@ def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
     """Return the index in `kv_indices[step]` at which the list of a request and branch in a step begins.
 
     `before` is the number of prefix tokens in the step's lists of all earlier requests, and `kept` the number in this list.
+    FORM is the `ListsForm` of the launch.
     """
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
@@ -197,7 +200,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
     The list begins at index `list_start` of its step's row, which has `capacity` columns and begins at element `step_start` of
     `kv_indices`. `row`, `row_width` and `v2p` are as in `_load_slots`; the prefix has `length` tokens. A whole block is stored
-    without a mask, because masked stores would be narrower than 16 bytes.
+    without a mask, because masked stores would be narrower than 16 bytes. FORM is the `ListsForm` of the launch.
     """
     lanes = tl.arange(0, FORM.block_tokens)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
@@ -222,7 +225,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
     """Return the slots of the tokens that a branch drafts in all steps after a prefix of `length` tokens, `[block_steps]`; 0
-    for a position beyond the row. `row`, `row_width` and `v2p` are as in `_load_slots`.
+    for a position beyond the row. The other arguments are as in `_load_slots`.
     """
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
@@ -238,7 +241,7 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
     """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on. The
-    row has `capacity` columns, and `slots` is the result of `_drafted_slots`.
+    row has `capacity` columns, and `slots` is the result of `_drafted_slots`. FORM is the `ListsForm` of the launch.
     """
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
@@ -247,7 +250,8 @@ def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl.constexpr):
     """Write `kv_indptr[step, 1:num_branches + 1]`, the ends of the lists, for every step. `positions` [num_branches] are the
-    prefix lengths of all branches of all requests.
+    prefix lengths of all branches of all requests. FORM is the `ListsForm` of the launch, and a row of `kv_indptr` begins
+    `kv_indptr_stride` elements after the row before it.
     """
     NUM_STEPS: tl.constexpr = FORM.num_steps
     lanes = tl.arange(0, FORM.block_requests)
@@ -265,7 +269,9 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return the sum over `lengths[:end]` of the number of prefix tokens in a list (`_kept`), int64."""
+    """Return the sum over `lengths[:end]` of the number of prefix tokens in a list (`_kept`), int64. FORM is the `ListsForm` of
+    the launch.
+    """
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

@@ -222,7 +222,9 @@ def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...
 
 
 def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Encode addresses, numbers of columns and row strides (in elements) of page tables as `_encode_numbers` does."""
+    """Encode addresses, numbers of columns and row strides (in elements) of page tables as `_encode_numbers` does. Return
+    (addresses, numbers of columns, strides).
+    """
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
     return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
 
@@ -275,7 +277,9 @@ def _check_pass(buffers: PassBuffers, num_requests: int, full_to_swa: Tensor | N
 
 
 def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
-    """Raise TypeError or ValueError if a pass's write locations are wrong, or if `full_to_swa` is missing or wrong."""
+    """Raise TypeError or ValueError if a pass's write locations are wrong, or if `full_to_swa` is wrong or, for a pass with a
+    sliding-window tensor, None.
+    """
     for name in ("out_cache_loc", "swa_out_cache_loc"):
         tensor = getattr(buffers, name)
         if tensor is not None:

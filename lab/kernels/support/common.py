@@ -74,13 +74,17 @@ def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Return an error sentence unless query, K, V (address and strides) and `out` (address) are aligned to 16 bytes."""
+    """Return an error sentence unless query, K, V (address and strides) and `out` (address) are aligned to 16 bytes. Return
+    None if they are.
+    """
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     return first_misaligned(sides) or (None if problem.out is None else misplaced("out", problem.out))
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return an error sentence if bmm1_scale is not positive. A kernel that masks before it scales needs a positive one."""
+    """Return an error sentence if bmm1_scale is not positive, else None. A kernel that masks before it scales needs a positive
+    one.
+    """
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 

@@ -216,6 +216,6 @@ def triton_interprets() -> bool:
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return the error sentence "<name> needs a GPU of <families>, this is <GPU>"."""
+    """Return the error sentence "<name> needs a GPU of <gpus>, this is <GPU>". A `capability` of None means a CPU."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

@@ -161,7 +161,9 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _not_skipped(problem: Problem) -> str | None:
-    """Return an error sentence if no kernel for the call's dtypes supports `skip_softmax` (`mSkipsSoftmaxWhenPossible`)."""
+    """Return an error sentence if the call has `skip_softmax` and no kernel for its dtypes supports it
+    (`mSkipsSoftmaxWhenPossible`), else None.
+    """
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
     return None

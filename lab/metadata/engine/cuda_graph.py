@@ -72,8 +72,9 @@ class GraphRunner(Generic[MetadataT]):
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
 
     Args:
-        backend, pool: make and fill the metadata, and hold the requests.
+        backend: makes the metadata's buffers and fills them.
         mode: the forward mode and the rows per request of all graphs.
+        pool: has the requests of all batches.
         batch_sizes: the sizes to capture, in any order.
         body: called once per size. It returns the call that the graph runs after its metadata is rebuilt. The call is made
             twice: once to warm up, and once in the capture.

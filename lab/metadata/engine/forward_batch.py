@@ -45,8 +45,10 @@ class SpecInfo:
         """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
 
         Args:
+            mode: the forward mode of the pass.
             num_rows: query rows of every request; in a ragged verification, their largest number.
             draft_step: `speculative_step_id` of a draft decode step; None for a decode without speculation.
+            num_accept_tokens: the field of this name in the first draft extend; other modes ignore it.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)

@@ -102,6 +102,7 @@ class StaticInputs:
     smaller batch size reads slices of them.
 
     Args:
+        max_batch_size: number of requests of the largest graph.
         padded_seq_len: length of padding requests.
     """
 

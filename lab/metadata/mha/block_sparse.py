@@ -92,9 +92,9 @@ def copy_selected_pages(
 
     Args:
         metadata: the metadata of the pass, with the page table and the number of seen tokens of each row.
-        cache: the layer's cache, from which pages are copied.
         topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, first for
             earlier pages in any order, then for the page of the row's token, then -1.
+        cache: the layer's cache, from which pages are copied.
         compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
     """
     selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table
@@ -146,6 +146,7 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
 
         Args:
             layer: only its `softmax_scale` is used.
+            max_context_len: not used, because a row sees at most 16 pages.
             out: rows after the metadata's rows become 0.
             topk_indices: `topk_pages` of `copy_selected_pages`. Each call reads it again.
         """

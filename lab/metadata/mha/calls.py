@@ -39,7 +39,9 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One attention call of a layer: the FlashInfer function, and the consecutive requests and query rows that it computes."""
+    """One attention call of a layer: the FlashInfer function, and the consecutive requests and query rows that it computes, by
+    their indices in the batch.
+    """
 
     call: AttentionCall
     first_request: int

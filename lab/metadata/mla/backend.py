@@ -71,8 +71,8 @@ class TRTLLMMLABackend:
         """Prepare one layer's attention on the decode kernel (see `Backend.prepare_attention`).
 
         Args:
-            cache: the layer's cache of latent entries.
             query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
+            cache: the layer's cache of latent entries.
             max_context_len: not used, because the metadata has an upper bound of the lengths.
             out: ``[num_tokens, heads, kv_lora_rank]``; rows after ``metadata.num_rows`` are not written.
             padded_query: a buffer for the query of `QueryLayout.PADDED`, in the dtype of the calls' query. Passes may share it.

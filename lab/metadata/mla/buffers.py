@@ -63,6 +63,7 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
     Args:
         block_kv_indices: the result of `new_block_table`.
+        attention: how a draft step counts keys.
         draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW, SGLang
             0.5.12's layout, is right only if every request accepts ``num_tokens_per_req`` tokens.
     """

@@ -74,10 +74,10 @@ def build_mla_dcp_metadata(
     page_size] // size // page_size`` for each page with a token of the rank, then -1.
 
     Args:
-        dcp: the rank whose metadata is built.
-        attention: how a draft step counts keys.
         batch: the forward pass, with the slots and lengths of the whole group.
         pool: the widened pool; a GPU's pages have 32 or 64 tokens.
+        dcp: the rank whose metadata is built.
+        attention: how a draft step counts keys.
 
     Raises:
         ValueError: the mode has ``extend_seq_lens``, the pool is not widened, or the batch lacks a number on the host that the

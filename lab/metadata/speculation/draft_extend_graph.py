@@ -58,8 +58,8 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's inputs into the first rows of these buffers. Without `select_index` its buffer is not written. Later
-        rows keep their contents, as in SGLang.
+        """Copy a batch's inputs into the first rows of these buffers. If `select_index` is None, its buffer is not written.
+        Later rows keep their contents, as in SGLang.
 
         Raises:
             ValueError, TypeError: an argument has another dtype or row shape than its buffer, or more rows.

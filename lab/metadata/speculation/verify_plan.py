@@ -32,8 +32,8 @@ class CapturedVerify(VerifyBackend):
 
     Raises:
         ValueError: there is no size, a number is below 1, or the backend does not support the pool.
-        NotImplementedError: Triton does not run on the pool's device, and `attention` is TRT-LLM MLA or has
-            `MetadataBuilder.FUSED`.
+        NotImplementedError: `attention` writes its metadata by Triton, as TRT-LLM MHA does with `MetadataBuilder.FUSED`, and
+            Triton does not run on the pool's device.
     """
 
     def __init__(
