@@ -150,7 +150,9 @@ class Report:
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
-        """Return the report as JSON data: settings, diagnosis, a summary for each check, coverage, and all cases."""
+        """Return the report as JSON data: settings, diagnosis, a summary for each check, coverage, and all cases.
+        `is_diagnosed` is as in `write`.
+        """
         return {
             "implementation": self.implementation,
             "level": self.level.value,

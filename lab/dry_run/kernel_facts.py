@@ -60,8 +60,8 @@ class KernelFacts:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the properties of the kernel with this name. Raises KeyError if the table has no such kernel, or if `DTYPES` lacks
-    one of its dtypes.
+    """Return the properties of the kernel with this name. Raises KeyError if the lab's kernel table has no such kernel, or if
+    `DTYPES` lacks one of its dtypes.
     """
     table, rows = _newest()
     row = table.row(rows[name])

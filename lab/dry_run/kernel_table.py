@@ -67,8 +67,8 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return the content of the file in which the lab keeps a table: xz-compressed text, one line per column, like `type name:
-    value,value,...`.
+    """Return the content of the file in which the lab keeps a kernel table: xz-compressed text, one line per column, like `type
+    name: value,value,...`.
     """
     lines = [table.source]
     for name, values in table.columns.items():
@@ -113,7 +113,7 @@ def newest() -> KernelTable:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return a table as the text of a header `flashInferMetaInfo.h`, for a launcher that reads these columns (`members`). A
+    """Return a kernel table as the text of a header `flashInferMetaInfo.h`, for a launcher that reads the columns `members`. A
     column that the table does not have is false in every row.
     """
     lacking = table.lacks(members)

@@ -42,7 +42,7 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
     """Return a table with one row per forward pass. Its JSON also has grid, block and shared memory of every launch.
 
     `profiled` has, by scenario, the kernels that ran on a real GPU. If it is given, the report says which passes launch other
-    kernels in the dry run, and the exit status is then WRONG.
+    kernels in the dry run. The exit status is then WRONG if there is such a pass, and NOT_JUDGED if no pass is in `profiled`.
     """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {
@@ -134,7 +134,7 @@ def _refused(run: DryRun, each: DryPass) -> Cell:
 
 
 def _failure(run: DryRun, failure: str | None) -> str | None:
-    """Return a sentence for the table about an error of the launcher; None if there was none."""
+    """Return a sentence for the report about an error of the launcher (`failure`); None if there was none."""
     if failure is None:
         return None
     if "Missing TRTLLM-GEN kernel" not in failure:

@@ -244,7 +244,7 @@ class Recorder:
 
     def _consider(self, call: RecordedCall, path: Path | None = None) -> None:
         """Record a call that has returned, if it meets the conditions that need its tensors. Otherwise remove `path`, the file
-        with its inputs that was written before the call.
+        with its inputs that was written before the call (None: no file was).
         """
         assert call.out is not None, f"{_words(call)} returned no output"
         if (

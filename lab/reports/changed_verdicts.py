@@ -78,7 +78,7 @@ class CasePair:
 
 @dataclass(frozen=True)
 class ChangedCases:
-    """A row of the table: cases of one check and function whose verdicts changed in the same way."""
+    """A row of the table of changed cases: cases of one check and function whose verdicts changed in the same way."""
 
     change: VerdictChange
     check: str

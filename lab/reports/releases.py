@@ -43,7 +43,7 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding (a known failure) or a region (wrong cases without a finding), with its cases."""
+    """A row of the releases table: a finding (a known failure) or a region (wrong cases without a finding), with its cases."""
 
     name: str
     cases: frozenset[CaseKey]  #: the affected cases
@@ -84,6 +84,7 @@ def releases_report(
         paths: reports of the judge, the oldest release first.
         package: the package whose version, in a report's environment, is the release.
         findings: a Markdown page. Each of its headings like "## 1. ..." is a finding and has a row, even if no report cites it.
+            None: only the findings that reports cite have a row.
 
     Raises:
         RecordedFileError, ReportError, OSError: a file cannot be read, or is not a report of the judge.

@@ -286,8 +286,8 @@ class TableReport:
     title: str = ""  #: the first line; in Markdown, a heading
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
-        """Write the report as JSON to the file `json_to` and as Markdown to the file `markdown_to`; "-" is the standard output.
-        Print it to the terminal too, unless the standard output has the JSON or the Markdown.
+        """Write the report as JSON to the file `json_to` and as Markdown to the file `markdown_to`; "-" is the standard output,
+        and None writes no file. Print it to the terminal too, unless the standard output has the JSON or the Markdown.
         """
         for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
             if target == "-":

@@ -141,7 +141,7 @@ class MLACase(LatentLayer, PassCase):
         return self.index_topk is not None or self.compress_ratio is not None
 
     def _check_sparse(self) -> None:
-        """Raise ValueError unless DeepSeek sparse attention (DSA) or DeepSeek-V4 has such a pass."""
+        """Raise ValueError unless DeepSeek sparse attention (DSA) or DeepSeek-V4 has passes with the fields of this case."""
         index_topk, rows, name = self.index_topk, self.mode.query_rows, "DSA"
         if (index_topk is not None and index_topk < 1) or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
             raise ValueError(

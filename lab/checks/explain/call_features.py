@@ -364,8 +364,8 @@ def features_of_call(
     """Return the features (named properties) of a call that is about to be made, and record it in `log`. Copy lengths to the
     host.
 
-    `around` has features of the case. They are part of the result; a feature of the call replaces one of the same name. If
-    `lab.calls` refuses the arguments, only the features of the case and of `CallLog.read` are returned.
+    `around` has features of the case (None: no features). They are part of the result; a feature of the call replaces one of
+    the same name. If `lab.calls` refuses the arguments, only the features of the case and of `CallLog.read` are returned.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

@@ -175,7 +175,9 @@ def _pools(call: BuiltCall) -> None:
 
 
 def _last_page(call: BuiltCall, of_window: bool) -> int:
-    """Return the index of the last page that the call's rows read, in the window pool or in the compressed pool; 0 if none."""
+    """Return the index of the last page that the call's rows read, in the window pool (`of_window`) or in the compressed pool;
+    0 if they read no entry.
+    """
     problem = DSV4DecodeCall(**call.given).problem()
     pool = problem.window_cache if of_window else problem.k_cache
     is_window = torch.arange(problem.selected.shape[1], device=problem.selected.device) < WINDOW_COLUMNS

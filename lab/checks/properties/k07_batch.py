@@ -36,7 +36,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Variant]:
-    """Yield calls with other numbers of requests: the first one alone, and the whole batch repeated (`times`) in one call."""
+    """Yield calls with other numbers of requests: the first one alone, and for each n of `times` the whole batch n times in one
+    call.
+    """
     yield part(inputs, "request 0 alone", [0])
     every = range(len(inputs.q_lens))
     for each in times:

@@ -105,7 +105,9 @@ def other_pages(run: CaseRun) -> Variant:
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of each size in the ranges, and of `LARGE_PAGE` tokens if 128 is one."""
+    """Yield the call with the same keys in pages of each size in the ranges and, if one of these is 128, of `LARGE_PAGE` tokens
+    (not for MLA).
+    """
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)

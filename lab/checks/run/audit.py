@@ -73,8 +73,8 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 def judge_output(case: Any, device: str, saved: SavedOutput | None) -> Judged:
     """Compare the output that a worker saved with the expected output of the case.
 
-    Without an output, the outcome is DECLINED if the output is too large to be sent, else DISHONEST. If the memory does not
-    suffice for the expected output, the lab cannot judge the case, and the outcome is DECLINED.
+    If none was saved (None), the outcome is DECLINED if the output is too large to be sent, else DISHONEST. If the memory does
+    not suffice for the expected output, the lab cannot judge the case, and the outcome is DECLINED.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)

@@ -165,7 +165,7 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call the caller's `progress` with a new verdict and the progress of the run."""
+        """Call the caller's `progress` with a verdict and the progress of the run. `is_new` is as in `Progress`."""
         self._num_new += is_new
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
@@ -348,15 +348,13 @@ class CheckRun:
             raise
 
     def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
-        """Return the verdict of a case that is not judged yet. It identifies the case, and its outcome is DECLINED."""
+        """Return the verdict of a case (random if `drawn`) before it is judged: DECLINED. It identifies the case."""
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
-        """Return the earlier report's verdict on the case of `blank` if it is right or declined. Else submit it, to begin by
-        `end`.
-        """
+        """Return an earlier report's right or declined verdict on the case of `blank`; else submit it, to begin by `end`."""
         earlier = self._run.earlier.get(blank.key)
         if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
             return earlier
@@ -367,7 +365,9 @@ class CheckRun:
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def keep(self, verdict: CaseVerdict, is_new: bool = True, is_planned: bool = True) -> None:
-        """Add a verdict to the run, and report it to the caller's `progress`. Count the case as judged if it was planned."""
+        """Add a verdict to the run, and report it to the caller's `progress` (`is_new`: see `Progress`). Unless `is_planned`,
+        the case does not count as judged.
+        """
         self.judged += is_planned
         self._run.show(verdict, is_new)
         self.verdicts.append(self._run.noted(verdict))

@@ -144,7 +144,9 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in a report's file, by key; {} if there is no readable report whose run had this digest."""
+    """Return the verdicts in a report's file, by key; {} if no readable report is there (or `path` is None), or its run had
+    another digest.
+    """
     if path is None or not digest or not path.is_file():
         return {}
     try:

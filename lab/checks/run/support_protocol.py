@@ -207,7 +207,9 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return the class of an error as a name for the option --refusals; "" if it is from another package than the function."""
+    """Return the class of an error as a name for the option --refusals; "" for None, and if it is from another package than the
+    function.
+    """
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -215,8 +217,8 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError with this message says that the function does not have a parameter for one of the arguments,
-    or that the call lacks a required argument.
+    """Return True if a TypeError with the message `sentence` says that the function does not have a parameter for one of the
+    arguments or, if its signature is unknown (None) or has `**keywords`, that the call lacks a required argument.
     """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):

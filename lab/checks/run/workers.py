@@ -181,8 +181,8 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case for judging by the check with the key `check`, within `ranges`. Return a `Pending`. Its call raises
-        TooLate if the case was not begun before `end`, a time of `time.monotonic`.
+        """Submit a case for judging by the check with the key `check`, within `ranges` (None: those of this object). Return a
+        `Pending`. Its call raises TooLate if the case was not begun before `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:

@@ -287,8 +287,8 @@ def fill_dead(pool: Tensor, dead: Dead) -> None:
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill an output tensor and return it. Its first, second and third element, and so on in turn, are NaN, a huge value and
-    minus this value. They show if a kernel does not write an element, adds to it, or takes a maximum with it.
+    """Fill an output tensor with NaN, a huge value and minus this value, repeated element by element, and return it. They show
+    if a kernel does not write an element, adds to it, or takes a maximum with it.
     """
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)

@@ -247,7 +247,7 @@ def wrong_dsv4_metadata(
     """Return a sentence about the first wrong length or entry in the metadata of DeepSeek-V4, like `wrong_metadata`.
 
     Args:
-        compress_ratio: as in `DSV4Metadata.sparse_indices`; None: 0 for a draft model, and 128 for others.
+        compress_ratio: as in `DSV4Metadata.sparse_indices`; None: 0 for a draft model, else 128.
         topk_indices: as in `dsv4_forward_metadata`.
     """
     mode = batch.forward_mode
