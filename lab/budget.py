@@ -53,7 +53,7 @@ class Setting:
             which V is multiplied. Not used for recorded requests.
         head_dim, group: elements of a head, and query heads per K/V head.
         query: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised.
-        out, arithmetic: dtypes of the output and of the operands of both products; "" for the dtype of the query.
+        out, arithmetic: dtypes of the output and of the operands of Q·K^T and of P·V; "" for the dtype of the query.
 
     Raises:
         ValueError: a name is unknown, or a number is out of range.

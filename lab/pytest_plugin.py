@@ -169,8 +169,8 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the values with which the function `interface` is judged: those that the options request or, if it does not
-        support most of these cases, those that it supports.
+        """Return the values with which the function `interface` is judged: those that the options request or, if the function
+        does not support most of these cases, those that it supports.
         """
         from lab.workloads.interfaces import PAGED_CALLS
 

@@ -252,8 +252,8 @@ class Ranges:
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
     def arithmetic(self, dtype: "torch.dtype", kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return the dtype to which the kernel rounds the operands of both products: e4m3 if the query is e4m3, or if the cache
-        is e4m3 and the kernel is known to compute in it; else None (the query's dtype).
+        """Return the dtype to which the kernel rounds the operands of Q·K^T and of P·V: e4m3 if the query is e4m3, or if the
+        cache is e4m3 and the kernel is known to compute in it; else None (the query's dtype).
         """
         from lab.calls.problem import E4M3
 

@@ -42,7 +42,7 @@ LATENT_CALLS = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The scales of both products and the sinks: the inputs of the softmax besides queries, keys and values."""
+    """The scales of Q·K^T and of P·V, and the sinks: the inputs of the softmax besides queries, keys and values."""
 
     #: factors of Q·K^T and of P·V
     bmm1_scale: Scale = 1.0

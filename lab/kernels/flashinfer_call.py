@@ -118,8 +118,8 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments, updated by `changes`, but only those that differ from their default: an older FlashInfer may
-    lack the others.
+    """Return a call's arguments, updated by `changes`, but only those that differ from their default, because an older
+    FlashInfer may not have all arguments.
     """
     defaults = _defaults(call.__class__)
     given = vars(call) | changes

@@ -44,8 +44,8 @@ def assert_close_to_reference(
     Args:
         out: the kernel's return value: the output, or (out, lse). An `out` among the arguments is compared too.
         lse: the LSE tensor that the kernel filled, in the base and shape that the call defines; None: no LSE is compared.
-        arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3 cache;
-            None: the query's dtype.
+        arithmetic: dtype to which the kernel is known to round the operands of Q·K^T and of P·V, such as e4m3 over an e4m3
+            cache; None: the query's dtype.
         check_dtype: False accepts an output of another dtype than the call's, with the bound of the call's dtype.
         the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's calls the kernel
             implements (`lab.calls.CALL_TYPES`). Their present contents are read, and none is written. `workspace_buffer` may be
@@ -160,13 +160,13 @@ def truth_of_problem(
     requests: Sequence[int] | None = None,
     histories: Sequence[History] | None = None,
 ) -> Truth:
-    """Return the expected results of a checked problem. At least one request must have query rows. K and V are read through
-    the problem's page tables or offsets.
+    """Return the expected results of a checked problem. At least one request must have query rows. K and V are read through the
+    problem's page tables or offsets.
 
     Args:
         problem: a problem of any of the calls.
-        arithmetic: dtype of the operands of both products in the low-precision computation that sets the error bound; None: the
-            query's dtype.
+        arithmetic: dtype of the operands of Q·K^T and of P·V in the low-precision computation that sets the error bound; None:
+            the query's dtype.
         requests: the requests whose rows are computed, in this order; None: all.
         histories: the result of `histories_of` for the same requests; None: it is computed. Ignored for block-sparse calls.
     """

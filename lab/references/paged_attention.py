@@ -53,7 +53,7 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     """Compute attention of any number of newest query tokens of each request over its paged K/V: extend, prefill.
 
-    `lab.calls.ContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. For the rest see
+    `lab.calls.ContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. Results and errors are as in
     `trtllm_batch_decode_with_kv_cache`.
     """
     problem = call.problem()
@@ -270,8 +270,8 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Divide all rows of a problem into pieces and yield them. `offsets` are the problem's `row_offsets`. A piece has at most
-    `PIECE_ELEMENTS` elements, and its blocks have similar numbers of keys.
+    """Divide all rows of a problem into pieces and yield them. `offsets` are the problem's `row_offsets`, and a value has
+    `v_head_dim` elements. A piece has at most `PIECE_ELEMENTS` elements, and its blocks have similar numbers of keys.
     """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
@@ -337,8 +337,8 @@ def _solve(problem: PagedAttention, piece: _Piece, v_head_dim: int) -> tuple[tor
 
 
 def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tensor:
-    """Return which of `kv_len` keys, the number in the largest block, each row of a piece sees: bool [len(blocks), num_rows,
-    kv_len]. Padding rows are undefined.
+    """Return which keys each row of a piece sees, bool [len(blocks), num_rows, kv_len]. `kv_len` is the number of keys of the
+    largest block. Padding rows are undefined.
     """
     key_positions = piece.first_key.unsqueeze(1) + torch.arange(kv_len, device=piece.first_key.device)
     visible = visible_keys(

@@ -64,7 +64,7 @@ def eager_attention(
 
     Args:
         query, keys, values, visible, softmax: as in `attention`.
-        arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
+        arithmetic: dtype of the operands of Q·K^T and of P·V: float16, bfloat16, e4m3 or float32.
         out_dtype: dtype of the result.
 
     Returns:

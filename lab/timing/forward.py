@@ -60,7 +60,7 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Return the `TimedPasses` of a forward pass. It does not keep the K/V histories of the pass's requests."""
+        """Return the `TimedPasses` of a forward pass. The result does not keep the K/V histories of the pass's requests."""
         bare = replace(forward, histories=())
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 

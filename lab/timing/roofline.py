@@ -95,7 +95,7 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
-    """Return a sentence that says why this GPU cannot reach a time; "" if it can.
+    """Return a sentence that says why this GPU cannot reach a time with these percentages of its measured rates; "" if it can.
 
     `Roofline` documents the percentages. `is_cold` is True if the work's inputs were not in L2 when it started. Products of a
     narrow `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.

@@ -23,7 +23,8 @@ class PlannedWrapper:
 
     A function `<name>` copies lengths to the host and waits in each call, so that no CUDA graph can capture it. `plan_<name>`
     does this once (`lab.kernels.PlannedOnce`) and returns a function that runs the call any number of times, also in a CUDA
-    graph. Lengths, numbers of rows, page ids and masks must not change then; the contents of the other tensors may.
+    graph. Lengths, numbers of rows, page ids and masks must not change after `plan_<name>`; the contents of the other tensors
+    may change.
     """
 
     def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:

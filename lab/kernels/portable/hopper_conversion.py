@@ -40,11 +40,12 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait until the e4m3 tile in `loaded` is there and slot `slot` of the other ring is empty. Write the tile in float16 to
-    `converted`, the memory of this slot.
+    """Wait until the e4m3 tile in `loaded` is there and slot `slot` of the ring of float16 tiles is empty. Write the tile in
+    float16 to `converted`, the memory of this slot.
 
-    `barriers` is (full and empty of all slots of the e4m3 ring, full and empty of the other), and `parity` that of the slot's
-    turn. A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
+    `barriers` is (full and empty of all slots of the e4m3 ring, full and empty of all slots of the float16 ring), and `parity`
+    that of the slot's turn. A warp loads half a tile before it writes the first element, so that it waits for shared memory
+    only twice per tile.
     """
     DIMS: gl.constexpr = loaded.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])

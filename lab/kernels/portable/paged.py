@@ -126,8 +126,9 @@ def shares_of(
     Args:
         tile: tile of the attention launch.
         q_blocks: number of blocks of query rows per request; each has its own programs.
-        of_kind: True if the launch serves only one kind of requests (see the glossary). `problem.max_q_len` is then the largest
-            number of query tokens of these requests. False: the launch serves all requests of the call.
+        of_kind: True if the launch serves only one kind of requests: those with few query tokens, or those with more.
+            `problem.max_q_len` is then the largest number of query tokens of these requests. False: the launch serves all
+            requests of the call.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
@@ -267,7 +268,7 @@ def _launches_of(
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
     """Return the launches for the requests of `least_q_len` (None: any number) to `problem.max_q_len` query tokens: attention
-    and, if programs divide a request's keys, a merge. They write `results`.
+    and, if programs divide a request's keys, a merge. They write `results`. `tile` is the tile of the attention launch.
 
     `shares` is how programs divide the keys, None if one program reads all keys of a block of rows and a K/V head.
     """

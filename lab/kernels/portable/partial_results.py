@@ -49,7 +49,7 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
     None if each program reads all keys of its rows.
 
     Counters are filled with zeros here, and each launch resets them to zero. The call owns the memory, because streams may
-    share the caller's workspace, and trtllm-gen writes into all of it (`lab.calls.workspace`).
+    share the caller's workspace, and trtllm-gen writes into the whole workspace (`lab.calls.workspace`).
     """
     if shares is None or shares.count == 1:
         return None

@@ -139,7 +139,8 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    """Return the largest number of query rows for which an MLA tile fits a program's shared memory and registers.
+    """Return the largest number of query rows for which an MLA tile over a cache with `kv_bytes` per element fits a program's
+    shared memory and registers.
 
     On SM100 tiles of 64 rows spill registers (results/blackwell-dry-run/portable.md, "MLA on SM100").
     """

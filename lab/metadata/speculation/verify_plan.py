@@ -26,8 +26,8 @@ class CapturedVerify(VerifyBackend):
     Args:
         num_draft_tokens: query rows of each request.
         batch_sizes: the captured sizes, in any order. A batch is padded to the smallest size that holds it.
-        attention: the backend that makes the metadata's buffers: TRT-LLM MHA, or TRT-LLM MLA. The MLA kernel takes no mask: use
-            it only without `mask`.
+        attention: the backend that makes the metadata's buffers: TRT-LLM MHA, or TRT-LLM MLA. The MLA kernel takes no mask:
+            with MLA, `mask` must be None.
         mask: as in `PlannedVerify`, for ``max(batch_sizes)`` requests; None: rows are causal.
 
     Raises:
