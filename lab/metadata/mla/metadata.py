@@ -239,8 +239,9 @@ def build_mla_prefill_metadata(
 
     Args:
         pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
-        disable_chunked_prefix_cache: the server's setting. True: a batch with a cached prefix uses FlashInfer's own kernels.
-        in_prefill_graph: True if the pass is captured in a CUDA graph of prefills, which always uses FlashInfer's own kernels.
+        disable_chunked_prefix_cache: the server's setting. If it is set, a batch with a cached prefix uses FlashInfer's own
+            kernels.
+        in_prefill_graph: whether the pass is captured in a CUDA graph of prefills, which always uses FlashInfer's own kernels.
 
     Raises:
         ValueError: the mode is another, batch and pool are on different devices, the backend does not support the pool, or the
