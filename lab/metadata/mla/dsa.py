@@ -76,12 +76,13 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
     """Build the metadata of one eager pass in new tensors (SGLang 0.5.23). The pool has pages of 32 or 64 tokens, and `indexer`
     has the sizes of the model's indexer.
 
-    ================================  ====================================================================== mode
-    seq_lens of row j of a request with q rows ================================
-    ====================================================================== DECODE, IDLE, every draft step    seq_lens
-    TARGET_VERIFY                     selected_lens(seq_lens + j + 1) DRAFT_EXTEND_V2, the prefills
-    selected_lens(max(seq_lens - q + j + 1, 0)) ================================
-    ======================================================================
+    ================================  ======================================================================
+    mode                              seq_lens of row j of a request with q rows
+    ================================  ======================================================================
+    DECODE, IDLE, every draft step    seq_lens
+    TARGET_VERIFY                     selected_lens(seq_lens + j + 1)
+    DRAFT_EXTEND_V2, the prefills     selected_lens(max(seq_lens - q + j + 1, 0))
+    ================================  ======================================================================
 
     ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without ``seq_lens_cpu`` it is the
     pool's ``max_context_len``, as in SGLang's graphs; SGLang's eager pass reads the device.
