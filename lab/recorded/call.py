@@ -75,8 +75,8 @@ def recorded_function(path: Path, name: str) -> AttentionCall:
 
 
 def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Convert the recorded value of the argument `name` to a tensor, a dtype, a tuple, a list or a plain value. Raises
-    RecordingError if FlashInfer recorded only the type of the value.
+    """Convert the recorded value of the argument `name` to a tensor (of `tensors`, by the recorded key), a dtype, a tuple, a
+    list or a plain value. Raises RecordingError, which names `path`, if FlashInfer recorded only the type of the value.
     """
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:

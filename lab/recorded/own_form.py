@@ -176,7 +176,9 @@ def _layout(tensor: Tensor, pages: Tensor | None) -> dict[str, Any]:
 
 
 def _member(key: str, dtype: torch.dtype) -> str:
-    """Return which member of the archive ("numbers" or "contents") has the elements of a tensor."""
+    """Return which member of the archive has the elements of the tensor `key`: "contents" for floats and for a cache, else
+    "numbers".
+    """
     return "contents" if dtype.is_floating_point or key.startswith(POOL) else "numbers"
 
 

@@ -276,8 +276,9 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return, by heading, the environment fields that a comparison shows: the values of both sides as text. Several values of
-    one side are joined by commas; a side without a value is "not recorded".
+    """Return, by heading, the environment fields that a comparison shows: the values of both sides as text, from the
+    environments `before` and `after`. Several values of one side are joined by commas; a side without a value is "not
+    recorded".
     """
     found = {}
     for name, keys in environment_facts([*before, *after]).items():

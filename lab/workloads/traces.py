@@ -136,7 +136,9 @@ def _tokens(row: dict[str, Any], name: str, where: str) -> int:
 
 
 def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
-    """Parse a row of an Azure trace: return (time in ticks of 100 ns since year 1, context tokens, generated tokens)."""
+    """Parse a row of an Azure trace: return (time in ticks of 100 ns since year 1, context tokens, generated tokens). `where`
+    names the row in errors.
+    """
     values = line.split(",")
     if len(values) != len(AZURE_COLUMNS):
         raise ValueError(f"{where}: {len(values)} values for the columns {','.join(AZURE_COLUMNS)}, got {line!r}")

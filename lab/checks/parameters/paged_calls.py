@@ -147,7 +147,9 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the numbers of keys of the longest requests to results of `longest()`; for every second one to half of a result."""
+    """In `kv_lens`, set the numbers of keys of the longest requests of the configuration `of` to results of `longest()`; for
+    every second one to half of a result.
+    """
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
@@ -162,7 +164,9 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Draw a number of keys for each request: near an end of a tile or, in a large batch, at least its number in `least`."""
+    """Draw a number of keys for each request: near one of the `edge_lengths` for pages or tiles of `tile` keys or, in a batch
+    of more than `REQUESTS`, at least its number in `least`.
+    """
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
     edges = edge_lengths(tile, EQUAL)

@@ -67,8 +67,8 @@ def samples(
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Return a simpler point whose case is still wrong, as `stays_wrong(case)` says. Values are reset to their defaults,
-    numbers are reduced, and the seed becomes 0 if possible.
+    """Return a simpler point than `sample` whose case is still wrong, as `stays_wrong(case)` says. Values are reset to their
+    defaults, numbers are reduced, and the seed becomes 0 if possible.
     """
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))

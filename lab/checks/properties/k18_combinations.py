@@ -189,7 +189,9 @@ def _e4m3_queries_with_sizes(model: Model) -> Iterator[Values]:
 
 
 def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:
-    """Sort cases of paged calls by the number of multiplications in Q·K^T, without those above `most`. Others come first."""
+    """Sort cases of paged calls by the number of multiplications in Q·K^T, without those above `most`. Cases of other calls
+    come first.
+    """
 
     def num_products(case: Configuration) -> int:
         if case.interface not in PAGED_CALLS:

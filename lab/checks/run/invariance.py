@@ -61,7 +61,9 @@ class Dependence(CheckSummary):
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference between two outputs, in units in the last place of the largest element of a vector."""
+        """Return the largest difference of an output from that of the base call, in units in the last place of the largest
+        element of a vector.
+        """
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
     def smallest(self, answer: Answer) -> CaseVerdict | None:

@@ -73,7 +73,7 @@ def known(
         verdict: the verdict on a case.
         findings: the entries of the known failures, by the page and heading that describe them.
         capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
-        release_of: returns the installed release of a package, or None.
+        release_of: returns the installed release of a package, or None if it is not installed.
     """
     # All entries are about functions with a paged cache.
     if verdict.outcome is not Outcome.WRONG or verdict.interface not in PAGED_CALLS:

@@ -121,7 +121,7 @@ def invoke(
 
 
 def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (output, LSE or None) from a function's return value.
+    """Return (output, LSE or None) from what the function `name` returned.
 
     Raises:
         KernelError: the value is neither a tensor nor a pair (output, LSE) of tensors.

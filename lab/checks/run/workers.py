@@ -308,8 +308,9 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If the kernel has destroyed the CUDA context or used up all file descriptors, the worker can
-    judge no later case: it writes the errors to the file `last_words`, one per line, and ends with the exit status `SPOILED`.
+    """Judge a case with the implementation `name` in a worker, which notes its innermost calls shortly before the time limit.
+    If the kernel has destroyed the CUDA context or used up all file descriptors, the worker can judge no later case: it writes
+    the errors to the file `last_words`, one per line, and ends with the exit status `SPOILED`.
     """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder

@@ -299,7 +299,9 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the metadata of an MLA prefill without a graph, built with these settings."""
+    """Yield a sentence for each error in the metadata of an eager MLA prefill. `build_mla_prefill_metadata`, which builds such
+    metadata, documents `disable_chunked_prefix_cache` and `in_prefill_graph`.
+    """
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
     pairs = {

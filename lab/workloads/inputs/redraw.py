@@ -48,7 +48,7 @@ def wipe(arguments: Mapping[str, Any]) -> None:
 
 
 def touched(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return the indices, evenly spread below `count`, of the cached tokens that a call with this seed replaces."""
+    """Return the indices, evenly spread among `count` cached tokens, of those that a call with this seed replaces."""
     number = min(MOST_TOUCHED, count)
     first = random.Random(f"touched {seed}").randrange(max(count, 1))
     return (first + torch.arange(number, device=device) * (count // max(number, 1))) % max(count, 1)
