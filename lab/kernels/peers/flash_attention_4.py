@@ -26,7 +26,6 @@ BY_ITS_HEURISTIC = 0  # value of `num_splits`
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
-    `problem` has the checked arguments.
 
     Raises NotImplementedError with the reason if FlashAttention-4 does not support the call (`lab.kernels.support.why_not`).
     """

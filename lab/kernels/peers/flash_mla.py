@@ -29,8 +29,7 @@ BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 
 
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
-    """Prepare an MLA decode call that selects entries. `lab.calls.MLADecodeCall` documents parameters and errors. `problem` has
-    the checked arguments.
+    """Prepare an MLA decode call that selects entries. `lab.calls.MLADecodeCall` documents parameters and errors.
 
     Raises NotImplementedError with the reason if FlashMLA does not support the call (`lab.kernels.support.why_not`).
     `workspace_buffer` is not used.

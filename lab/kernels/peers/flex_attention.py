@@ -45,8 +45,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Plan a decode or context call: make its block lists and compile. Return a function that runs it.
 
-    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `problem` has the checked
-    arguments. `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
     Raises:
         NotImplementedError: the kernel does not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph

@@ -37,9 +37,7 @@ class PlannedWrapper:
         """
 
         def planned(call: Any, problem: Any) -> Ready:
-            """Check and plan a call, whose checked arguments are `problem`. Return a function that runs it. The call's class in
-            `lab.calls` documents shapes and errors.
-            """
+            """Check and plan a call. Return a function that runs it. Its class in `lab.calls` documents shapes and errors."""
             return plan(call, problem, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module

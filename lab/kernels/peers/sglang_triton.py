@@ -62,8 +62,7 @@ class _Tokens:
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Plan a decode or context call: make its lists of tokens. Return a function that runs it.
 
-    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `problem` has the checked
-    arguments. `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
     Raises:
         ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
