@@ -330,8 +330,8 @@ class CaseRun:
         self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Expect that the outputs of `result` and `other` have the same bits. A `result` of None (its call failed) is not
-        compared.
+        """Expect that the outputs of `result`, named `what` in errors, and of `other` have the same bits. A `result` of None
+        (its call failed) is not compared.
         """
         if result is not None:
             self.judged += 1

@@ -231,7 +231,7 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
     """Yield two lines: the most frequent reason why cases of a row are wrong or declined, and a shell command that judges a
-    case with this reason again.
+    case with this reason, of the report `after`, again.
     """
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)

@@ -310,8 +310,9 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison, but UNSURE if a limit of the GPU, such as its power limit, may have caused the verdict. A limit
-    only makes a side slower: the verdict stays if the limited side is the faster one.
+    """Return the comparison `samples` of the rows `before` and `after`, but UNSURE if a limit of the GPU, such as its power
+    limit, may have caused the verdict. A limit only makes a side slower: the verdict stays if the limited side is the faster
+    one.
     """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
