@@ -162,7 +162,7 @@ _BY_NAME: dict[str, tuple[str, Variants, tuple[Interface, ...]]] = {
     "page-order": ("which pages hold the keys", lambda run, _: iter([other_pages(run)]), PAGED_CALLS),
     "page-size": ("the number of tokens in a page", lambda run, _: page_sizes(run), PAGED_CALLS),
     "rows-per-call": (
-        "how many rows of a request a call has: a verify or n decodes, a prefill as a whole or in chunks",
+        "how many query rows of a request one call has: a verify of n tokens or n decodes, a whole prefill or its chunks",
         lambda _, inputs: chain(single_rows(inputs), halves(inputs)),
         _EVERY,
     ),
