@@ -167,8 +167,8 @@ _BY_NAME: dict[str, tuple[str, Variants, tuple[Interface, ...]]] = {
         _EVERY,
     ),
     "cuda-graph": ("an eager call, or a replay of its CUDA graph", _graphs, _EVERY),
-    "workspace": ("what the scratch of the workspace holds", _workspaces, _EVERY),
-    "repeated-runs": ("which launch of the same call it is, and the calls before it", _repeats, _EVERY),
+    "workspace": ("the contents of the workspace", _workspaces, _EVERY),
+    "repeated-runs": ("how often the call was made before, and which other calls were made before", _repeats, _EVERY),
     "tactic": (
         "the backend, and the other arguments that select one of several kernels",
         _tactics,
