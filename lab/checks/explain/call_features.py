@@ -5,6 +5,7 @@ import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from itertools import pairwise
 from typing import Any
 
@@ -15,16 +16,8 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
-from lab.checks.explain.feature import Features, Read, kept
-from lab.checks.explain.features import (
-    EMPTY_COLUMNS,
-    FEATURES,
-    OF_PROBLEM,
-    REMEMBERED,
-    SMALL_SCALE,
-    WATCHED,
-    feature_named,
-)
+from lab.checks.explain.feature import DTYPE_NAMES, SMALL_SCALE, Features, Read, Value
+from lab.checks.explain.features import EMPTY_COLUMNS, FEATURES, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 
@@ -121,6 +114,30 @@ class CallFeatures:
         )
         of_batch = kept(_read_batch(kv_lens, q_lens, page_size, window_left))
         return cls({**features, **of_batch}, of_requests, tuple(q_lens))
+
+
+def kept(read: Read) -> dict[str, Value]:
+    """Return features with values that rules can compare: bool, int or str. Leave out features that are None or False."""
+    plain = ((name, _plain(value)) for name, value in read.items() if value is not None and value is not False)
+    return {name: value for name, value in plain if value is not None and value is not False}
+
+
+def _plain(value: Any) -> Value | None:
+    """Return a feature's value as bool, int or str; None if it has no such form. An enum member or dtype becomes its name, a
+    tensor of one element a bool, and a mapping its only value or "mixed".
+    """
+    if type(value) in (bool, int, str):  # the usual case, first for speed
+        return value
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value).removeprefix("torch."))
+    if isinstance(value, dict):
+        held = set(map(_plain, value.values()))
+        return held.pop() if len(held) == 1 else "mixed"
+    if isinstance(value, Tensor):
+        return bool(value)
+    return value if isinstance(value, bool | int | str) else None
 
 
 def features_of_case(case: Any) -> CallFeatures:

@@ -12,7 +12,6 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-import torch
 
 from lab.ranges import DTYPES, dtype_of
 
@@ -34,6 +33,7 @@ Bits = np.ndarray[Any, np.dtype[Any]]
 Test = tuple[str, Value, float]  # an operator, a value, and the cost in bits, besides that of the feature
 
 DTYPE_NAMES = {dtype_of(name): name for name in DTYPES}
+SMALL_SCALE = 0.001
 NEGATION_BITS = 2.5
 THRESHOLD_BITS = 2.5  # at most
 MOST_THRESHOLDS = 12
@@ -130,30 +130,6 @@ class Choice:
 
 
 CaseFeature = Condition | Number | Choice
-
-
-def kept(read: Read) -> dict[str, Value]:
-    """Return features with values that rules can compare: bool, int or str. Leave out features that are None or False."""
-    plain = ((name, _plain(value)) for name, value in read.items() if value is not None and value is not False)
-    return {name: value for name, value in plain if value is not None and value is not False}
-
-
-def _plain(value: Any) -> Value | None:
-    """Return a feature's value as bool, int or str; None if it has no such form. An enum member or dtype becomes its name, a
-    tensor of one element a bool, and a mapping its only value or "mixed".
-    """
-    if type(value) in (bool, int, str):  # the usual case, first for speed
-        return value
-    if isinstance(value, Enum):
-        return value.name.lower()
-    if isinstance(value, torch.dtype):
-        return DTYPE_NAMES.get(value, str(value).removeprefix("torch."))
-    if isinstance(value, dict):
-        held = set(map(_plain, value.values()))
-        return held.pop() if len(held) == 1 else "mixed"
-    if isinstance(value, torch.Tensor):
-        return bool(value)
-    return value if isinstance(value, bool | int | str) else None
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:

@@ -4,10 +4,9 @@ A feature is a named property, such as `kv_len`. Rules over features say where r
 values. If two features of equal cost hold for the same results, a rule uses the one that comes first in `FEATURES`.
 """
 
-from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
+from lab.checks.explain.feature import SMALL_SCALE, CaseFeature, Choice, Condition, Cost, Number
 from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, TableTail
 
-SMALL_SCALE = 0.001
 EMPTY_COLUMNS = 128  # columns of selected entries that kernels load at a time
 POWER_OF_2 = "{not |}a power of two"
 FAR_OR_NEAR = "{2**31 or more|fewer than 2**31}"

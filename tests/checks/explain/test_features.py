@@ -24,8 +24,9 @@ from lab.checks.explain.call_features import (
     _read_selections,
     features_of_call,
     features_of_case,
+    kept,
 )
-from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, kept, of_any_request
+from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
