@@ -31,13 +31,14 @@ def check_results_apart(call: Any) -> None:
         for name, value in vars(call).items()
         if name not in FREE_ARGUMENTS
         for tensor in (value if isinstance(value, (tuple, list)) else (value,))
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel()
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
     ]
     for result, start, end in spans:
         for name, other_start, other_end in spans if result in RESULTS else ():
             if name != result and start < other_end and other_start < end:
                 raise ValueError(
-                    f"{result} shares memory with {name}, which the call would overwrite; pass another tensor"
+                    f"{result} shares memory with {name}, which the call would overwrite, or lies between its elements; "
+                    "pass another tensor"
                 )
 
 

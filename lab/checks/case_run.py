@@ -86,7 +86,7 @@ class GivenCall:
 
 
 class CaseRun:
-    """The judging of one case: makes its calls and collects errors. An `expect...` method records an error; it raises none."""
+    """The judging of one case: makes its calls and collects errors. An `expect...` method records an error."""
 
     def __init__(
         self,

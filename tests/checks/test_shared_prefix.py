@@ -12,7 +12,7 @@ from lab.checks import judge_case
 from lab.workloads.attention_case import AttentionCase, Storage
 
 PAGE_SIZE = 32
-FIRST, LONGEST_FIRST = "a shared prefix", "a shared prefix, the longest request first"
+FIRST, LONGEST_FIRST = "a shared prefix", "unequal shared prefixes, the longest request first"
 
 
 def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
@@ -26,7 +26,18 @@ def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
     return references.trtllm_batch_decode_with_kv_cache(**arguments | {"block_tables": tables})
 
 
+def first_page_for_all(**arguments: Any) -> Any:
+    """Read each page of the prefix that all requests share as the prefix's first page, if the prefix has several pages."""
+    tables = arguments["block_tables"].clone()
+    whole = int(arguments["seq_lens"].min()) // PAGE_SIZE
+    is_shared = (tables == tables[0]).all(dim=0)[:whole].int().cumprod(0)
+    if len(tables) > 1 and (shared := int(is_shared.sum())) > 1:
+        tables[:, 1:shared] = tables[:, :1]
+    return references.trtllm_batch_decode_with_kv_cache(**arguments | {"block_tables": tables})
+
+
 DECODE = SimpleNamespace(trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache)
+WHOLE = SimpleNamespace(trtllm_batch_decode_with_kv_cache=first_page_for_all)
 CONTEXT = kernel("blind515").implementation()  # it takes what the first two requests share for what all share
 
 
@@ -34,9 +45,10 @@ CONTEXT = kernel("blind515").implementation()  # it takes what the first two req
     ("implementation", "interface", "kv_lens", "q_lens", "found_by"),
     [
         (DECODE, AttentionCall.DECODE, (64, 199, 172, 127), (1, 1, 1, 1), [LONGEST_FIRST]),
-        (CONTEXT, AttentionCall.CONTEXT, (199, 172, 127, 64), (3, 1, 2, 1), [FIRST, LONGEST_FIRST]),
+        (CONTEXT, AttentionCall.CONTEXT, (199, 172, 127, 64), (3, 1, 2, 1), [LONGEST_FIRST]),
+        (WHOLE, AttentionCall.DECODE, (64, 199, 172, 127), (1, 1, 1, 1), [FIRST]),
     ],
-    ids=["one page", "two pages"],
+    ids=["one page", "two pages", "all two pages"],
 )
 def test_a_prefix_that_is_taken_for_longer_than_it_is(
     implementation: Any,

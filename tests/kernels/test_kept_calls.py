@@ -256,6 +256,17 @@ def test_bad_input_is_refused_after_a_good_call(launches: Launches, call: str, r
     assert last == expected
 
 
+def test_results_in_the_memory_of_an_input_are_refused_after_a_good_call(launches: Launches) -> None:
+    """The input's alignment is that of the good call's output, so that only the addresses differ."""
+    arguments, counted = decode(1), Counted(DECODE)
+    good, bad = (arguments | {"out": out} for out in (torch.empty_like(arguments["query"]), arguments["query"]))
+    expected = launches.of(counted.fresh, bad)
+    assert "shares memory with query" in str(expected)
+    for called in (good, good, good, bad):
+        last = launches.of(counted.keeping, called)
+    assert str(last) == str(expected)
+
+
 def at(address: int, offset: int) -> torch.Tensor:
     """Return a tensor that begins so many bytes after a multiple of 16, and so many elements after its storage."""
     memory = bytearray(64)

@@ -209,8 +209,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest rule "feature is true" that holds for all wrong units, and does not hold for more right units
-        than chance explains. Return () if there is none.
+        """Return the cheapest rule "feature is true" that holds for all wrong units, and excludes more right units than
+        chance explains. Return () if there is none.
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))

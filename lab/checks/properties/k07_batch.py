@@ -2,7 +2,7 @@
 
 If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
 in another order, and twice in a batch. If the data of one request change, no bit of another request's output may change.
-Finally, the requests share their first page or pages, like requests with a cached prefix.
+Finally, all requests share their first two pages, or one or two pages in turn, like requests with a cached prefix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,10 +28,10 @@ def _judge(run: CaseRun) -> None:
         run.vary(variant.what, variant.inputs, variant.inputs.truth())
     _others_keep_their_bits(run, inputs)
     if inputs.seen is None:  # K/V heads that select pages of their own have no common prefix
-        shared = _with_shared_prefix(inputs)
         order = sorted(range(len(inputs.kv_lens)), key=lambda request: -inputs.kv_lens[request])
-        longest_first = part(shared, "a shared prefix, the longest request first", order)
-        for variant in (Variant("a shared prefix", shared), longest_first):
+        unequal = _with_shared_prefix(inputs, (1, 2))
+        longest_first = part(unequal, "unequal shared prefixes, the longest request first", order)
+        for variant in (Variant("a shared prefix", _with_shared_prefix(inputs, (2,))), longest_first):
             run.vary(variant.what, variant.inputs, variant.inputs.truth())
 
 
@@ -69,16 +69,16 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
         run.expect_equal_bits("the other requests, when the first's query changed", others, kept)
 
 
-def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with a common prefix: each request begins with the first full page of the longest request, or with its
-    first two full pages (every second request).
+def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> AttentionInputs:
+    """Return the inputs with a common prefix: each request begins with the first full pages of the longest request. `num_pages`
+    has the numbers of these pages for the requests in turn.
     """
     page_size, lengths = inputs.case.page_size, inputs.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])
     block_tables, histories = inputs.block_tables.clone(), list[tuple[Tensor, Tensor]]()
     keys, values = inputs.histories[donor]
     for request, (k, v) in enumerate(inputs.histories):
-        pages = min(1 + request % 2, lengths[donor] // page_size)
+        pages = min(num_pages[request % len(num_pages)], lengths[donor] // page_size)
         block_tables[request, :pages] = inputs.block_tables[donor, :pages]
         tokens = pages * page_size
         k, v = torch.cat((keys[:tokens][: len(k)], k[tokens:])), torch.cat((values[:tokens][: len(v)], v[tokens:]))

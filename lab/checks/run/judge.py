@@ -82,8 +82,8 @@ def judge(
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
         workers: number of worker processes if `isolated`; or `Workers` with the implementation, device, limit and refusals.
         time_limit_s: time limit of one case if `isolated`.
-        most_seconds: no case is begun after this time, but at least 8 seconds after the first worker is ready. Cases that still
-            run 2 seconds later are left out. None: 17 at the quick level or `for_seconds` if more; no limit at other levels.
+        most_seconds: no case is begun after this time or, if later, `min(most_seconds, 8)` after the first worker is ready.
+            Cases that run 2 seconds longer are left out. None: 17 at the quick level or `for_seconds` if more; else no limit.
         drawn: number of random cases for each check and function; None for the number of the level.
         refusals: the exceptions that count as refusals, or their names, instead of the default of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.

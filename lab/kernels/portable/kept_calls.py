@@ -7,7 +7,8 @@ A call's *key* is everything that its preparation reads from its arguments:
 * of any other argument: type and value
 
 The contents of a tensor on a GPU are not read. So calls with the same key pass the same checks, and their launches differ in
-addresses only. A call has no key if a tensor is not on a GPU, or if a check might read an argument's contents.
+addresses only. A call has no key if a tensor is not on a GPU, if a check might read an argument's contents, or if `out` or
+`lse` has the storage of another tensor.
 
 The second call with a key is cached if it consists of launches only: the kernels with all arguments except addresses, and the
 shapes of the tensors that the call allocates, but no tensor. The first call is not cached, because many keys occur only once. A
@@ -15,18 +16,20 @@ call that raises an error is not cached, so that the next call with its key rais
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, ParamSpec
 
 import torch
 
 from lab.calls import made_at_once
+from lab.calls.memory import RESULTS
 from lab.kernels.portable.triton_call import Addresses, TritonCall
 
 # Largest number of cached calls per function: the layers of a model, whose scales may differ, times a few batches.
 MOST_KEPT = 512
 TENSORS = (torch.Tensor, torch.nn.Parameter)
+MOST_POSITIONAL = 7  # arguments before `out` and `lse` in every function
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
 ALIGNMENT = 16  # bytes of an address, elements of a storage offset
 
@@ -49,6 +52,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
         given: list[torch.Tensor] = []
         try:
             key = tuple([(name, facts_of(value, given)) for name, value in (*enumerate(args), *kwargs.items())])
+            _check_results(args, kwargs, given)
         except NotKeptError:
             place = None
         else:
@@ -65,6 +69,18 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
     entry.cache_clear = place_of.cache_clear  # type: ignore[attr-defined]
     return entry
+
+
+def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
+    """Raise NotKeptError if a result that the call is given has the storage of another tensor: whether they overlap depends on
+    their addresses, which the key does not have.
+    """
+    if len(args) > MOST_POSITIONAL:
+        raise NotKeptError
+    if results := [kwargs[name] for name in RESULTS if kwargs.get(name) is not None]:
+        storages = [each.untyped_storage().data_ptr() for each in given]
+        if any(storages.count(each.untyped_storage().data_ptr()) > 1 for each in results):
+            raise NotKeptError
 
 
 class _Place:
