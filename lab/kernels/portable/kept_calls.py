@@ -72,12 +72,12 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
-    """Raise NotKeptError if a result that the call is given has the storage of another tensor: whether they overlap depends on
-    their addresses, which the key does not have.
+    """Raise NotKeptError if `out` or `lse` has the storage of another tensor: whether they overlap depends on their addresses,
+    which the key does not have. Raise it also if one of these may be a positional argument.
     """
     if len(args) > MOST_POSITIONAL:
         raise NotKeptError
-    if results := [kwargs[name] for name in RESULTS if kwargs.get(name) is not None]:
+    if results := [kwargs[name] for name in RESULTS if isinstance(kwargs.get(name), torch.Tensor)]:
         storages = [each.untyped_storage().data_ptr() for each in given]
         if any(storages.count(each.untyped_storage().data_ptr()) > 1 for each in results):
             raise NotKeptError
@@ -101,7 +101,7 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
         NotKeptError: a tensor is not on a GPU, or a check might read the argument's contents.
     """
     kind = type(value)
-    if kind in TENSORS and value.is_cuda:
+    if kind in TENSORS and value.is_cuda and value.layout is torch.strided:
         given.append(value)
         places = value.data_ptr() % ALIGNMENT, value.storage_offset() % ALIGNMENT
         return kind, value.shape, value.stride(), value.dtype, value.device, places
