@@ -282,7 +282,7 @@ VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_head
 def hopper_attention_kernel(
     query,  # [num_rows, num_qo_heads, HEAD_DIM]
     k_tiles,  # TMA descriptor of K, result of `_boxes`
-    v_tiles,  # the same of V
+    v_tiles,  # as k_tiles, but of V
     block_tables,  # (of K, of V)
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows

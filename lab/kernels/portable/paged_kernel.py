@@ -63,7 +63,7 @@ def _attention_kernel(
     query,  # [num_rows, num_qo_heads, HEAD_DIM]
     pools,  # (K, V); int16 if `paired` has made pairs of e4m3 elements
     k_tiles,  # TMA descriptor of K's tiles, or None
-    v_tiles,  # the same of V
+    v_tiles,  # as k_tiles, but of V
     block_tables,  # (of K, of V), [batch_size, pages of a request]
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows

@@ -61,7 +61,7 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
     Args:
         batch: a decode without speculation, or a TARGET_VERIFY.
         pool: a pool with pages of 128 tokens, on the same device.
-        num_kv_heads: K/V heads of the model, each of which selects its own pages.
+        num_kv_heads: K/V heads of the model. Each head selects its own pages.
 
     Raises:
         ValueError: another mode, a pool with other pages, or batch and pool on different devices.
