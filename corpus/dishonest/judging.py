@@ -305,7 +305,9 @@ def frame_of_worker() -> types.FrameType | None:
 
 @dishonest("its worker called a case right, and declined it with other contents")
 class DeclinesTheAudit(Zeros):
-    """Sends a right verdict on each case that it has not seen, and refuses the shapes that it has seen: those of the audit."""
+    """Sends a right verdict on the first case of each number of requests, heads and head dims, and refuses later ones, also
+    the audit's.
+    """
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from pebble.common import Result, ResultStatus
@@ -313,7 +315,7 @@ class DeclinesTheAudit(Zeros):
 
         from lab.checks.run.verdicts import Judged, Outcome
 
-        shape = (tuple(query.shape), tuple(arguments["seq_lens"].tolist()), *map(arguments.get, ("window_left",)))
+        shape = (*query.shape[-2:], len(arguments["seq_lens"]))
         seen = Path(f"{os.environ['LAB_SEEN']}/{hashlib.md5(repr(shape).encode()).hexdigest()}")
         frame = frame_of_worker()
         if frame is not None:

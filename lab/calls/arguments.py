@@ -47,7 +47,7 @@ def check_int(name: str, value: object, least: int, remedy: str) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}; {remedy}")
     if int(value) > torch.iinfo(torch.int64).max:
-        raise ValueError(f"{name} must be an int64, got {value}; {remedy}")
+        raise ValueError(f"{name} must be an int64, got an int of {int(value).bit_length()} bits; {remedy}")
     return int(value)
 
 

@@ -266,7 +266,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         (entry("cum_seq_lens_kv", (1,), 19), ValueError, "cum_seq_lens_kv", "[0, 19, 25]", "[0, 20, 25]"),
         # the rule
         (value(causal=False, window_left=3), NotImplementedError, "causal=False", "window_left=3", "window_left=-1"),
-        (value(window_left=2**64, max_kv_len=2**64), ValueError, "max_kv_len must be an int64"),
+        (value(window_left=2**64, max_kv_len=2**64), ValueError, "max_kv_len must be an int64, got an int of 65 bits"),
         (value(causal=False, window_left="3"), TypeError, "window_left must be an int", "'3'"),
         (value(causal=None), TypeError, "causal", "None"),
         # devices
