@@ -1,4 +1,4 @@
-"""The judge: it finds out whether an implementation is right."""
+"""The judge: it finds out whether an implementation of FlashInfer's attention functions gives right results."""
 
 from lab.extras import require
 

@@ -53,7 +53,7 @@ class CallForm(NamedEnum):
 class Result(NamedTuple):
     """What a call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features of this call. If it is None, errors are recorded with the features of the case's last call.
+    `call` has the features (named properties) of this call. If it is None, errors are recorded with those of the last call.
     """
 
     out: Tensor
@@ -86,7 +86,7 @@ class GivenCall:
 
 
 class CaseRun:
-    """The judging of one case: makes its calls and collects errors. An `expect...` method records an error."""
+    """The judging of one case: makes its calls and collects errors. A method `expect...` records an error, and goes on."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CaseRun:
         self.declines: list[str] = []
         self.remarks: list[str] = []  #: notes for the reader of the verdict; they do not make a result wrong
         self.suspicions: list[str] = []  #: notes that say why the inputs of the case may be wrong
-        #: the calls of `lab.checks.invariance` whose output differs from the output of the case's first call
+        #: the calls of `lab.checks.properties.invariance` whose output differs from the output of the case's first call
         self.differences: list[BitDifference] = []
         self.worst_ratio = 0.0  #: the largest ratio of an error to its bound
         self.is_misshapen = False  #: a result has another shape or dtype than expected
@@ -129,10 +129,10 @@ class CaseRun:
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Make the call of `inputs`, with `changes` replacing arguments. Return its results without padding rows.
 
-        If the implementation refuses the call, it is made again with equivalent arguments (`KernelCalls`).
+        If the implementation refuses the call, calls with other but equivalent arguments are made until it accepts one.
 
         Raises:
-            Unsupported: the implementation refused all equivalent calls too.
+            Unsupported: the implementation refused the call and all equivalent calls.
             KernelError: the call failed.
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
@@ -158,13 +158,14 @@ class CaseRun:
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
         """Make the call of `inputs` with `changes` replacing arguments, and compare its result with `expected`: within the
-        error bound of a `Truth`, or bit for bit with a `Result`. Return the result; None if the call fails or is refused.
+        error bound of a `Truth`, or bit for bit with a `Result`. Return the result; None if the call is refused, fails or is
+        not made.
 
         Args:
             what: a name of the call, for error messages.
             inputs, expected: the call, and the required result; None if the result is not to be compared.
-            needed: raise Unsupported if the call is refused. Otherwise record the refusal, and make no call that FlashInfer
-                excludes in a case with selected pages, selected entries or one rank's keys.
+            needed: whether to raise Unsupported if the call is refused. If not, the refusal is recorded, and in a case with
+                selected pages, selected entries or the keys of one rank, a call that `lab.calls` refuses is not made.
             changes: the arguments that replace arguments of `inputs` with the same names.
         """
         case, result = self.case, None
@@ -187,9 +188,8 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record the KernelError of a failed call in the `with` block under the name `what`, instead of raising it; likewise
-        the Unsupported of a refused call, unless it is `needed`. If the CUDA context is lost, raise KernelError: no later call
-        can succeed.
+        """Record a KernelError that the `with` block raises, under the name `what`, and go on after the block. Also record an
+        Unsupported, but raise it if `needed`. If the CUDA context is lost, raise the KernelError: no later call can succeed.
         """
         try:
             yield
@@ -221,7 +221,7 @@ class CaseRun:
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """Return the forms of calls to judge: WHOLE, and each for which the implementation has a function `prepare_...` etc."""
+        """Return WHOLE, and PREPARED and PLANNED if the implementation has a `prepare_...` and a `plan_...` function."""
         offered = {
             form for form in CallForm for each in ENGINE_CALLS if hasattr(self.implementation, form.value + each.value)
         }
@@ -262,8 +262,8 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features of a call that is about to be made, and record later errors with them. Features of the data
-        (poison) are read from `case`, by default `self.case`. During a graph capture, return the last call's features.
+        """Return the features (named properties) of a call that is about to be made, and record later errors with them. Those
+        of its data, such as poison, come from `case` (None: `self.case`). In a graph capture, return the last call's features.
         """
         if not is_capturing():
             around: dict[str, Any] = dict(self._of_case.features)
@@ -275,8 +275,8 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record the comparison `what`, right if `wrongs` has no sentence. `kind` is a key of `explain.diagnosis.HELD`, and
-        `call` has the features of the call (None: of the last one).
+        """Record a comparison named `what`. `wrongs` has a sentence for each error; without one the comparison is right. `kind`
+        says what was compared (a key of `explain.diagnosis.HELD`). `call` has the features of the call; None: of the last one.
         """
         found = list(wrongs)
         self.wrongs += found
@@ -287,12 +287,12 @@ class CaseRun:
         self.expect(RETURNED, [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        """Expect that `tensors` have the same bits as their copies in `before`, by name. `what` names the comparison."""
+        """Expect that each of `tensors` has the same bits as its copy in `before`. `what` names the comparison."""
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Call `read`. Return True, or False after recording, under the name `what`, an IndexError, TypeError or ValueError
-        that it raised.
+        """Call `read` and return True. If it raises an IndexError, TypeError or ValueError, record this error under the name
+        `what` and return False.
         """
         try:
             read()
@@ -325,7 +325,7 @@ class CaseRun:
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
         """Expect that `lse`, named `what` in errors, is log2 of the softmax's denominator, including the sink; -inf for a row
-        that sees no key. `call` is as in `expect`.
+        that sees no key. `call` has the features of the call; None: of the last one.
         """
         self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
 
@@ -345,7 +345,7 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record the comparison `found` of a result. `what` is the result's name, and `kind` and `call` are as in `expect`."""
+        """Record the comparison `found` of a result named `what`. `expect` documents `kind` and `call`."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
@@ -357,7 +357,7 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 
     def fail(self, failure: str, what: str = "") -> None:
-        """Record that a call, by the name `what`, failed with this error message. Equal messages are recorded once."""
+        """Record that the call named `what` failed with the error message `failure`. Equal messages are recorded once."""
         failure = shortened(failure, SHOWN_CHARACTERS)
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
@@ -370,7 +370,7 @@ class CaseRun:
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Return a function's return value as a `Result` with one row per query row. Raise KernelError if it has another form."""
+    """Return a call's output or (output, LSE) as a `Result` with one row per query row. Raise KernelError for another type."""
     out, lse = output_and_lse(interface.value, returned)
     if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out
@@ -379,8 +379,8 @@ def as_result(returned: Any, interface: AttentionCall) -> Result:
 
 
 def _is_excluded(inputs: Inputs, changes: dict[str, Any]) -> bool:
-    """Return True if `lab.calls` refuses the arguments of `inputs` with `changes`: FlashInfer excludes such a call, or the lab
-    does not model it.
+    """Return True if `lab.calls` refuses the arguments of `inputs` after `changes` replaced some of them: FlashInfer excludes
+    such a call, or the lab does not model it.
     """
     try:
         CALL_TYPES[inputs.interface](**(inputs.arguments() | changes)).problem()

@@ -32,8 +32,8 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts of a report. `record` is the parsed JSON of the file. `Judged.results` is empty, because the file does
-    not have the compared results.
+    """Yield the verdicts of a report. `record` is the parsed JSON of its file. In each verdict `judged.results` is empty,
+    because the file does not have the compared results.
 
     Raises:
         ReportError: the record is not a report, or was written before cases had numbers.

@@ -1,7 +1,7 @@
 """The report of one run of the judge, as data: the verdict on each case, a summary for each check, and the diagnosis.
 
-A check is one test of the judge, such as K4. It judges many cases, each of which describes the inputs of a call. "Function" is
-one of FlashInfer's attention functions or of the metadata functions (`Interface`).
+A check is one test of the judge, such as K4. It judges many cases, each of which describes the inputs of a call. A function is
+an attention function of FlashInfer or a metadata function (`Interface`).
 """
 
 import functools
@@ -33,7 +33,7 @@ LEAST_COMPARED = 0.5
 
 @dataclass(frozen=True)
 class CheckSummary:
-    """One check on one function in a run: the verdicts on its cases, and what they say together."""
+    """The result of one check on one function in a run: the verdicts on its cases, and the worst outcome among them."""
 
     check: str
     interface: Interface
@@ -114,8 +114,8 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Return True if nothing is wrong except known failures, each function was judged (in a shard: any function), and no
-        case was left out. A quick run may leave out cases that it did not begin.
+        """Return True if nothing is wrong except known failures, each function was judged, and no case was left out. A shard
+        needs only one judged function. A quick run that compared enough may leave out cases that it did not begin.
         """
         return self._is_whole and bool(self.verdicts) and not any(self.wrong)
 
@@ -130,7 +130,7 @@ class Report:
 
     @property
     def _is_hardly_judged(self) -> bool:
-        """Return True if the run compared results in less than a share `LEAST_COMPARED` of its cases that an engine sends."""
+        """Return True if less than the share `LEAST_COMPARED` of the run's cases that an engine sends had a compared result."""
         sent = [verdict.judged.judged > 0 for verdict in self.verdicts if verdict.sent_by]
         return sum(sent) < LEAST_COMPARED * len(sent)
 
@@ -151,7 +151,7 @@ class Report:
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
         """Return the report as JSON data: settings, diagnosis, a summary for each check, coverage, and all cases.
-        `is_diagnosed` is as in `write`.
+        Without `is_diagnosed`, diagnosis and coverage are empty.
         """
         return {
             "implementation": self.implementation,

@@ -42,8 +42,8 @@ def fields_of(interface: Interface) -> tuple[str, ...]:
 def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
-    """Yield `count` random cases. Each value of a parameter occurs equally often, and many lengths end at pages and tiles. The
-    cases need few compiled kernels, because they have at most `num_builds` combinations of compiled parameters (`builds`).
+    """Yield `count` random cases. Each value of a parameter occurs equally often, and many lengths end at page or tile edges.
+    At most `num_builds` combinations of the parameters for which kernels are compiled occur, so that few are compiled.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
@@ -77,8 +77,8 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return an attention case with these lengths, this window (-1: none) and these seeds, of the data and of the order of
-    pages. `values` has its other parameters, by the names of `fields_of`.
+    """Return an attention case with these lengths and this window (-1: none). `seed` is the seed of its data, `page_seed` of
+    its order of pages. `values` has its other parameters, by names of fields of `ranges` such as "dtypes".
     """
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
@@ -102,7 +102,7 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return the parameter values of a case by the names of `fields_of`, such as {"dtypes": ..., "page_sizes": 16}."""
+    """Return the parameter values of a case by names of fields of `Ranges`, such as {"dtypes": ..., "page_sizes": 16}."""
     found: Point = {
         "dtypes": (case.dtype, case.kv_dtype),
         "q_lens": case.q_lens[0],
@@ -126,8 +126,8 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Draw lengths for a case with the parameters `values`: of 3 requests for MLA, else of 4 with a last one that has almost
-    `ranges.longest` keys. Return the numbers of query rows and the numbers of keys.
+    """Draw lengths for a case with the parameters `values`. Return two lists: each request's number of query rows, and its
+    number of keys. MLA gets 3 requests. Other functions get 4, the last with almost `ranges.longest` keys.
     """
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
@@ -197,8 +197,8 @@ def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int)
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Return the lengths, in keys, near which kernels change their code: at most one key from 1, 2, one or two pages, a tile
-    of 64, 128, 256 or 512 keys, or `longest`. No length is above `longest`.
+    """Return lengths (numbers of keys) at which kernels change their code: 1, 2, one and two pages, tiles of 64, 128, 256 and
+    512 keys, and `longest`, and also each of these lengths minus 1 and plus 1. No returned length is above `longest`.
     """
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
@@ -239,8 +239,8 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the parameter values of a call that the function accepts: of a case in `taken`, or else of the first accepted call
-    among some with usual values. Return None if no call is accepted. `outcomes_of` makes a call with each of several points.
+    """Return the parameter values of a call that the function accepts, or None if it accepts none. First a case of `taken` is
+    tried, then calls with usual values. `outcomes_of` returns the outcome of one call for each combination of values.
     """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))

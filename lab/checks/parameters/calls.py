@@ -51,7 +51,7 @@ def judge_call(run: CaseRun) -> None:
 
 
 def judge_built(run: CaseRun, call: BuiltCall) -> None:
-    """Make a call. Judge its output and LSE, the form of what it returned, and that it wrote only to outputs and scratch."""
+    """Make a call. Judge its output, LSE, returned shapes and dtype, and that it wrote only to outputs and scratch."""
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
     out, lse = call.given.get("out"), call.given.get("lse")
@@ -117,7 +117,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _plain_values(call: BuiltCall) -> None:
-    """Pass each parameter that is an argument of the call if its value is a number, bool or None, and not the default."""
+    """Set each argument of the call whose parameter of the same name has a number, a bool or None that is not the default."""
     for name, argument in CALL_TYPES[call.interface].__dataclass_fields__.items():
         value = call.forms.get(name, argument.default)
         if (value is None or isinstance(value, int | float)) and value != argument.default:
@@ -125,7 +125,7 @@ def _plain_values(call: BuiltCall) -> None:
 
 
 def _query(call: BuiltCall) -> None:
-    """Pass the query in the layout of the configuration, with padding rows. The query rows of requests without keys are NaN."""
+    """Set the call's query, in the layout and with the padding of its configuration. Rows of requests without keys are NaN."""
     without = torch.tensor([kv_len == 0 for kv_len in call.inputs.kv_lens])
     query = with_nan(call.given["query"], without.repeat_interleave(torch.tensor(call.inputs.q_lens)))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
@@ -134,8 +134,8 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Pass lengths and offsets in the form of the configuration: key offsets in pages, lengths as uint32, or lengths and
-    offsets as views of larger tensors of wrong values.
+    """Set the call's lengths and offsets in the form of its configuration: key offsets in pages, lengths as uint32, or lengths
+    and offsets as views of larger tensors of wrong values.
     """
     lengths, form = call.given["seq_lens"], call.forms.get("seq_lens")
     if call.forms.get("key_offsets") == KeyOffsets.PAGES:
@@ -165,8 +165,8 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Pass the scales and the factor of skip-softmax as the configuration says: which values, and in which form (number,
-    tensor, `bmm1_scale_log2`).
+    """Set the call's scales and factor of skip-softmax to the values that its configuration names, in the form that it names
+    (number, tensor, `bmm1_scale_log2`).
     """
     for name in ("bmm1_scale", "bmm2_scale"):
         if (size := call.forms[name.replace("scale", "size")]) != USUAL:
@@ -186,8 +186,8 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return the scale `value` in the form that a configuration names: a number if `shape` is None, else a one-element tensor
-    of this shape, which is a view into a tensor of NaNs.
+    """Return the scale `value`: as a number if `shape` is None, else as a one-element tensor of this shape, which is a view
+    into a tensor of NaNs.
     """
     if shape is None:
         return value
@@ -202,7 +202,7 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Pass `out_dtype`, or an unwritten buffer as `out`. If the buffer is a view, the memory around it must stay unchanged."""
+    """Set the call's `out_dtype`, or `out` to an unwritten buffer. Memory around a buffer that is a view must not change."""
     form: Output = call.forms["out"]
     if form == Output.NONE:
         return
@@ -217,7 +217,7 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Request the LSE, and pass an unwritten buffer for it. The memory around the buffer and in its gaps must not change."""
+    """Set the call's `return_lse`, and `lse` to an unwritten buffer. The memory around it and in its gaps must not change."""
     form: Lse = call.forms.get("lse", Lse.NONE)
     query = call.given["query"]
     if form == Lse.NONE:
@@ -244,7 +244,7 @@ def _lse(call: BuiltCall) -> None:
 
 
 def _far(call: BuiltCall) -> None:
-    """Pass the argument that the parameter "far" names as a view with gaps, so that its rows span more than 2**31 elements."""
+    """Replace the argument that the parameter "far" names by a view with gaps, whose rows span more than 2**31 elements."""
     if (name := call.forms.get("far", NEAR)) != NEAR:
         call.given[name] = Layout.FAR_APART.of(call.given[name])
         call.guards.pop(name, None)

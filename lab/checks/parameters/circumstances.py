@@ -54,8 +54,8 @@ AT_LIMITS: tuple[Point, ...] = (
 
 
 def at_limits(model: Model) -> Iterator[Point]:
-    """Yield a point (a value for each parameter) for each combination in `AT_LIMITS` that the model and its shard contain. The
-    other parameters have their default.
+    """Yield a point (a value for each parameter) for each combination of `AT_LIMITS` (values at the limits of a dtype) that the
+    model has and that its shard (part of a run) must judge. The other parameters have their default.
     """
     for each in AT_LIMITS:
         has = all(value in model.axes.get(name, ()) for name, value in each.items())
@@ -65,19 +65,19 @@ def at_limits(model: Model) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Circumstance:
-    """A situation for which kernels have separate code, such as a long request: a model of only such calls."""
+    """A situation for which kernels have separate code, such as a long request: a model that only has calls in it."""
 
     model: Model
     chosen: int  # number of axes of a case that may have other values than the default
 
     def has(self, point: Point) -> bool:
-        """Return True if a point (a value for each axis) is in this situation: the restricted model has all its values."""
+        """Return True if a point (a value for each axis) is in this situation: `model` has each value of the point."""
         return all(point[name] in values for name, values in self.model.axes.items())
 
     @property
     def goals(self) -> list[Values]:
-        """Return what the cases in this situation must contain: each single value with which a call computes something, and
-        the window `WINDOW` with each position of the longest request. Goals of other shards (parts of the run) are left out.
+        """Return the values and pairs that the cases in this situation must contain: each value with which a call computes
+        something, and the window `WINDOW` with each position of the longest request. Those of other shards are left out.
         """
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
@@ -124,9 +124,9 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
 
 
 def _restricted(model: Model, wanted: Wanted, kept: Iterable[str], chosen: int) -> Iterator[Circumstance]:
-    """Yield the circumstance in which each axis of `wanted` has the first listed value that the model has, and the axes in
-    `kept` and `KEPT` have their default. At most `chosen` other axes differ from theirs. Yield nothing if the rules forbid
-    these values.
+    """Yield the circumstance in which each axis of `wanted` has the first of its wanted values that the model has, and the axes
+    in `kept` and `KEPT` have their default. In a case, at most `chosen` of the remaining axes differ from their default. Yield
+    nothing if the rules forbid these values.
     """
     values = {
         name: next(value for value in several if value in model.axes[name])

@@ -55,7 +55,7 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return a text with the judged among the possible values: "40 of 42 values and 300 of 320 pairs of decode"."""
+        """Return how many possible values and pairs were judged, as "40 of 42 values and 300 of 320 pairs of decode"."""
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
@@ -96,10 +96,10 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return two sets of combinations (values, pairs and declared triples): those in judged, and those in declined cases.
+    """Return two sets of combinations (values, pairs and declared triples): those in judged cases, and those in declined cases.
 
-    A case that failed before a comparison is in neither. A group of `Model.apart`, such as an NVFP4 cache, is ignored if every
-    judged case has a value of the group.
+    Cases that failed before a comparison do not count. A case with a value of a group of `Model.apart`, such as an NVFP4 cache,
+    counts only for combinations with a value of the group, unless every judged case has a value of the group.
     """
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (

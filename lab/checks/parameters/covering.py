@@ -132,7 +132,7 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model with only those values whose ((axis, value),) is in `taken`; None if an axis keeps no value."""
+        """Return the model with only the values for which ((axis, value),) is in `taken`; None if an axis keeps no value."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
@@ -214,7 +214,7 @@ class Model:
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
         """Yield the default point, and for each other value of each axis a point with this value and otherwise defaults, as
-        far as the rules permit. Values of other shards (parts of the run) are left out, except for the axes in `of_all`.
+        far as the rules permit. Values of other shards (parts of the run) are left out, except those of the axes in `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():

@@ -1,8 +1,8 @@
 """DeepSeek-V4's decode call: the values and rules of its parameters, and how its arguments are built from a configuration.
 
-Each query row attends to two pools: a sliding window of tokens, and compressed entries, each of several tokens. The tensors of
-each pool are built by a sparse MLA decode case. A configuration has a value for each parameter (axis) of the call. The first
-value of an axis is its default.
+Each query row attends to two pools: a sliding window of tokens, and compressed entries, each of several tokens. Each pool is
+built like that of a sparse MLA decode call. A configuration has a value for each parameter (axis) of the call. The first value
+of an axis is its default.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,8 +113,8 @@ def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs
 def redrawn_dsv4(
     of: Chosen, _ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors of the call that the configuration `of` describes, but with the lengths `lens` and with sinks. `seed`
-    selects other data, and `moved` other pages.
+    """Return the tensors of the call that the configuration `of` describes, but with the lengths `lens` and with sinks. With a
+    `seed` other than 0 they have other data than the configuration's, and with `moved` other pages.
     """
     return _inputs(of, device, lens, of.seed + 2 * seed, of.seed + moved, True)
 
@@ -155,7 +155,7 @@ def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_b
 
 
 def _pools(call: BuiltCall) -> None:
-    """Pass both pools with the strides and axes of the configuration, and `sparse_indices` and `backend` in its form."""
+    """Set the call's pools, `kv_layout`, `sparse_indices` and `backend` in the form (strides, axes) of its configuration."""
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
     for name in POOLS:
         pages = call.given[name]
@@ -175,8 +175,8 @@ def _pools(call: BuiltCall) -> None:
 
 
 def _last_page(call: BuiltCall, of_window: bool) -> int:
-    """Return the index of the last page that the call's rows read, in the window pool (`of_window`) or in the compressed pool;
-    0 if they read no entry.
+    """Return the index of the last page that the call's rows read: in the window pool if `of_window`, else in the compressed
+    pool; 0 if they read no entry.
     """
     problem = DSV4DecodeCall(**call.given).problem()
     pool = problem.window_cache if of_window else problem.k_cache

@@ -50,8 +50,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
-    """Return the prefix length of each of `requests` requests in tokens. `prefixes` is a text such as "at page edges", or the
-    length of one long request, which the seed selects among short ones.
+    """Return the prefix length, in tokens, of each of `requests` requests. `prefixes` is a text such as "at page edges", or a
+    number: the prefix length of one request, which the seed selects. The remaining requests then have short prefixes.
     """
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
@@ -66,7 +66,7 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-    """Return a condition for a rule of the model: `count` of a draft, such as its number of list cells, is at most `most`."""
+    """Return a condition for a rule of the model: `count(draft)`, such as its number of list cells, is at most `most`."""
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)

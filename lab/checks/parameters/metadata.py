@@ -106,14 +106,14 @@ class Snapshot:
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation's metadata builder, wrapped so that it cannot change its inputs: if it changes a tensor of the
-    batch or pool, an error is recorded and the tensor is restored. The expected metadata is computed from them later.
+    """Return the implementation's metadata builder, wrapped so that it cannot change its inputs, from which the expected
+    metadata is computed later. If it changes a tensor of the batch or pool, an error is recorded and the tensor is restored.
 
     Args:
         run: the run of the case.
-        interface: which builder.
+        interface: the metadata function whose builder is returned.
         what: name of the metadata in error messages.
-        features: features (named properties) of the pass, for the diagnosis.
+        features: features (named properties) of the pass, for the diagnosis; None: of the last call.
     """
     function = run.function(interface)
 

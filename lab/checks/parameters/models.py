@@ -85,15 +85,15 @@ class Configuration(Chosen):
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
     """Return two mappings for a function's model: from each axis to its default, and from each axis to its values. The values
-    are a dict from each value to itself: a text, which is equal to an enum member, finds this member.
+    are a dict from each value to itself, in which a text finds the enum member that equals it.
     """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
-    """Return the value of an axis that `value` stands for: the equal one in `declared`, so that a text becomes an enum member;
-    or a new DtypePair or HeadDims if the axis has such values; or else `value` itself.
+    """Return the axis value that `value` stands for. If `declared` has an equal one, such as an enum member that equals a text,
+    return that one. Make a DtypePair or HeadDims from a text if the axis has such values. Else return `value`.
     """
     first = next(iter(declared))
     if value in declared or not isinstance(value, str):

@@ -1,7 +1,7 @@
 """The parameters of calls over a paged cache (decode, context and MLA decode), called axes, with their values and rules.
 
-The first value of each axis is its default. If the caller has set a field of `Ranges`, the axis has only these values.
-Otherwise it also has unusual values, which kernels for common sizes decline.
+The first value of each axis is its default. If the caller has set the field of `Ranges` for an axis, the axis has only the
+values of this field. Otherwise it also has unusual values, which kernels for common sizes decline.
 """
 
 from collections.abc import Callable, Sequence

@@ -131,8 +131,8 @@ def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
 
 
 def longest_requests(of: Chosen) -> list[int]:
-    """Return the indexes of the longest requests: those in the axis "longest_request" of the configuration that have rows and
-    keys. If there are none, it is the last request.
+    """Return the indexes of the longest requests: those that the axis "longest_request" of the configuration names and that
+    have rows and keys. If there are none, return the index of the last request.
     """
     count = of["requests"]
     empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
@@ -147,15 +147,15 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """In `kv_lens`, set the numbers of keys of the longest requests of the configuration `of` to results of `longest()`; for
-    every second one to half of a result.
+    """Set the number of keys, in `kv_lens`, of each longest request of the configuration `of`: to `longest()` for the first of
+    them, to half of `longest()` for the second, and so on in turn.
     """
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
 
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
-    """Return a number of keys for each request, 1 or 2 fewer than its query rows; at least 1 if it has several rows."""
+    """Return a number of keys for each request: 1 or 2 fewer than its query rows, but at least 1 if it has several rows."""
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 
@@ -164,8 +164,8 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Draw a number of keys for each request: near one of the `edge_lengths` for pages or tiles of `tile` keys or, in a batch
-    of more than `REQUESTS`, at least its number in `least`.
+    """Return a number of keys for each request: drawn from the `edge_lengths` for pages or tiles of `tile` keys or, in a batch
+    of more than `REQUESTS` requests, not drawn and 0 to 46 more than the request's number in `least`.
     """
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
@@ -210,7 +210,7 @@ def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
     """Return the tensors of a case, but with the lengths `lens`, a random mask, and sinks if the case has them or is an MLA
-    call. `seed` selects other data, and `moved` other pages.
+    call. With a `seed` other than 0 they have other data than the case, and with `moved` other pages.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
@@ -258,7 +258,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Pass the name of the backend unless it is "auto", hints that select a kernel, and the counter buffer of an engine."""
+    """Set the call's `backend` unless it is "auto", hints that select a kernel, and the counter buffer of an engine."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]
@@ -284,7 +284,7 @@ def _hints(call: BuiltCall) -> dict[str, Any]:
 
 
 def _cache(call: BuiltCall) -> None:
-    """Pass K and V as one tensor, or with four axes, if the configuration says so."""
+    """Set `kv_cache` to one tensor of K and V, or to a tensor with four axes, if the call's configuration says so."""
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form.is_one_tensor:
         whole = as_one_tensor(call.inputs)
@@ -315,8 +315,8 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _selection(call: BuiltCall) -> None:
-    """For sparse MLA, as the configuration says: give padding rows cache entries far outside the pool, and pass
-    `sparse_mla_top_k_lens` as a view of a larger tensor.
+    """In a sparse MLA call, as its configuration says: give padding rows cache entries far outside the pool, and replace
+    `sparse_mla_top_k_lens` by a view of a larger tensor.
     """
     if not call.inputs.case.top_k:
         return

@@ -245,7 +245,7 @@ def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
 
 
 def _keys_and_values(call: BuiltCall) -> None:
-    """Pass K and V of a ragged call in the memory layout that the axis "kv" names, with padding after the last token."""
+    """Set K and V of a ragged call: in the memory layout that the axis "kv" names, with the padding that "padding" names."""
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
     if form == KV.ONE_TENSOR:
@@ -261,7 +261,7 @@ def _keys_and_values(call: BuiltCall) -> None:
 
 
 def _host_lengths(call: BuiltCall) -> None:
-    """Also pass the lengths as CPU tensors, if the configuration says so."""
+    """Set `q_seq_lens_cpu` and `kv_seq_lens_cpu` to the lengths, as CPU tensors, if the call's configuration says so."""
     if call.forms["mirrors"] != "none":
         dtype = getattr(torch, call.forms["mirrors"])
         call.given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
@@ -285,7 +285,7 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors of a case with the lengths `lens`, and with sinks and LSE. `seed` and `moved` select other data."""
+    """Return the tensors of a case with the lengths `lens`, and with sinks and LSE. Each (`seed`, `moved`) gives other data."""
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
     sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0

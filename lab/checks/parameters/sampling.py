@@ -52,7 +52,7 @@ def samples(
     Args:
         model: the model of the points.
         seed: seed of the sequence.
-        make: as in `DrawnPoint`.
+        make: returns the case of a point and a seed.
         fewest: least number of axes with random values; the remaining axes have their default. None: all axes are random.
     """
     rng, names = random.Random(seed), list(model.axes)

@@ -154,7 +154,7 @@ class Sinks(TextEnum):
 
 
 class LogitScale(TextEnum):
-    """How `bmm1_scale`, the scale of the logits, is passed: as a number or tensor, in base e or 2, and times which factor."""
+    """How `bmm1_scale`, the scale of the logits, is passed: as a number or tensor, in base e or 2, and with which value."""
 
     NUMBER = "number", None, 1.0
     TENSOR_1D = "tensor [1]", (1,)
@@ -179,7 +179,7 @@ class LogitScale(TextEnum):
 
     @property
     def query_factor(self) -> float:
-        """Return the factor for the query. With SMALL, products q·k exceed float16's 65,504, and their scaled logits do not."""
+        """Return the query's factor: 1 except with SMALL, where q·k exceeds float16's 65,504 and the scaled logit does not."""
         return 1.0 / self.factor if self is LogitScale.SMALL else 1.0
 
 

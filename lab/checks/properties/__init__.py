@@ -11,7 +11,7 @@ from lab.checks.properties.check import Check
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
-    """Return the checks K1 to S2, sorted by key, without R1 (recorded calls) and the checks of `lab.checks.invariance`.
+    """Return the checks K1 to S2, sorted by key, without R1 (recorded calls) and the checks of the module `invariance`.
 
     K1 to K15 judge single attention calls, K16 and K17 metadata, and K18 combinations of arguments. L1 judges the K/V lists of
     a draft, M1 to M3 forward passes, and S1 and S2 graph replays.
@@ -23,7 +23,7 @@ def checks() -> tuple[Check, ...]:
 
 @functools.cache
 def checks_by_key() -> dict[str, Check]:
-    """Return all checks by key: `checks()`, R1 (recorded calls), and the checks of `lab.checks.invariance`."""
+    """Return all checks by key: `checks()`, R1 (recorded calls), and the checks of the module `invariance`."""
     recorded = importlib.import_module(f"{__name__}.recorded").RECORDED_CALLS
     factors = importlib.import_module(f"{__name__}.invariance").FACTORS
     return {check.key: check for check in (*checks(), recorded, *factors)}

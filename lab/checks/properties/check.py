@@ -94,7 +94,7 @@ class Check:
 
     @property
     def catches(self) -> str:
-        return (self.doc or "").split("\n", 1)[0]
+        return (self.doc or "").split("\n", 1)[0].removeprefix("Find ")
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
         """Return the fixed (not random) cases of the check for a function at a level, with the parameter values in `ranges`.
@@ -118,5 +118,5 @@ class Check:
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    """Return a function for `Check.fixed`. It returns the cases of `Scope.balanced(smoke, full, seed)`."""
+    """Return a function for `Check.fixed`. For a scope, it returns the cases of `scope.balanced(smoke, full, seed)`."""
     return lambda scope: scope.balanced(smoke, full, seed)

@@ -1,4 +1,4 @@
-"""A draft's K/V lists with a wrong cell, a missing cell, or a cell that is written outside the lists.
+"""Find a draft's K/V lists with a wrong cell, a missing cell, or a cell that is written outside the lists.
 
 Lists are long and most cells are never read in a test, so a missing block or a store beyond a list is not noticed. This check
 compares every cell of every buffer, including guard cells, with loops over requests, branches and tokens.

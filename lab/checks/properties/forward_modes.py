@@ -1,4 +1,4 @@
-"""A call that is right in a unit test and wrong in an engine's pass: all forward modes, from token histories to outputs.
+"""Find a call that is right in a unit test and wrong in an engine's pass: all forward modes, from token histories to outputs.
 
 A call gets the arguments that an engine passes: its pool, its metadata, its padding and its offsets. The smoke level judges a
 small synthetic geometry. The full level also judges every geometry of the ranges, whole and as a tensor-parallel slice, at
@@ -109,9 +109,9 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield vLLM's passes over pages of `page_size` tokens: decodes, and verifications of each of `q_lens` rows per request,
-    with and without the padding of a graph; requests with unequal numbers of rows; and passes that make a decode call and a
-    context call.
+    """Yield vLLM's passes over pages of `page_size` tokens: decodes, and verifications for each number of query rows in
+    `q_lens`. Some are padded as in a CUDA graph, some have requests with unequal numbers of rows, and some make a decode call
+    and a context call.
     """
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
 
@@ -139,8 +139,8 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield a decode, and verifications of each of `q_lens` rows per request, of MiniMax-M3 (block-sparse). One row sees one
-    page more than it can select.
+    """Yield passes of MiniMax-M3 (block-sparse): a decode, and a verification for each number of query rows per request in
+    `q_lens`. One row sees one page more than it can select.
     """
     dtype = pass_dtypes(ranges.dtypes[0])["dtype"]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
@@ -177,12 +177,12 @@ def usual_page_size(ranges: Ranges) -> int:
 
 
 def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
-    """Return the number of query rows per request at the smoke level, as a tuple: 4 if the ranges have it, else the largest."""
+    """Return a tuple of one number, the query rows per request at the smoke level: 4 if in the ranges, else their largest."""
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
 def pass_dtypes(pair: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
-    """Return a pass's dtype fields for the dtypes of its query and its cache. An e4m3 query is cast from a bf16 model's."""
+    """Return the dtype fields of a pass case for `pair`, the dtypes of query and cache. An e4m3 query is cast from bf16."""
     query, kv_dtype = pair
     cast = {"dtype": torch.bfloat16, "query_dtype": E4M3} if query == E4M3 else {"dtype": query}
     return cast | {"kv_dtype": kv_dtype}

@@ -1,4 +1,4 @@
-"""A pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
+"""Find a pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
 
 Each case is one replay sequence: a short series of graph replays, eager passes and overwritten buffers, in a forward mode that
 an engine captures. Its requests have four K/V lengths: `short`, `edge` (at the end of a page), `across` (one token into a
@@ -122,7 +122,7 @@ def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
 
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Expect no NaN in the output of the capture, whose requests are all padding; in a draft extend, they have fewer keys than
+    """Expect a finite output of the capture. A graph is captured with padding requests only, which may have fewer keys than
     query rows. Then expect a right replay of a full batch, with the four given K/V lengths.
     """
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
@@ -149,8 +149,8 @@ def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across:
 
 
 def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay batch A, with the K/V lengths `edge` and `across`, another batch B, and A again with the same queries. Both
-    outputs of A must have the same bits.
+    """Replay batch A (K/V lengths `edge` and `across`), then another batch B, then A again with the same queries. Both outputs
+    of A must have the same bits.
     """
     first, other = fixture.batch(edge, across), fixture.batch(longest, short, first_request=2)
     state = fixture.generator.get_state()
@@ -166,7 +166,7 @@ def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: 
 
 def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
     """Replay graphs of two batch sizes in turn: small, large, small, then large and small with one padding request each. The
-    graphs share their buffers. The requests of a batch have different ones of the four given K/V lengths.
+    graphs share their buffers. Requests of the same batch have different K/V lengths, each one of the four given lengths.
     """
     yield from _replayed(
         fixture,
@@ -179,8 +179,8 @@ def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: i
 
 
 def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run an eager pass between two replays, with more requests than any graph has, of the four given K/V lengths. The eager
-    pass allocates and frees memory, and must not change the graphs' buffers.
+    """Run an eager pass between two replays. The eager pass has more requests than any graph, with the four given K/V lengths.
+    It allocates and frees memory, and must not change the graphs' buffers.
     """
     yield from _replayed(fixture, fixture.batch(edge, across))
     larger = fixture.batch(longest, short, across, edge, longest)
@@ -199,8 +199,8 @@ def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, lo
 
 
 def _poisoned(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay batches with some of the given K/V lengths right after memory was overwritten. Page 0 of the cache, which padding
-    uses, and the query's padding rows get huge finite values or NaN; metadata that a replay must write anew gets wrong values.
+    """Replay batches with some of the given K/V lengths. Before each replay, overwrite page 0 of the cache (which padding uses)
+    and the query's padding rows with huge finite values or NaN, and metadata that a replay must write anew with wrong values.
     """
     for value, lens in product(
         (HUGE, float("nan")), ((across,), (longest, short, edge), (edge, longest, across, short))

@@ -140,8 +140,8 @@ def _graphs(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with each further backend, and with each further value of the arguments that select among equivalent
-    kernels.
+    """Yield the call with each backend except the default one, and with each value except the default one of each further
+    argument that selects among equivalent kernels.
     """
     values = {name: CHOICES[name] for name in CALL_TYPES[inputs.interface].__dataclass_fields__ if name in CHOICES}
     if "backend" not in inputs.arguments():  # an NVFP4 cache is stored as one backend reads it

@@ -1,4 +1,4 @@
-"""Any error of an output vector beyond what low-precision arithmetic makes of the same inputs, and a wrong LSE.
+"""Find any error of an output vector beyond what low-precision arithmetic makes of the same inputs, and a wrong LSE.
 
 An absolute tolerance accepts everything if outputs are as small as 1/sqrt(length), and an allowed share of wrong elements may
 be a whole head. This check compares each (row, head) separately: its relative L2 error against float64 on the quantised inputs

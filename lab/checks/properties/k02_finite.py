@@ -1,4 +1,4 @@
-"""NaN or infinity, from very low logits, partial maxima that are far apart, large sinks, and rows that see no key.
+"""Find NaN or infinity, from very low logits, partial maxima that are far apart, large sinks, and rows that see no key.
 
 Normal random logits lie within ±10 and every row sees a key, so an initial maximum of -1e5, exp(-inf + inf) and 0/0 never
 occur. Here they occur. A row that sees no key must be zero, with an LSE of minus infinity.
@@ -57,8 +57,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Compare a result with the expected one, as `expect_close` does, and record an error if the output is not finite or the
-    LSE has NaN. A result of None is not compared.
+    """Expect that a result is within the error bounds of `truth`, that its output is finite, and that its LSE has no NaN. A
+    relative error of `least_bound` is always allowed. A result of None is not compared.
     """
     if result is None:
         return

@@ -1,4 +1,4 @@
-"""A row that sees a wrong key or misses a key, and exchanged pages, heads or positions.
+"""Find a row that sees a wrong key or misses a key, and exchanged pages, heads or positions.
 
 With random data each key weighs 1/length, and one key more or less is hidden by rounding. Here zero queries over values that
 encode their position make the output a count of the keys that were seen. Needles (a few keys that outweigh all others) are

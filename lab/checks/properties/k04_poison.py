@@ -1,8 +1,8 @@
-"""Unused cells that reach a result: page tails, unread pages, columns of a page table after a request's last page.
+"""Find unused cells that reach a result: page tails, unread pages, columns of a page table after a request's last page.
 
 Other tests set these cells to zero or random values, so that a zero weight hides a read. Here the cells hold zeros, then the
-largest finite values, then NaN. The table's tail lists foreign pages, page -1 and pages far outside the pool, and pages before
-a window are freed, and entries that no row selects are dead too. No bit of the result may change.
+largest finite values, then NaN; so do entries that no row selects, and pages before a window. The unused columns of the table
+name foreign pages, page -1 and pages far outside the pool. No bit of the result may change.
 """
 
 from lab.checks.case_run import CaseRun, Result

@@ -1,4 +1,4 @@
-"""Writes outside the given tensors, reads beyond the end of a vector that change a result, and changed inputs.
+"""Find writes outside the given tensors, reads beyond the end of a vector that change a result, and changed inputs.
 
 A store one row too far writes memory that other tests do not look at. Here output, LSE and workspace lie between guard bytes,
 sinks and lengths lie between values that would change the result, and every input must be unchanged after the call.

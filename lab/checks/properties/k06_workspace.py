@@ -1,4 +1,4 @@
-"""A workspace whose counters are not zero after a call, or whose contents change a result.
+"""Find a workspace whose counters are not zero after a call, or whose contents change a result.
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
 again after it. The scratch after the counters may hold anything, and so may the output. A test that zeroes both before each

@@ -1,4 +1,4 @@
-"""A request whose output depends on other requests: wrong batch strides, exchanged lengths, rows or tables.
+"""Find a request whose output depends on other requests: wrong batch strides, exchanged lengths, rows or tables.
 
 If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
 in another order, and twice in a batch. If the data of one request change, no bit of another request's output may change.
@@ -70,8 +70,8 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> AttentionInputs:
-    """Return the inputs with a common prefix: each request begins with the first full pages of the longest request. `num_pages`
-    has the numbers of these pages for the requests in turn.
+    """Return the inputs with a common prefix: each request begins with full pages of the longest request. The requests have, in
+    turn, as many of these pages as the numbers in `num_pages`.
     """
     page_size, lengths = inputs.case.page_size, inputs.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])

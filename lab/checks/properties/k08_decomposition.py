@@ -1,4 +1,4 @@
-"""A verify of n tokens that differs from n decodes: a wrong mask, or rows that see too many or too few draft tokens.
+"""Find a verify of n tokens that differs from n decodes: a wrong mask, or rows that see too many or too few draft tokens.
 
 Among thousands of random keys the few draft tokens weigh almost nothing, so the results with a causal mask and with a full mask
 agree within fp8 tolerance. Here each row is computed again as a call of one row with its shorter length, over needles (a few

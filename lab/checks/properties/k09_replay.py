@@ -1,4 +1,4 @@
-"""State that is frozen in the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
+"""Find state that is frozen in the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
 
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
 call is captured with padding requests only, while its host bounds, such as max_seq_len, allow more. Then requests are loaded,
@@ -160,8 +160,8 @@ def maker_of(run: CaseRun, case: Any) -> Make:
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the optional arguments (such as a mask) and forms of arguments that a case tries. Its seed selects some. `waits`:
-    replays may have fewer rows than the capture.
+    """Return the optional arguments (such as a mask) and forms of arguments that the run's case tries. The case's seed selects
+    some of them. `waits` says whether replays may have fewer rows than the capture.
     """
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
@@ -212,15 +212,15 @@ def shrunk(largest: Lens) -> Lens:
 
 
 def another(largest: Lens) -> Lens:
-    """Return the lengths of a batch with twice as many requests as `largest`. Both halves have its row counts, and at most
-    `MOST_BETWEEN` keys per request or one per row; the second half has two more tiles of keys per request.
+    """Return the lengths of a batch with the requests of `largest` twice. Each number of keys is reduced to `MOST_BETWEEN`, or
+    to the number of rows if there are more rows; in the second half it is then increased by two tiles.
     """
     kv_lens = tuple(map(max, largest.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in largest.kv_lens)))
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), largest.q_lens * 2)
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes a call eagerly, with the same tensors each time. A later refusal counts as a failure."""
+    """Return a function that makes the given call eagerly. If a call after the first one is refused, it raises KernelError."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
@@ -269,7 +269,7 @@ class Replay:
         run: the run of the case.
         room: the call of the largest batch, whose tensors are used.
         first: the batch with which the call is captured, prepared or planned.
-        make: returns a function that makes the call: `captured`, `made_again`, or `made_ready` with a form.
+        make: returns a function that makes the call by a graph, eagerly, prepared or planned.
 
     The methods raise the errors of `CaseRun.call`.
     """

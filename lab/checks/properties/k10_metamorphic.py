@@ -1,4 +1,4 @@
-"""A result that depends on page size or order, layout, strides, table width or the split of a scale.
+"""Find a result that depends on page size or order, layout, strides, table width or the split of a scale.
 
 These errors can be found without an oracle, but a test with one page size and one layout never finds them. A change that does
 not affect arithmetic must not change a bit. After a change that may alter the order of sums, the result must still be right.
@@ -92,7 +92,7 @@ def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
 
 
 def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:
-    """Return True if two calls have the same query, keys and values, and the rows of `inputs` see all pages and entries."""
+    """Return True if two calls have the same query, keys and values, and no row of `inputs` selects pages or entries."""
     if not isinstance(inputs, AttentionInputs) or inputs.selected is not None or inputs.seen is not None:
         return False
     sides, of_other = ([each.query, *chain(*each.histories)] for each in (inputs, other))

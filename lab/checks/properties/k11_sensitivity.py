@@ -1,4 +1,4 @@
-"""An argument that is accepted and ignored, or that has another effect than documented.
+"""Find an argument that is accepted and ignored, or that has another effect than documented.
 
 A test with default values cannot show that an argument works: scales of 1, windows wider than every request, equal K and V
 scales. Here every optional argument gets a value that must change the output, and float64 arithmetic gives the expected change.
@@ -140,8 +140,8 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return arguments that pass sinks, and arguments that set a window, if the ranges have these. Their keys are words for
-    reports, such as " with sinks".
+    """Return {" with sinks": arguments with sinks, " within a window": arguments with a window}, without those that the ranges
+    do not have. The keys are words for reports.
     """
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:

@@ -1,4 +1,4 @@
-"""Launches that do not repeat: races between a kernel's own blocks, or with other work on the GPU.
+"""Find launches that do not repeat: races between a kernel's own blocks, or with other work on the GPU.
 
 A single launch on an idle device hides a missing fence. Here the call is repeated with one workspace and, on a GPU, while
 another stream keeps the multiprocessors busy. Every launch must give the same bits as the first.

@@ -1,4 +1,4 @@
-"""State that is stored under an incomplete key: a module, a scale, a plan or an output that is reused for another call.
+"""Find state that is stored under an incomplete key: a module, a scale, a plan or an output that is reused for another call.
 
 A test suite that runs all calls of a configuration in sequence, or in its own process, never finds such state. Here calls that
 differ in one argument, or are larger in every size, alternate in one process: A, B, A. Some cases have a B for each value of
@@ -80,8 +80,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _one_by_one(run: CaseRun) -> None:
-    """Judge a call A, then calls B that each differ from A in one argument, then A again. B has A's tensors for all equal
-    arguments of an attention call. A refused call B is not recorded, because check K18 reports what is declined.
+    """Judge a call A, then calls B that each differ from A in one argument, then A again. An attention call B gets A's tensor
+    for each argument that is equal in both. A refused call B is not recorded, because check K18 reports what is declined.
     """
     first, model = run.case, MODELS[run.case.interface](run.ranges)
     built = built_call(first, run.ranges, run.device) if first.interface in FAMILIES else None

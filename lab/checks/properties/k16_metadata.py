@@ -1,4 +1,4 @@
-"""Metadata that does not match the batch: lengths without the draft, tables of tokens, empty tables, stale offsets.
+"""Find metadata that does not match the batch: lengths without the draft, tables of tokens, empty tables, stale offsets.
 
 If a builder is tested against its own formula, both may be wrong in the same way. Here the metadata must equal the result of
 loops over requests. The builder must not change the tensors of an earlier pass. Attention with the metadata must match the

@@ -1,4 +1,4 @@
-"""Metadata of MLA or DeepSeek-V4 that does not match the batch: lengths without padding or draft, narrow tables, stale rows.
+"""Find MLA or DeepSeek-V4 metadata that does not match the batch: lengths without padding or draft, narrow tables, stale rows.
 
 A padded draft extend is right only if lengths, table and rows count the same padding; a test of a single formula does not show
 this. Here the metadata must equal the result of loops over requests, and the table must contain -1 after its live pages. The

@@ -1,4 +1,4 @@
-"""Errors for values, forms of arguments, and pairs of these that no other check has, in covering arrays of all calls.
+"""Find errors for values, forms of arguments, and pairs of these that no other check has, by covering arrays of all calls.
 
 A kernel branches on its arguments, and many errors need a combination of two values: a window with separate page tables, a mask
 with sinks, a group of 12 in a batch of 257. `lab.checks.parameters` has a model of each call: its parameters, called axes, with
@@ -82,7 +82,7 @@ def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> 
 
 
 def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    """Return a function's model (parameters with their values), which must be covered only for a shard (part of the run)."""
+    """Return a function's model (parameters with their values). Only the combinations of this shard (part of the run) count."""
     model = MODELS[interface](ranges)
     return model if shard == model.shard else replace(model, shard=shard)
 
@@ -110,7 +110,7 @@ def _left_in_circumstances(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
 ) -> Iterator[Configuration]:
     """Yield cases for values that were judged, but not in each circumstance (such as long requests), because a case was
-    declined for another of its values. At most `chosen` axes differ from their default; None: as the circumstance says.
+    declined for another of its values. At most `chosen` axes differ from their default; None: at most `Circumstance.chosen`.
     """
     model = _model(interface, ranges, shard)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
@@ -163,9 +163,9 @@ def _usual_values(
 def _left_values(
     chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain each value that no judged case contains yet, and each usual size with e4m3 queries if
-    the kernel accepts these. At most `chosen` values of a case are not defaults. If the kernel declines a default, the first
-    value that it accepts replaces it.
+    """Yield cases that together contain each value that no judged case contains yet and, if the kernel accepts e4m3 queries,
+    each usual size with e4m3 queries. At most `chosen` values of a case are not defaults. If the kernel declines a default,
+    the first value that it accepts is the default instead.
     """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)

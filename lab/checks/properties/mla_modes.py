@@ -1,4 +1,4 @@
-"""A call that is right in a unit test and wrong in an engine's MLA pass: all modes, from token histories to outputs.
+"""Find a call that is right in a unit test and wrong in an engine's MLA pass: all modes, from token histories to outputs.
 
 A serving backend passes arguments that a unit test does not: a block table that ends in -1, lengths of a draft extend that
 count padding rows, and lengths of a draft step that do not count the draft.
@@ -77,7 +77,7 @@ def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     """Yield passes of DeepSeek sparse attention in each forward mode that supports it. Some rows see fewer tokens than the
-    indexer may select, some see more. `q_len` and `dims` are as in `_engine_cases`.
+    indexer may select, some see more. Verifications and draft extends have `q_len` rows per request; `dims` are layer sizes.
     """
     prefixes = (1, page_size - 1, page_size, 3 * page_size + 5, 300)
     shared: dict[str, Any] = {"page_size": page_size, "index_topk": 130, **dims}

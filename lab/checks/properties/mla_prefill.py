@@ -1,4 +1,4 @@
-"""A ragged context call that loses a key, or an LSE that is wrong for merging: new tokens, cached chunks, and both.
+"""Find a ragged context call that loses a key, or an LSE that is wrong for merging: new tokens, cached chunks, and both.
 
 A prefill is right only if three parts fit together: the causal call over its new tokens, the non-causal calls over chunks of
 its prefix, and their LSEs. The causal call is also judged as a serving backend makes it: from requests in a pool, with the

@@ -1,8 +1,8 @@
-"""A recorded call of an engine: the output of its kernel, or the output of an implementation for the recorded inputs.
+"""Find a wrong output for a recorded call of an engine: the recorded output, or that of an implementation for the same inputs.
 
 The expected result is computed in float64 from the recorded tensors. The recorded page table and lengths define which keys a
-row sees, because a recording has no K/V histories of the requests. So an error in them is not found. Requests that see a key
-that is not finite are left out.
+row sees, because a recording has no K/V histories of the requests. So an error in page table or lengths is not found. Requests
+that see a key that is not finite are left out.
 """
 
 from collections.abc import Sequence

@@ -43,8 +43,8 @@ def part(
     Args:
         inputs: the tensors of the base call.
         what: the difference in words.
-        requests: indices of the requests. After all requests of the call, indices may repeat; `Variant.rows` is -1 for the rows
-            of the repetitions.
+        requests: indices of the requests, also repeated ones. If the part has more rows than the base call, `Variant.rows` is
+            -1 for the rows beyond the base call's number of rows.
         rows: for each of `requests` the range of its query rows, from 0; None for all rows.
         kv_lens: for each of `requests` its number of keys; None for the keys up to the position of its last row.
     """

@@ -140,7 +140,7 @@ def test_the_page_opens_with_the_answer(html: str) -> None:
     assert "Fastest in 50 scenarios with several implementations, in 3 runs: " in said
     assert "Failed in 5 of 12 cases." in said
     assert said.index("<b>known</b>: a result is wrong in a way that") < said.index('<span class="known">')
-    assert "K1 oracle of decode: wrong. What the check catches: Any error of an output vector" in said
+    assert "K1 oracle of decode: wrong. What the check catches: any error of an output vector" in said
 
 
 def test_no_two_tables_have_the_same_title(html: str) -> None:
