@@ -1,3 +1,1 @@
-"""Read recorded benchmarks, judge reports and experiments; show them as tables and pictures in a terminal, Markdown
-and HTML.
-"""
+"""Read recorded benchmarks, judge reports and experiments; show them in a terminal, Markdown, HTML and pictures."""

@@ -81,8 +81,8 @@ def measure_sides(
 
 
 def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
-    """Return a table of both sides, and a line that says whether the second side is SLOWER, FASTER, the SAME or UNSURE, by how
-    many percent, and within which confidence interval. `rule` decides between them. The exit status is WRONG for SLOWER.
+    """Return a table of both sides, and a line that compares the second side with the first: SLOWER, FASTER, the SAME
+    or UNSURE by `rule`, the effect in percent and its confidence interval. The exit status is WRONG for SLOWER.
     """
     first, second = (side.time for side in sides)
     found = compare_samples(first.samples_us, second.samples_us, rule)

@@ -120,7 +120,7 @@ def read_report(path: Path) -> RecordedFile:
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:
-    """Return the verdicts of a report. Raises ReportError, with the file's name, if this lab cannot read them."""
+    """Return a report's verdicts. Raises ReportError, with the file's name, if this lab version cannot read them."""
     try:
         return list(read_cases(file.content))
     except ReportError as error:
@@ -134,16 +134,16 @@ def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, t
 
 
 def _setting(file: RecordedFile, name: str) -> Any:
-    """Return the value of one of `SETTINGS`. For "checks", a text lists each check with the function that it judged."""
+    """Return the value of one of `SETTINGS`; for "checks", a text that lists each check with the function it judged."""
     if name == "checks":
         return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
     return file.content.get(name)
 
 
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
-    """Return a table of the cases whose verdict changed, one row per change, check and function, with the exit status of the
-    module's docstring. Raises RecordedFileError if a file cannot be read, ReportError if this version of the lab cannot read
-    its cases, and NotComparableError if both paths are the same file.
+    """Return a table of the cases whose verdict changed, one row per change, check and function. The module documents
+    the exit status. Raises RecordedFileError if a file cannot be read, ReportError if this version of the lab cannot
+    read its cases, and NotComparableError if both paths are the same file.
     """
     if os.path.realpath(before_path) == os.path.realpath(after_path):
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
@@ -218,8 +218,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return a sentence that says which parameters the cases with this change have, and the right cases do not. For newly
-    wrong cases, the later verdicts decide which cases are wrong; for repaired cases, the earlier ones.
+    """Return a sentence that says which parameters the cases with this change have, and right cases do not. Right cases
+    are those of the later report if `change` is NEWLY_WRONG, otherwise those of the earlier one.
     """
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
@@ -230,8 +230,8 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield two lines: the most frequent reason why cases of a row are wrong or declined, and a shell command that judges a
-    case with this reason, of the report `after`, again.
+    """Yield two lines: the most frequent reason why cases of a row are wrong or declined, and a shell command that
+    judges one of these cases again. `after` is the path of the report that has the cases.
     """
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)

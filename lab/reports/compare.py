@@ -239,8 +239,9 @@ def _reasons(rows: Sequence[RowComparison], shared: Collection[str]) -> Iterator
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Return the rows of one run whose field `key` has the first value, and the rows in which it has the second value. Raises
-    NotComparableError if the values are equal or are methods, if there are several runs, or if no row has a value.
+    """Return the rows of one run whose field `key` has the first value, and those with the second value. Raises
+    NotComparableError if the values are equal, if there are several runs, if no row has a value, or if `key` is the
+    clock, state of L2 or method.
     """
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
@@ -339,7 +340,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return a sentence why a row's GPU cannot be as fast as recorded; "" if it can, or if the row has no rates."""
+    """Return a sentence that says why a row's rates exceed its GPU's; "" if they do not, or if the row has no rates."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""

@@ -14,9 +14,9 @@ STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"} 
 
 
 def invariance_report(found: Invariance) -> TableReport:
-    """Return a table with one row per function and factor, and one column per pair of dtypes (query and K/V). The lines below
-    the table have the smallest wrong case of each row, the smallest case whose bits differ, the reasons why calls were
-    unsupported or not tried, and a summary.
+    """Return a table with one row per function and factor, and one column per pair of dtypes (query and K/V). The lines
+    below the table have, for each row, the smallest wrong case and the smallest case whose bits differ within the
+    bound; then the reasons why calls were unsupported or not tried, and a summary.
     """
     rows: dict[tuple[str, str], list[Dependence]] = {}
     for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface)):
@@ -76,9 +76,10 @@ def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _summary(found: Invariance) -> Iterator[str]:
-    """Yield lines about a run: the cases that were left out; the factors that must not change bits but do, or that have no
-    case; and, for each answer such as "same bits", the factors with this answer. A factor is what the variants of a call
-    change, such as the batch size. Its answer is the worst one of all functions and dtypes.
+    """Yield lines about a run: the report's summary if cases were left out or none was judged; the factors that must
+    not change bits but do, or that have no case; and, for each answer such as "same bits", the factors with it. A
+    factor is what the variants of a call change, such as the batch size. Its answer is the worst one of all functions
+    and dtypes.
     """
     if found.report.left_out or not found.dependences:
         yield str(found.report)

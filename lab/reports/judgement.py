@@ -1,6 +1,4 @@
-"""Print a report of the judge: the answer, the wrong cases with commands that reproduce them, the table of checks,
-and notes.
-"""
+"""Print a report of the judge: the answer, the wrong cases with commands that reproduce them, a table and notes."""
 
 import math
 import os
@@ -236,9 +234,7 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
 
 
 def _quoted(program: str) -> str:
-    """Quote a program for a shell. Double quotes are used if the program has no character that is special inside
-    double quotes.
-    """
+    """Quote a program for a shell, in double quotes if it has no character that is special inside them."""
     return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 

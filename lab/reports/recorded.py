@@ -156,9 +156,7 @@ class Row:
 
     @property
     def is_gpu_time(self) -> bool:
-        """Return True if the row's times were taken by a clock of the GPU; False for the host's clock or an
-        unrecorded clock.
-        """
+        """Return True if a clock of the GPU took the row's times; False for the host's clock or an unrecorded clock."""
         return self.facts.get("clock") in GPU_CLOCKS
 
     @property
@@ -204,9 +202,7 @@ class Row:
 
     @property
     def time_over_floor(self) -> float | None:
-        """Return the ratio of the median to the floor (the least possible time). Return None if the row has no floor, or one
-        below `LEAST_FLOOR_US`.
-        """
+        """Return median / floor (the least possible time); None if there is no floor, or one below `LEAST_FLOOR_US`."""
         floor_us = self.facts.get("floor_us") or 0.0
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
@@ -266,8 +262,8 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the fields of an environment to show: from a heading to the nested keys of the value. They are `FACTS`, and one
-    for each package that an environment names.
+    """Return which fields of the environments to show: by heading, the nested keys of the value. They are `FACTS`, and
+    the version of each package that an environment names.
     """
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}

@@ -140,9 +140,7 @@ def make_table(
 
 
 def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
-    """Make a table with these headings from `lines`, its rows of texts or cells. Columns that are empty in every row are
-    omitted. `caption` is as in `Table`.
-    """
+    """Make a table of `lines` (rows of texts or cells) under these headings. Columns that are all empty are omitted."""
     cells = [[each if isinstance(each, Cell) else Cell(each) for each in line] for line in lines]
     columns = {heading: itemgetter(place) for place, heading in enumerate(headings)}
     return make_table(columns, cells, caption=caption, say_once=())
@@ -216,7 +214,7 @@ def markdown_of(table: Table) -> str:
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
-    """Convert a table to a table of the package rich, without captions and notes. `show_lines` draws a line between rows."""
+    """Convert a table to one of the package rich, without `common` and `left_out`. `show_lines` separates the rows."""
     from rich.box import SIMPLE, SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -306,7 +304,7 @@ class TableReport:
         return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
 
     def markdown(self) -> str:
-        """Return the report in Markdown. The summary comes before the table."""
+        """Return the report in Markdown. The summary, the last line of `below`, comes before the table."""
         *remarks, summary = self.below
         title = self.title and f"# {in_markdown(self.title)}"
         table = markdown_of(self.table) if self.table.rows else ""

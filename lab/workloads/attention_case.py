@@ -30,7 +30,7 @@ class Contents(NamedEnum):
 
 
 class Dead(NamedEnum):
-    """The numbers in cells of the cache that no row may read: the rest of a last page, and pages that no table lists."""
+    """The numbers in cache cells that no row may read: those after a request's last key, and those of unused pages."""
 
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
@@ -48,7 +48,7 @@ class HeadPages(NamedEnum):
 
 
 class TableTail(NamedEnum):
-    """Which page ids stand in a page table's columns after a request's last page. They must not be read."""
+    """Which page ids stand in a page table's columns after a request's last page. No kernel may read these columns."""
 
     FOREIGN = "live pages of other requests, as a replayed table's stale columns do"
     NEGATIVE = "-1"
@@ -196,7 +196,7 @@ class AttentionCase:
 
     @cached_property
     def all_kv_lens(self) -> tuple[int, ...]:
-        """Return the keys of each request on all context-parallel ranks together; the case's rank has `kv_lens` of them."""
+        """Return each request's number of keys on all context-parallel ranks; the case's rank has `kv_lens` of them."""
         rank, world = self.rank or (0, 1)
         return tuple(
             max(world * (kv_len - 1) + rank + 1 + (request + self.seed) % world if kv_len else min(rank, q_len), q_len)
@@ -216,7 +216,7 @@ class AttentionCase:
         return self.storage.page_size
 
     def selected_pages(self, request: int, kv_head: int) -> list[int]:
-        """Return the indices of those pages of a request, counted from 0, that a K/V head selects in a block-sparse call."""
+        """Return which of a request's pages, numbered from 0, a K/V head selects in a block-sparse call."""
         last = -(-self.kv_lens[request] // self.page_size) - 1
         rng = random.Random(f"{self.seed} {request} {kv_head}")
         drawn = [page for page in range(last) if rng.random() < 0.5]
@@ -252,7 +252,7 @@ class AttentionCase:
 
 
 def short_repr(case: Any) -> str:
-    """Return an expression that makes an equal dataclass. Fields at their default are left out."""
+    """Return an expression that makes a dataclass instance equal to `case`. Fields at their default are left out."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)

@@ -20,12 +20,12 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's grammar, and
-    `repr` is an expression with this text.
+    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's
+    grammar, such as "8q1s1k". `repr` is an expression with this text.
 
     Raises:
-        ValueError: the batch is empty, the two tuples differ in length, or a request has no query row or fewer keys than query
-            rows.
+        ValueError: the batch is empty, the two tuples differ in length, or a request has no query row or fewer keys
+            than query rows.
     """
 
     q_lens: tuple[int, ...]  #: query rows of each request, at least one: the tokens that are new in this pass
@@ -57,7 +57,7 @@ class Batch:
 
 
 def parse_batch(text: str) -> Batch:
-    """Return the batch that a text in the module's grammar describes. Requests are in the order of the groups.
+    """Return the batch that a text describes: "2q2k_8q1s1k" is 2 requests, then 8. The module documents the grammar.
 
     Raises:
         ValueError: a group cannot be parsed, has no requests, or has impossible lengths. The message names the group.
@@ -72,8 +72,8 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Return one batch for each combination of a number of requests, of keys and of query rows. All requests of a batch are
-    equal. The number of query rows varies fastest.
+    """Return one batch for each combination of values of the three arguments. All requests of a batch have equal
+    lengths. The value of `q_lens` varies fastest.
 
     Raises:
         ValueError: a batch has no requests, or fewer keys than query rows.

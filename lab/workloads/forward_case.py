@@ -22,8 +22,8 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of an attention layer with grouped queries: the part of the model layer `geometry` that one of
-    `tensor_parallel` ranks has. A base class of frozen dataclasses.
+    """The sizes of an attention layer with grouped queries: one rank's part of the layer of the model `geometry`, which
+    `tensor_parallel` ranks share. A base class of frozen dataclasses.
     """
 
     geometry: str
@@ -53,7 +53,7 @@ class ForwardCase(GroupedLayer, PassCase):
     Fields without a comment are as in `PassCase`.
 
     Raises:
-        TypeError: an argument has another type, or the judge has no error bound for a dtype.
+        TypeError: an argument has a wrong type, or the judge has no error bound for a dtype.
         ValueError: a number is out of range, or an argument has no meaning in the mode and would be ignored.
     """
 
@@ -234,15 +234,15 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls. A pass with a split mixed tail, and a pass of vLLM in which only
-        some requests have few rows, call DECODE in addition to CONTEXT.
+        """Return the attention function that the pass calls; CONTEXT if it calls DECODE too. It calls both with
+        `split_mixed_tail`, and in vLLM if some but not all requests have at most `decode_threshold` rows.
         """
         if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
             return AttentionCall.DECODE
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's attention backend for the case. It calls the functions of `implementation`."""
+        """Return the engine's attention backend, which calls `implementation`. None is enough to build metadata."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:
@@ -273,7 +273,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return how many keys must be read at least: in a block-sparse pass, all rows and heads may select the same pages."""
+        """Return the least number of keys to read: rows and heads of a block-sparse pass may select the same pages."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property

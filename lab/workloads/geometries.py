@@ -28,8 +28,8 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return the part of the layer that one of `size` tensor-parallel ranks has: its query heads divided by `size`, and
-        its K/V heads too, or one K/V head if there are fewer of these than ranks.
+        """Return the part of the layer that one of `size` tensor-parallel ranks has: the numbers of query heads and of
+        K/V heads are divided by `size`, but there is at least one K/V head.
 
         Raises:
             ValueError: `size` does not divide the query heads, or neither divides nor is a multiple of the K/V heads.
@@ -66,7 +66,7 @@ TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
 
 
 def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
-    """Return the name of a small synthetic geometry with these sizes: "tiny", or a name such as "tiny-4x2x128-sinks"."""
+    """Return the name of a synthetic geometry with these sizes: "tiny" if it has them, or like "tiny-4x2x128-sinks"."""
     usual = GEOMETRIES["tiny"]
     if (group, num_kv_heads, head_dim, has_sinks) == (usual.group, usual.num_kv_heads, usual.head_dim, usual.has_sinks):
         return usual.name

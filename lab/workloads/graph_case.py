@@ -19,7 +19,7 @@ from lab.workloads.mla_case import LatentLayer
 
 
 class ReplaySequence(NamedEnum):
-    """Short sequences of graph replays, eager passes and overwritten buffers (`lab.checks.properties.graph_replays`)."""
+    """Sequences of graph replays, eager passes and overwritten buffers for `lab.checks.properties.graph_replays`."""
 
     CAPTURED_BELOW_Q = "captured below q"
     EAGER_EQUALS_REPLAY = "eager equals replay"
@@ -79,9 +79,9 @@ class GraphCase(GroupedLayer, ReplayCase):
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
-    """A sequence of CUDA graph replays of the MLA backend. If rows select entries, it is of the backend of DeepSeek sparse
-    attention (DSA) or DeepSeek-V4 (DSV4). Pages have 32 or 64 tokens, or with DSV4 128. `LatentLayer` documents the other
-    sizes.
+    """A sequence of CUDA graph replays of the MLA backend; with `compress_ratio`, of DeepSeek-V4's backend (DSV4); with
+    only `index_topk`, of the backend of DeepSeek sparse attention (DSA). Pages have 32 or 64 tokens, with DSV4 128.
+    `LatentLayer` documents the other sizes.
     """
 
     page_size: int = 32
@@ -106,8 +106,8 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
-    """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per request. The
-    lengths of the verification count its rows, so that it is a DRAFT_EXTEND_V2.
+    """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per
+    request. This is a DRAFT_EXTEND_V2, because its lengths count the rows; those of a TARGET_VERIFY do not.
     """
     return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 

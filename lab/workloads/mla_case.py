@@ -188,7 +188,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return how many entries must be read at least: all rows of a request may select the same entries."""
+        """Return the least number of entries to read: all rows of a request may select the same entries."""
         return sum(
             self._num_selected(seen, rows) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows
         )

@@ -50,7 +50,7 @@ class PassCase(PassLens):
 
     @property
     def row_lens(self) -> tuple[int, ...]:
-        """Return for each query row the number of tokens of its request up to the row's own token."""
+        """Return for each query row the number of tokens of its request up to and including the row's own token."""
         ends = zip(self.seen_lens, self.q_lens, strict=True)
         return tuple(position + 1 for seen, q_len in ends for position in range(seen - q_len, seen))
 

@@ -107,16 +107,16 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """Return the forward pass that a name in the module's grammar describes.
+    """Return the forward pass that a name such as "decode/llama-3.1-8b/64q1s4k" describes; the module documents names.
 
     Args:
         name: the scenario's name.
-        trace: the trace from which `trace<count>` takes its requests; None: the lab's own synthetic trace. Other batches ignore
-            it.
+        trace: the trace from which `trace<count>` takes its requests; None: the lab's own synthetic trace. A batch
+            without `trace` ignores it.
 
     Raises:
-        ValueError: a part of the name is unknown or malformed, or two parts contradict each other. The message says which, and
-            what would be right.
+        ValueError: a part of the name is unknown or malformed, or two parts contradict each other. The message says
+            which, and what would be right.
     """
     with naming_scenario(name):
         mode, geometry_name, batch_text, options = _parts(name)

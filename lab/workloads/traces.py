@@ -91,7 +91,7 @@ def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
-    """Return the requests, each given with its place in the file. Raise ValueError if one arrives before its predecessor."""
+    """Return the requests without their places in the file. Raise ValueError if one arrives before its predecessor."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
     latest_ms = -math.inf
@@ -164,8 +164,8 @@ def _ticks(column: str, value: str, where: str) -> int:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the number of cached tokens (prompt and generated ones) of each request that runs at the time `at_ms`. A request
-    runs for output_length * `ms_per_token`.
+    """Return the number of cached tokens (prompt and generated ones) of each request that runs at the time `at_ms`. A
+    request runs from its arrival for output_length * `ms_per_token`.
 
     Raises:
         ValueError: `ms_per_token` is not finite and positive.

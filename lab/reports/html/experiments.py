@@ -36,12 +36,12 @@ class Picture:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the values, by name, with which the page's template shows a file of `FileKind.EXPERIMENT`. A list of rows in the
-    file becomes a table, any other value a fact. The environment is omitted, because the page shows all environments in one
-    table.
+    """Return the values, by name, with which the page's template shows a file of `FileKind.EXPERIMENT`. A list of rows
+    in the file becomes a table; any other value is shown next to its key. The environment is omitted, because the page
+    shows all environments in one table.
 
-    "question" is the question that the experiment answers, or "" if the package that recorded it is not installed. "undrawn"
-    has a sentence for each picture that cannot be drawn.
+    "question" is the question that the experiment answers, or "" if the package that recorded it is not installed.
+    "undrawn" has a sentence for each picture that cannot be drawn.
     """
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}

@@ -98,8 +98,8 @@ class JudgedRun:
 
     @property
     def verdict(self) -> str:
-        """Return the run's worst outcome. It is "declined" only if there is no case or every case was declined. If the run was
-        made for the profile of an engine and no call that this engine sends is wrong, it is "right".
+        """Return "right" if the run was made for the profile of an engine and no call that this engine sends is wrong.
+        Otherwise return the run's worst outcome, "declined" only if there is no case or every case was declined.
         """
         if self.record.content.get("profile") and self.record.content.get("is_right"):
             return RIGHT
@@ -248,7 +248,7 @@ class _FaultGroup(NamedTuple):
 
 
 def fault_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of wrong cases: one row per run, check, function, verdict and cited findings, with the worst case of it."""
+    """Make a table of wrong cases: one row with the worst case per run, check, function, verdict and cited findings."""
     faults = grouped(
         ((row.run.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
         for row in rows
@@ -292,8 +292,8 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return a column for each outcome, such as "wrong". It shows a record's number of cases with this outcome, which
-    `counts_of` returns.
+    """Return a column for each outcome, such as "wrong". It shows how many cases of a record have the outcome;
+    `counts_of` returns these numbers for a record, by outcome.
     """
 
     def count(outcome: str, record: Any) -> Cell:

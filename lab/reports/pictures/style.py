@@ -27,8 +27,8 @@ FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of a recorded experiment for the HTML page: its key, its description in words, and the function that draws it.
-    The module of an experiment in `studies.pictures` lists its pictures as `DRAWINGS`.
+    """A picture of a recorded experiment for the HTML page: the key of the value to draw, a description in words, and
+    the function that draws it. The module of an experiment in `studies.pictures` lists its pictures as `DRAWINGS`.
     """
 
     key: str  #: key of the drawn value in the recorded file
@@ -98,7 +98,7 @@ def lane_panels(
 
 
 def draw_span(axes: Axes, lane: int, start: float, end: float, **look: Any) -> None:
-    """Draw a bar from `start` to `end` in a lane (0 is the top one) of a panel made by `lane_panels`."""
+    """Draw a bar in a lane (0: the top one) of a panel of `lane_panels`. `look` are arguments of `Rectangle`."""
     axes.add_patch(Rectangle((start, lane), end - start, 0.8, **look))
 
 
@@ -164,12 +164,12 @@ def fill(colour: str, throttled: bool) -> dict[str, Any]:
 
 
 def mark_key(words: str, marker: str, **look: Any) -> Line2D:
-    """Return a legend's entry: a marker followed by words."""
+    """Return a legend's entry: a marker followed by words. `look` are arguments of matplotlib's Line2D."""
     common: dict[str, Any] = {"marker": marker, "color": TEXT_COLOUR, "linestyle": "none", "label": words}
     return Line2D([], [], **common | look)
 
 
 def write_after(axes: Axes, end: tuple[float, float], words: str, *, gap: float = 3, **style: Any) -> None:
-    """Write words after the end of a horizontal bar, at a distance of `gap` points."""
+    """Write words `gap` points after `end`, the end (x, y) of a bar. `style` are arguments of matplotlib's annotate."""
     look: dict[str, Any] = {"va": "center", "fontsize": FONT_POINTS}
     axes.annotate(words, end, (gap, 0), textcoords="offset points", **look | style)

@@ -1,4 +1,4 @@
-"""The tensors of a call over a paged cache: K and V of each request (its history), a poisoned pool, and the arguments."""
+"""The tensors of a call over a paged cache: each request's K and V (its history), pages in a pool, and arguments."""
 
 import itertools
 import random
@@ -180,7 +180,7 @@ class AttentionInputs:
         return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the rules by which the expected results are computed, such as scales and window. `changes` replaces some."""
+        """Return the rules of the expected results, such as scales and window. `changes` replaces fields of `Rules`."""
         case = self.case
         given: dict[str, Any] = {
             "bmm1_scale": self.bmm1_scale,
@@ -219,8 +219,8 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places_with_tail(self, used: Tensor) -> Tensor:
-        """Return `places` in which only the first columns of each row are used; `used`, [num_rows], has their number. The
-        columns after them get the ids of the case's `table_tail`. A foreign tail is an entry of another row.
+        """Return the slots of `places` in the first `used[row]` columns of each row, and in the others the id of the
+        case's `table_tail`: with TableTail.FOREIGN, the first slot of the next row. `used` is [num_rows].
         """
         places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
         is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
@@ -248,8 +248,8 @@ class AttentionInputs:
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments kv_cache_sf and backend for an NVFP4 cache. If `interleaved`, V's scale factors are in the
-        order of trtllm-gen, which is then the backend; otherwise both are in token order, for XQA.
+        """Return the arguments kv_cache_sf and backend for an NVFP4 cache: for trtllm-gen, with V's scale factors in
+        its order, if `interleaved`; otherwise for XQA. All other scale factors are in token order.
         """
         assert self.scale_factors is not None
         k, v = self.scale_factors
@@ -357,9 +357,9 @@ def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]
 def _block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return page tables, int32 [len(tables), columns]. Each row has the page ids of `tables`, and after them the ids of the
-    case's `table_tail`. There are `most_pages` (the longest request's pages) plus the case's `spare_columns` columns. `live`
-    has page ids for a foreign tail.
+    """Return page tables, int32 [len(tables), most_pages + spare_columns]. Each row has the page ids in its entry of
+    `tables`, then the ids of the case's `table_tail`; those of TableTail.FOREIGN are taken from `live`. `most_pages` is
+    the longest request's number of pages.
     """
     width = most_pages + case.storage.spare_columns
     page_id = TAIL_IDS.get(case.storage.table_tail)

@@ -64,7 +64,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Use the other call's workspace, and its tensors where they have equal bits and memory layout."""
+        """Take the workspace of the other call, and its tensors that equal this call's in bits and memory layout."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -89,7 +89,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 class Form(NamedEnum):
-    """An optional argument or result of a call. Graph replays change the contents of an argument, and write a result anew."""
+    """An optional argument or result of a call, named by its text. `rewritten` changes the contents of arguments."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"
@@ -107,8 +107,8 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return a call with these inputs, and with the optional arguments and results in `forms`. The sinks and the mask of the
-    inputs are passed only if `forms` has Form.SINKS or Form.MASK.
+    """Return a call with these inputs, and with the optional arguments and results in `forms`. The inputs' sinks are
+    passed only with Form.SINKS, their mask only with Form.MASK.
     """
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))

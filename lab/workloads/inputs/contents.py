@@ -92,8 +92,9 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Make queries zero, and values one-hot codes of the key's position: position % half in the first half of the elements,
-    position // half in the second. A row's output then counts the keys that it sees. Heads have values of different sizes.
+    """Make queries zero, and values one-hot codes of the key's position: with half = out_head_dim // 2, position % half
+    in the first half of the elements, position // half in the second. A row's output then counts the keys that it sees.
+    Heads have codes of different sizes.
     """
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
@@ -131,8 +132,8 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Make the logit of key 0 `logit` and all other logits 0. The last coordinate of queries and keys does this; in MLA it
-    must be rotary, because the values include all others.
+    """Set key 0's value to zero and its logit to `logit`, and all other logits to 0. The last coordinate of queries and
+    keys gives the logits; in MLA it must be rotary, because the coordinates without rotary position are the values.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
@@ -154,7 +155,7 @@ def _loud(drawn: _Drawn) -> _Drawn:
 
 
 def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
-    """Multiply the values by `factor`. In MLA they are a part of the keys, so divide the query by a factor above 1."""
+    """Multiply the values by `factor`. In MLA they are in the keys, and a `factor` above 1 also divides the query."""
     if drawn.case.is_mla:
         return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
     return replace(drawn, values=drawn.values * factor)
@@ -174,9 +175,9 @@ _SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles (keys that outweigh all others) in a request whose rows belong to its newest tokens: the
-    first and last keys that rows see, edges of pages and tiles between them, and the neighbours of all these positions. A
-    `window_left` of -1 is no window.
+    """Return positions for needles (keys that outweigh all others) in a request whose rows belong to its newest tokens:
+    the first and last key, the last keys that the first, a middle and the last row see, the starts of their pages,
+    tiles and windows, and the neighbours of all these. A `window_left` of -1 is no window.
     """
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
@@ -187,15 +188,15 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query, [num_rows, num_qo_heads, head_dim], turned towards the needles: `LEAN` times the direction of its K/V
-    head is added to each row. `directions` are unit vectors, [num_kv_heads, head_dim].
+    """Return the query, [num_rows, num_qo_heads, head_dim], turned towards the needles: `LEAN` times the direction of
+    its K/V head is added to each query head. `directions` are unit vectors, [num_kv_heads, head_dim].
     """
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Turn the keys at these positions into needles (keys that outweigh all others), in place: add a multiple of their K/V
-    head's direction, the larger the smaller `softmax_scale` is. `keys` is [kv_len, num_kv_heads, head_dim].
+    """Turn the keys at these positions into needles (keys that outweigh all others), in place: add the direction of
+    their K/V head times a factor proportional to 1 / `softmax_scale`. `keys` is [kv_len, num_kv_heads, head_dim].
     """
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
@@ -241,13 +242,13 @@ def draw_histories(
 
 
 def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return K or V in a cache's dtype. For an e4m3 cache, the values are divided by `scale` before."""
+    """Return `values` (K or V) in a cache's dtype. For an e4m3 cache they are divided by `scale` first."""
     return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return `keys` and `values` of tokens as a cache of this dtype stores them. For NVFP4, the scale factors of K and of V
-    follow.
+    """Return the tensors in which a cache of this dtype stores `keys` and `values`: (K, V), or for NVFP4 (K, V, scale
+    factors of K, scale factors of V).
     """
     if dtype == E4M3:
         return quantize_e4m3(keys, E4M3_K_SCALE), quantize_e4m3(values, E4M3_V_SCALE)
@@ -258,8 +259,8 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored K and V as a kernel reads them, before it applies the layer's scales. NVFP4 K and V, which have `factors`,
-    are dequantised; other K and V are unchanged.
+    """Return stored K and V as a kernel reads them, before it applies the layer's scales: NVFP4 K and V are dequantised
+    with `factors`, the scale factors of K and of V. Without `factors`, K and V are returned unchanged.
     """
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
@@ -273,8 +274,8 @@ def stored_and_read(dtype: torch.dtype, histories: Sequence[History]) -> tuple[l
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with a value; None: the value of `POISON` for its dtype. NVFP4 has no NaN, so that its poison replaces any
-    value except 0.
+    """Fill a tensor with a value; None: the value of `POISON` for its dtype. An NVFP4 tensor, which cannot hold NaN,
+    gets its poison instead of any value except 0.
     """
     if value is None or (storage.dtype == NVFP4 and value != 0):
         value = POISON[storage.dtype]

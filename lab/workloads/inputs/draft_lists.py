@@ -1,4 +1,4 @@
-"""Check that a function writes the K/V lists of a multi-step draft, and no other memory."""
+"""Check that a function writes a multi-step draft's K/V lists (slots that each step reads), and no other memory."""
 
 import inspect
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class DraftLists:
         return found
 
     def take(self, other: "DraftLists") -> None:
-        """Copy another draft of the same sizes into these tensors, as an engine does before it replays a graph."""
+        """Copy the inputs of a draft of the same sizes into these tensors, as an engine does before a graph replay."""
         theirs = other._inputs()
         for name, value in self._inputs().items():
             value.copy_(theirs[name])
@@ -155,8 +155,8 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return the table ``req_to_token``. Its cells are different slots or pages; virtual ones may be -1. Memory around its
-        rows holds `FOREIGN`.
+        """Return the table ``req_to_token``. No two of its cells have the same slot or page; if they are virtual, some
+        cells are -1. Memory around its rows holds `FOREIGN`.
         """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_columns = max(1, case.longest_row + case.spare_columns)
@@ -178,8 +178,8 @@ class DraftLists:
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return a number that is added to the entries of `source` ("req_to_token" or "v2p") so that slots exceed 32 bits.
-        Return 0 if the dtypes are too small. An entry stands for `tokens` slots.
+        """Return the number to add to the entries of `source` ("req_to_token" or "v2p") so that slots exceed 32 bits; 0
+        if the dtypes are too small. An entry stands for `tokens` slots.
         """
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
@@ -193,8 +193,9 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return a function that writes kv_indices and kv_indptr in place: `function` itself if it does so. If it returns lists,
-    like the reference, wrap it: it reads zeros beyond the columns of ``req_to_token``, and truncates lists that are too long.
+    """Return a function that writes kv_indices and kv_indptr in place: `function` itself, or, if it has a parameter
+    num_steps and so returns lists, a wrapper. The wrapper reads zeros beyond the columns of ``req_to_token``, and
+    truncates lists that are too long.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function

@@ -51,9 +51,9 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
     """Return the tensors of DeepSeek-V4's call. Queries, sinks and scales are taken from `of_window`.
 
     Args:
-        of_window: the tokens of each request, and the `WINDOW_COLUMNS` columns in which rows select them.
-        of_compressed: the compressed entries of each request, which has the same rows, and the columns after `WINDOW_COLUMNS`
-            in which rows select them. Each row's entries are moved to the first of these columns.
+        of_window: a call over the tokens of each request. Its rows select tokens in `WINDOW_COLUMNS` columns.
+        of_compressed: a call with the same rows over the compressed entries of each request. The columns in which its
+            rows select entries follow those of `of_window`. Each row's entries are moved to the first of these columns.
         device: the device of the tensors.
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)

@@ -33,7 +33,7 @@ class LateTruth:
         """Compute the expected results, or restore them from their bytes.
 
         Raises:
-            ChangedBindingsError: one of the tensors was written to.
+            ChangedBindingsError: a tensor from which the results are computed was written to.
         """
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
@@ -59,8 +59,9 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return the expected results of requests as a `LateTruth`, computed by a function of `lab.references.truth`:
-    `truth_of_heads` with `seen`, `truth_of_selected` with `selected`, else `truth_of_requests`. They document the arguments.
+    """Return the expected results of requests as a `LateTruth`. The computing function of `lab.references.truth`
+    documents the arguments: `truth_of_heads` with `seen`, `truth_of_selected` with `selected`, else
+    `truth_of_requests`.
     """
     own = query.clone()  # the kernel gets the original
 

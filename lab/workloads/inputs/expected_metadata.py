@@ -38,9 +38,7 @@ OF_DSV4_PREFILL = ("cum_seq_lens_q", "request_lens")  # tensors of `DSV4Metadata
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence about the first error in the rows and metadata of one rank, in an extend with context parallelism; ""
-    if there is none.
-    """
+    """Return a sentence on the first error in one rank's rows and metadata in a context-parallel extend; "" if none."""
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
     pairs: Pairs = {
@@ -57,8 +55,7 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first wrong cell of the metadata among the cells that belong to requests; "" if there is
-    none.
+    """Return a sentence about the first wrong metadata cell among those that belong to requests; "" if there is none.
 
     Args:
         batch, pool: the batch and pool from which the metadata was made.
@@ -96,11 +93,12 @@ def wrong_eager_metadata(
     expand_encoder_only_verify: bool | None = None,
 ) -> str:
     """Return a sentence about the first error in the metadata of a pass without a graph: cells, shapes, dtypes or
-    `max_seq_len_q`.
+    `max_seq_len_q`; "" if there is none.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
-        expand_encoder_only_verify: the builder's argument; None if it is not known.
+        expand_encoder_only_verify: the argument with which the metadata was built. None if unknown: the shapes of the
+            encoder's lengths and table are not compared.
     """
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
@@ -161,9 +159,10 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error in the MLA backend's metadata, as `wrong_metadata` does.
+    """Return a sentence about the first error in the MLA backend's metadata; "" if there is none.
 
     Args:
+        batch, pool, metadata: as in `wrong_metadata`.
         attention: decides whether the lengths in a draft step count the drafted tokens.
         block: query rows per request with which a graph was captured; None for an eager pass.
     """
@@ -185,8 +184,8 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the MLA metadata of a pass without a graph: cells, table tails, bounds, layout.
-    `attention` is as in `wrong_mla_metadata`.
+    """Yield a sentence for each error in the MLA metadata of a pass without a graph: dtypes, cells, table tails,
+    bounds, layout. After a wrong cell the rest is not compared. `attention` is as in `wrong_mla_metadata`.
     """
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
@@ -228,8 +227,8 @@ def wrong_block_sparse_metadata(
 def wrong_dsa_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor, index_topk: int
 ) -> str:
-    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek sparse attention (DSA), like
-    `wrong_metadata`. `topk_indices` and `index_topk` are as in `dsa_forward_metadata`.
+    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek sparse attention (DSA); "" if
+    there is none. `topk_indices` and `index_topk` are as in `dsa_forward_metadata`.
     """
     expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=index_topk)
     lens = _leading("seq_lens", metadata.seq_lens, expected.seq_lens)
@@ -244,10 +243,11 @@ def wrong_dsv4_metadata(
     compress_ratio: int | None = None,
     topk_indices: torch.Tensor | None = None,
 ) -> str:
-    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek-V4, like `wrong_metadata`.
+    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek-V4; "" if there is none.
 
     Args:
-        compress_ratio: as in `DSV4Metadata.sparse_indices`; None: 0 for a draft model, else 128.
+        batch, pool, metadata: as in `wrong_metadata`.
+        compress_ratio: tokens of a compressed entry, 0 without such entries; None: 0 for a draft model, else 128.
         topk_indices: as in `dsv4_forward_metadata`.
     """
     mode = batch.forward_mode
@@ -278,9 +278,9 @@ def wrong_dsv4_metadata(
 
 
 def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
-    """Return a sentence about the first metadata tensor that is missing or has a wrong number of rows; "" if there is none.
-    `window` and `page_table` must have as many rows as `seq_lens`, and each at least `rows`. With `is_prefill`, the tensors of
-    `OF_DSV4_PREFILL` must be there too.
+    """Return a sentence about the first metadata tensor that is missing or has a wrong number of rows; "" if there is
+    none. `seq_lens`, `window` and `page_table` must have equally many rows, at least `rows`. If `is_prefill`, the
+    tensors of `OF_DSV4_PREFILL` must be there too.
     """
     tables = ("seq_lens", "window", "page_table")
     for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):
@@ -299,8 +299,8 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the metadata of an eager MLA prefill. `build_mla_prefill_metadata`, which builds such
-    metadata, documents `disable_chunked_prefix_cache` and `in_prefill_graph`.
+    """Yield a sentence about the first error, if any, in `metadata`, which `build_mla_prefill_metadata` built for an
+    MLA prefill with the other arguments. If `in_prefill_graph`, the prefill is captured in a CUDA graph.
     """
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))

@@ -91,8 +91,8 @@ class EnginePass:
         }
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Prepare the attention calls that the engine's backend makes with an implementation, and return a function that makes
-        them (see `lab.metadata.engine.backend.Backend.prepare_attention`).
+        """Prepare the calls that the engine's backend makes with an implementation, and return a function that makes
+        them and returns the output. `arguments` are those of `lab.metadata.engine.backend.Backend.prepare_attention`.
         """
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
@@ -114,7 +114,7 @@ class EnginePass:
         return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        """Return the expected results of these requests' query rows over these histories."""
+        """Return the expected results of `query`, the rows of these requests, over `histories`, one per request."""
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
@@ -122,7 +122,7 @@ class EnginePass:
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Return tokens that `stored` returned as a kernel reads them, before it applies the layer's scales."""
+        """Convert what `stored` returned to tokens as a kernel reads them, before the layer's scales are applied."""
         return stored
 
 
@@ -192,7 +192,7 @@ class ForwardPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class BlockSparsePass(SelectingPass, ForwardPass):
-    """A forward pass of MiniMax-M3: each row and K/V head sees only the pages in `topk_indices` (`draw_pages`)."""
+    """A forward pass of MiniMax-M3: each row and K/V head sees only the pages in `topk_indices`, from `draw_pages`."""
 
     metadata: Any
 
@@ -209,8 +209,8 @@ class BlockSparsePass(SelectingPass, ForwardPass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of query rows that see only the pages in `topk_pages` (`draw_pages`), up to their own token.
-    The layer has no sinks and no window. `mha_truth` documents the other arguments.
+    """Return the expected results of query rows that see only keys up to their own token, in the pages `topk_pages`
+    from `draw_pages`. The layer must have no sinks and no window. `mha_truth` documents the other arguments.
     """
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):

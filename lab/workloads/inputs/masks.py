@@ -10,7 +10,7 @@ from lab.workloads.attention_case import AttentionCase
 def packed_mask(shown: Tensor) -> Tensor:
     """Pack masks over draft tokens, bool [batch, q_len, q_len], into the words that XQA reads: uint16 [batch, q_len, words].
 
-    Bit b of word w stands for draft token 16 w + b. If the last dimension is larger than q_len, bits after q_len are set too.
+    Bit b of word w stands for draft token 16 w + b. Further columns of `shown`, if any, give bits after q_len.
     """
     batch, q_len, bits = shown.shape
     words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)

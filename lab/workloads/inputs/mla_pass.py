@@ -50,7 +50,7 @@ class MLAPass(EnginePass):
         return tuple(as_stored(side, self.layer.k_scale, self.case.kv_dtype) for side in sides)
 
     def selected(self, requests: Sequence[int]) -> Tensor | None:
-        """Return what the rows of these requests select, positions or groups, as in `mla_truth`; None if they see all."""
+        """Return the positions (DeepSeek-V4: groups) that these requests' rows select, as in `mla_truth`; None for all."""
         return None
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
@@ -93,7 +93,7 @@ class SparseMLAPass(SelectingPass, MLAPass):
     both [kv_len, head_dim]; a group's compressed entry is at the position of the group's last token.
 
     Attributes:
-        topk_indices: int32 [rows, top_k], -1 for none: positions, or in V4 numbers of groups. Padding rows follow in V4.
+        topk_indices: int32 [rows, top_k], -1 for none: positions, in V4 indices of groups. Padding rows follow in V4.
     """
 
     metadata: Any
@@ -146,7 +146,7 @@ def mla_truth(
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the call takes.
         out_dtype: dtype of the output.
-        histories: for each request the tokens that its last row sees, stored as in the pass.
+        histories: for each request the entries that its last row sees, in the form of `MLAPass.histories`.
         q_lens: query rows of each request.
         layer: the layer, with the length of an entry's latent vector and the scale by which entries were divided.
         selected: positions, or for DeepSeek-V4 groups, that each row selects, [num_rows, top_k], from `draw_positions` or

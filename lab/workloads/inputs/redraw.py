@@ -34,8 +34,8 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """The two seeds from which the inputs of a timed call are drawn: `tokens` gives K, V and pages; `call` gives queries,
-    lengths and some tokens that are replaced.
+    """The two seeds from which the inputs of a timed call are drawn: `tokens` gives K, V, pages and which cached tokens
+    a call replaces; `call` gives queries, lengths and the replacements.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ def wipe(arguments: Mapping[str, Any]) -> None:
 
 
 def touched(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return the indices, evenly spread among `count` cached tokens, of those that a call with this seed replaces."""
+    """Return the indices of the cached tokens, evenly spread among all `count`, that a call with this seed replaces."""
     number = min(MOST_TOUCHED, count)
     first = random.Random(f"touched {seed}").randrange(max(count, 1))
     return (first + torch.arange(number, device=device) * (count // max(number, 1))) % max(count, 1)
@@ -174,7 +174,7 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _moves(self) -> bool:
-        """Return True if the pages and lengths of the pass are drawn again: it is dense, and on one rank."""
+        """Return True if page ids and lengths are drawn anew: in a dense pass on one rank without `keeps_metadata`."""
         return not self.keeps_metadata and isinstance(
             self.forward.metadata, TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
         )

@@ -49,8 +49,8 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Return the lab's own `GraphRunner` for a case, from arguments of this class. (Tests pass functions that return a
-    deliberately wrong runner.)
+    """Return the lab's own `GraphRunner`, whose class documents the arguments. (Tests replace this function by one that
+    returns a deliberately wrong runner.)
     """
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
@@ -160,8 +160,8 @@ class ReplayFixture:
     def poison(self, value: float) -> None:
         """Overwrite memory that the next replay must write again, or must not read.
 
-        The cache's page 0, the sink, is filled with the value, the metadata of `rewritten` with `POISONED_LENGTH`, and page
-        tables with page 0.
+        The cache's page 0, the sink, is filled with `value`, the metadata tensors that `rewritten` names with
+        `POISONED_LENGTH`, and page tables with page 0.
         """
         for page in self._pages_0():
             page.fill_(value)
