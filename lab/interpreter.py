@@ -154,7 +154,7 @@ def _noting(found: Bf16, name: str, method: Callable[..., Any]) -> Callable[...,
 
 
 def _dtype_of(operand: Any) -> str:
-    """Return the name of the dtype of a tensor's elements, such as "bf16"; "" if an operand is no tensor."""
+    """Return the name of the dtype of a tensor's elements, such as "bf16"; "" if `operand` is no tensor."""
     return getattr(getattr(getattr(operand, "dtype", None), "scalar", None), "name", "")
 
 

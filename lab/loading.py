@@ -23,7 +23,7 @@ class LoadError(ImportError):
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return True for the KeyboardInterrupt of Ctrl-C. A worker ignores Ctrl-C, so there the kernel itself raised the error."""
+    """Return True for the KeyboardInterrupt of Ctrl-C; False in a worker, which ignores Ctrl-C: a kernel raised it."""
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 

@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's git commit, with "-dirty" if files differ from it; without a checkout, `LAB_COMMIT` or None."""
+    """Return the checkout's git commit, with "-dirty" if files differ; else the variable `LAB_COMMIT`, else None."""
     here = str(Path(__file__).parent)
     if not output_of(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")
@@ -63,7 +63,7 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
 
 
 def output_of(command: list[str]) -> str:
-    """Return the output of a command without the last line's end; "" if the program is not installed."""
+    """Return the output of a command without the final newline; "" if the program is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:

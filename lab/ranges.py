@@ -1,4 +1,4 @@
-"""The values from which cases are made. Each field has default values, permitted values, and a command-line option.
+"""The values from which the judge makes cases. Each field has defaults, permitted values, and a command-line option.
 
 `lab judge` and pytest derive their options from the fields of `Ranges`. Importing this module does not import torch.
 """

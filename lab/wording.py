@@ -1,4 +1,4 @@
-"""Format numbers, lists and foreign texts for messages and reports."""
+"""Format numbers, lists and texts of other programs for messages and reports."""
 
 import re
 from collections.abc import Sequence

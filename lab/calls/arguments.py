@@ -84,8 +84,8 @@ def check_query(query: object) -> None:
 
 
 def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
-    """Return the query of an MLA or DeepSeek-V4 call as [num_rows, num_qo_heads, head_dim]. Raise TypeError or ValueError for
-    another shape or dtype; `head_dim` is the name of the last dimension in the message.
+    """Return the query of an MLA or DeepSeek-V4 call as [num_rows, num_qo_heads, head_dim]. Raise TypeError or
+    ValueError for a wrong shape, stride or dtype; `head_dim` is the name of the last dimension in messages.
     """
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
@@ -114,8 +114,8 @@ def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor,
     num_kv_heads, page_size, last dimension].
 
     Raises:
-        TypeError, ValueError: the cache is neither one 5-D tensor nor two 4-D tensors, the layout is neither "HND" nor "NHD",
-            or K and V differ in shape.
+        TypeError, ValueError: the cache is neither one 5-D tensor nor two 4-D tensors, the layout is neither "HND" nor
+            "NHD", or K and V differ in shape or dtype.
     """
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
@@ -279,8 +279,8 @@ def check_skip_softmax(factor: object) -> float:
 
 
 def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless `o_scale` is None or a number other than 0, and 1 if the output (`out_dtype`) is not
-    e4m3.
+    """Raise TypeError or ValueError unless `o_scale` is None, 1, or, for an e4m3 output (`out_dtype`), any finite
+    number except 0.
     """
     if o_scale is None:
         return
@@ -313,7 +313,7 @@ def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return a new tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it before each run."""
+    """Return a new tensor for `bmm1_scale`, and a function that sets it to `bmm1_scale_log2 * log(2)` before a run."""
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
@@ -333,8 +333,9 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return the fields `out` and `out_dtype` of an MLA or DeepSeek-V4 problem. `out` is the call's, as [num_rows,
-    num_qo_heads, size], or None; the dtype is then bfloat16. `words` describe the expected shape in messages.
+    """Return the fields `out` and `out_dtype` of an MLA or DeepSeek-V4 problem: the call's output tensor as a view
+    [num_rows, num_qo_heads, size], and its dtype. Without an output tensor they are None and bfloat16. `words` describe
+    the expected shape in messages.
     """
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}

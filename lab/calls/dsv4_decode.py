@@ -80,18 +80,18 @@ class DSV4DecodeCall:
             next three.
         compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, with pages of its own size. It may be
             the same tensor.
-        sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns; it counts all of the
-            first 128 columns (1203). Later columns may contain any values.
-        seq_lens: int32 [batch_size], number of tokens of each request, at least its number of rows (2673). Of the first 128
-            columns a row at position p uses only the first p + 1 (2017). Lengths bound nothing else.
+        sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns; the first 128
+            columns all count, used or not (1203). Later columns may contain any values.
+        seq_lens: int32 [batch_size], number of tokens of each request, at least its number of rows (2673). Of the first
+            128 columns a row at position p uses only the first p + 1 (2017). `seq_lens` bounds nothing else.
         out: where the output is written, the query's shape, contiguous. None makes a bfloat16 tensor for any dtype of the
             query. FlashInfer writes bf16 alone (1219).
         kv_layout: "HND" or "NHD", of both pools.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths.
-        max_q_len: upper bound of the rows of a request on the host, required with `cum_seq_lens_q`. Without `cum_seq_lens_q` it
-            is None or q_len_per_request.
-        sparse_indices_are_storage_offsets: False: `sparse_indices` are places as above. False is required if the tokens of a
-            pool are not contiguous (2751).
+        max_q_len: int, upper bound of the rows of a request, required with `cum_seq_lens_q`. Without `cum_seq_lens_q`
+            it is None or q_len_per_request.
+        sparse_indices_are_storage_offsets: None or False: `sparse_indices` are places as above. If the tokens of a pool
+            are not contiguous, it must be False (2751).
 
     There is no LSE. `backend` is "auto" or "trtllm-gen". The lab requires one row of `sparse_indices` for each query row;
     FlashInfer does not write the output of query rows without one (2697).

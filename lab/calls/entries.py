@@ -31,7 +31,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return how many keys one unit of `cu_seqlens_kv` is: `page_size` if it counts pages; 1 if it counts keys or is None."""
+    """Return `page_size` if the offsets `cu_seqlens_kv` count pages; 1 if they count keys or are None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1
@@ -39,8 +39,9 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert (request, index of a key in the request) to the places of the keys in K's pool and in V's pool. `requests` and
-    `keys` are int64 of the same shape; both results are int64 of this shape.
+    """Return the token indices of keys in K's pool and in V's pool: page * page_size + offset in the page, or for a
+    ragged call the index in `key` and `value`. `requests` and `keys` are int64 of the same shape: the request of each
+    key, and its index in this request. Both results are int64 of this shape.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None
@@ -60,7 +61,9 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, the places of all its keys in K's pool and in V's pool, int64 [num_keys] each."""
+    """Return, for each of the requests, the token indices of its keys in K's pool and in V's pool, int64 [num_keys]
+    each.
+    """
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
@@ -70,9 +73,9 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, (places, indices) of the entries that its rows select. `places`, int64 [num_keys], are
-    sorted and distinct. `indices`, int64 [q_len, num_columns], are positions in `places`; -1 is no entry. The problem must have
-    `selected`.
+    """Return, for each of the requests, (places, indices) of the entries that its rows select. `places`, int64
+    [num_keys], are the indices of these entries in the pool, sorted and distinct. `indices`, int64 [q_len,
+    num_columns], are the positions in `places` of each row's entries; -1 is no entry. The problem must have `selected`.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

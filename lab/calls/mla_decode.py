@@ -55,20 +55,21 @@ class MLADecodeCall:
             annotates it). The meaning is as in `DecodeCall`.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows after the last
             offset are padding, as in `ContextCall`.
-        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`. None: the host reads the offsets,
+        max_q_len: int, upper bound of the rows of a request, with `cum_seq_lens_q`. None: the host reads the offsets,
             which synchronises.
         lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
             [batch_size, q_len_per_request, num_qo_heads]. It requires `return_lse`: without it FlashInfer's trtllm-gen does not
             write the LSE.
         return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
-        return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink included.
-            None is "basee" with backend "cute-dsl", else "base2". Backend "auto" with `cum_seq_lens_q` or `enable_dcp`, for
-            which FlashInfer has only CuTe DSL, requires a base. In other calls "auto" on SM100 and SM103 selects trtllm-gen or
-            CuTe DSL, after autotuning the faster (mla/_core.py 4728-4845), so that the base of None is not known.
-        sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of first columns. Later columns may contain any
-            values. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
-            entry, and refuses it otherwise.
-        skip_softmax_threshold_scale_factor: None with `sparse_mla_top_k`.
+        return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink
+            included. None is "basee" with backend "cute-dsl", else "base2". Backend "auto" with `cum_seq_lens_q` or
+            `enable_dcp`, for which FlashInfer has only CuTe DSL, requires a base. In other calls "auto" on SM100 and
+            SM103 selects trtllm-gen or CuTe DSL, with autotuning whichever is faster (mla/_core.py 4728-4845), so that
+            the base of None is not known.
+        sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of first columns. Later columns may contain
+            any values. FlashInfer requires it if there is no rotary part, and refuses it otherwise. Each row then needs
+            at least one entry, and no -1 before its last entry.
+        skip_softmax_threshold_scale_factor: must be None with `sparse_mla_top_k`.
         enable_dcp: True makes the call one rank's part of context parallelism, as in `DecodeCall`. It requires `return_lse` and
             excludes sinks.
         causal_seqlens_kv_global: int32 [batch_size], the number of keys, on all ranks, that the newest row of each request

@@ -21,12 +21,13 @@ class DecodeCall:
     If a request has fewer keys than rows, its first rows see no key. The output of a row that sees no key is zero. Its LSE is
     log2(e) * sink, or -inf without a sink.
 
-    A block-sparse call (`enable_block_sparse_attention`) selects pages of each request for each K/V head. A head sees only the
-    keys of its pages. If these are L keys, row i of q rows is at position L - q + i among them (FlashInfer 0.7.2,
-    trace/templates/attention.py 3760). These are the keys up to the row's own token if the head selects the pages of all q
-    rows. FlashInfer does not document rows that see no key, `cum_seq_lens_q`, sinks and the LSE of such calls. The lab's choice
-    is that they mean the same as in other calls. SGLang 0.5.23 sends one row per request and at least one key, because
-    FlashInfer does not write the output of a row without keys (kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
+    A block-sparse call (`enable_block_sparse_attention`) selects pages of each request for each K/V head. A head sees
+    only the keys of its pages. If it has L of them, row i of q rows is at position L - q + i among them, and sees those
+    up to this position (FlashInfer 0.7.2, trace/templates/attention.py 3760). This position is the row's own token if
+    the head selects the pages of all q rows. FlashInfer does not document rows that see no key, `cum_seq_lens_q`, sinks
+    and the LSE of such calls. The lab's choice is that they mean the same as in other calls. SGLang 0.5.23 sends one
+    row per request and at least one key, because FlashInfer does not write the output of a row without keys
+    (kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
 
     The following may contain any values, including NaN, and must not affect a result: the rest of a request's last page, pages
     of no request, keys before the windows of all rows, cells of `block_tables` after a request's last page, and query rows of a
@@ -52,7 +53,7 @@ class DecodeCall:
         seq_lens: int32 or uint32 [batch_size]: number of keys of each request, its query tokens included. In a block-sparse
             call contiguous [num_kv_heads, batch_size]: number of keys in the selected pages. Only the last page may be partly
             filled.
-        max_seq_len: upper bound of `seq_lens` on the host. It may exceed the table's capacity; 0 for an empty batch.
+        max_seq_len: int, upper bound of `seq_lens`. It may exceed the table's capacity; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: number of keys before its own position that a row sees; -1 for all.
@@ -68,17 +69,18 @@ class DecodeCall:
             keys before the draft. A window applies as well. Bits from q_len on have no meaning. None: rows are causal.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
         multi_ctas_kv_counter_buffer: bytes for trtllm-gen's counters, zero before a call and after it.
-        lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
-        enable_block_sparse_attention: True selects pages per K/V head, see above. FlashInfer excludes it with a window,
-            skip-softmax, separate K and V page ids, context parallelism, and every backend but trtllm-gen.
-
+        lse, return_lse: where the LSE is written, float32 [num_rows, num_qo_heads], base 2 (log2 of the softmax's
+            denominator, the sink included); and whether the call returns (out, lse).
+        enable_block_sparse_attention: True selects pages per K/V head, see above. FlashInfer does not combine it with a
+            window, skip-softmax, separate K and V page ids, context parallelism, or a backend other than trtllm-gen.
         skip_softmax_threshold_scale_factor: number of at least 0, or None: which keys a kernel may leave out, as in
             `AttentionProblem.skip_softmax`. A result is right with any of them left out.
-        o_scale: number other than 0, or None for 1: XQA multiplies V by it and divides an e4m3 output by it (FlashInfer 0.7.2,
-            decode.py 4741 and 4788, mha.cu 2629), so that it changes no result. With another output it is 1.
-        causal_seqlens_kv_global: int32 [batch_size], or None: the keys of each request, on all ranks, before its first row. It
-            makes the call one rank's part of context parallelism (`lab.calls.context_parallel`): `kv_cache`, `block_tables`,
-            `seq_lens` and `max_seq_len` have the rank's keys only, and row j sees the first
+        o_scale: number other than 0, or None for 1: XQA multiplies V by it and divides an e4m3 output by it (FlashInfer
+            0.7.2, decode.py 4741 and 4788, mha.cu 2629), so that it changes no result. With an output of another dtype
+            it must be 1.
+        causal_seqlens_kv_global: int32 [batch_size], or None: number of keys of each request, on all ranks, before its
+            first row. It makes the call one rank's part of context parallelism (`lab.calls.context_parallel`):
+            `kv_cache`, `block_tables`, `seq_lens` and `max_seq_len` have the rank's keys only, and row j sees the first
             max(0, floor((causal_seqlens_kv_global + j - cp_rank) / cp_world) + 1) of them, at most `seq_lens`.
         cp_world, cp_rank: number of ranks, and this rank; 1 and 0 without `causal_seqlens_kv_global`.
         bf16q_fp8kv_transform_mode: None, "k_only" or "separate_kv": which of trtllm-gen's kernels convert e4m3 K/V for bf16
@@ -180,7 +182,7 @@ class ContextCall:
     attributes.
 
     Attributes:
-        max_q_len, max_kv_len: upper bounds of the query and key lengths on the host; 0 for an empty batch.
+        max_q_len, max_kv_len: ints, upper bounds of the rows and keys of one request; 0 for an empty batch.
         cum_seq_lens_q: int32 [batch_size + 1] offsets of the query rows. Query rows after the last offset are padding, as in a
             CUDA graph with room for more rows. They may hold anything, including NaN, and their output is undefined.
         cum_seq_lens_kv: int32 [batch_size + 1] offsets of the keys, or of the requests' pages: FlashInfer documents keys, but
@@ -264,10 +266,10 @@ def _posed(
     mask: torch.Tensor | None = None,
     by_kv_head: bool = False,
 ) -> PagedAttention:
-    """Check the arguments that both calls share, and return the attention problem. The problem has one form, whatever layout,
-    page tables and output dtype the call has. `kv_bound` is the name of `max_kv_len` in messages. With `by_kv_head` each K/V
-    head has its own page table and lengths. The other arguments are those of the call or fields of the problem. Raises the
-    errors of `DecodeCall.problem`.
+    """Check the arguments that decode and context calls share, and return the attention problem of `call`. Its tensors
+    have the same form for every `kv_layout` and every form of page table. Messages call `max_kv_len` by the name
+    `kv_bound`. With `by_kv_head` each K/V head has its own page table and lengths. The other parameters are fields of
+    the problem. Raises the errors of `DecodeCall.problem`.
     """
     query = call.query
     arguments.check_bool("return_lse", call.return_lse)

@@ -57,7 +57,7 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The checked arguments of one call in the form that the lab's references and kernels use: the fields of all calls."""
+    """The checked arguments of one call, in a form that is common to all calls. The subclasses add K and V."""
 
     call: AttentionCall  #: the call that defined the problem
     query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]
@@ -158,8 +158,8 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output, LSE or None) to write to: the caller's tensors, or else new uninitialised ones. The output is
-        `out_dtype` [num_rows, num_qo_heads, v_head_dim], the LSE float32 [num_rows, num_qo_heads].
+        """Return (output, LSE) to write to: the caller's tensors, or else new uninitialised ones. The output is
+        `out_dtype` [num_rows, num_qo_heads, v_head_dim]; the LSE is float32 [num_rows, num_qo_heads], or None.
         """
         out, lse = self.out, self.lse
         if out is None:
@@ -246,7 +246,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return the same problem with each query row as a request, whose keys are the row's first `num_visible` keys."""
+        """Return this problem with each query row as its own request, which has the row's first `num_visible` keys."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -353,7 +353,7 @@ def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> Non
 
 
 def mask_words(q_len: int) -> int:
-    """Return the uint16 words per row of XQA's mask of `q_len` draft tokens: a multiple of 32 bits (FlashInfer's `xqa`)."""
+    """Return the even number of uint16 words per row of XQA's mask of `q_len` draft tokens (FlashInfer's `xqa`)."""
     return 2 * -(-q_len // 32)
 
 

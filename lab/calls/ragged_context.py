@@ -68,14 +68,14 @@ class RaggedContextCall:
         key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head h // (num_qo_heads /
             num_kv_heads); in DeepSeek both numbers are equal. Tokens after the last offset may contain any values.
         value: [num_tokens, num_kv_heads, v_head_dim], with the key's dtype and padding.
-        max_q_len, max_kv_len: upper bounds on the host of the rows and keys of one request; 0 for an empty batch.
+        max_q_len, max_kv_len: ints, upper bounds of the rows and keys of one request; 0 for an empty batch.
         seq_lens: int32 or uint32 [batch_size], number of keys of each request in this call.
         o_sf_scale: a number. It scales 4-bit outputs, which this call does not have, so it changes no result.
         window_left: as in `DecodeCall`. A window requires `is_causal`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.
-        is_causal: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position.
-            False: every row sees every key of its request.
-        return_lse: return (out, lse).
+        is_causal: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this
+            position. False: every row sees every key of its request.
+        return_lse: whether the call returns (out, lse).
         attention_sinks: as `sinks` of `DecodeCall`, or None.
         out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim], in any dtype of a query except e4m3,
             which FlashInfer's ragged kernels do not write. None makes a tensor in the query's dtype, bfloat16 for e4m3.
@@ -161,7 +161,7 @@ class RaggedContextCall:
         return problem
 
     def host_lengths(self) -> tuple[list[int], list[int]] | None:
-        """Return (numbers of rows, numbers of keys) of the requests from `q_seq_lens_cpu` and `kv_seq_lens_cpu`, or None."""
+        """Return the requests' (numbers of rows, numbers of keys) from the lengths on the host; None without these."""
         if self.q_seq_lens_cpu is None or self.kv_seq_lens_cpu is None:
             return None
         return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()

@@ -1,9 +1,9 @@
 """The entries that a sparse call selects for each query row, as cells of its index tensor.
 
-A cell contains a *place*: the index of an entry in the flattened pool, page * page_size + offset in the page. Row i of a
-request with q rows and L keys is at position p = L - q + i. Without lengths the row uses its first p + 1 columns, because only
-p + 1 tokens are not after it. With lengths it uses the number of columns that its length states. A cell of a used column is an
-entry if it is not negative. An entry in two columns counts twice.
+A cell contains a *place*: the index of an entry in the flattened pool, page * page_size + offset in the page. Row i of
+a request with q rows and L keys is at position p = L - q + i. Without lengths the row uses its first p + 1 columns,
+because there are p + 1 tokens up to position p. With lengths it uses the number of columns that its length states. A
+cell of a used column is an entry if it is not negative. An entry in two columns counts twice.
 
 DSV4's call has two pools. Its first `WINDOW_COLUMNS` columns are places in the pool of recent tokens, and a row uses at most
 p + 1 of them. The other columns are places in the pool of compressed tokens. Lengths count all columns.
@@ -38,15 +38,15 @@ TOP_K_NAMES = Names()
 def columns_in_use(
     selected: Tensor, lens: Tensor | None, seq_lens: Tensor, row_offsets: list[int], num_window: int = 0
 ) -> Tensor:
-    """Return which columns each row uses, bool [num_rows, num_columns]. Padding rows use none.
+    """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. Padding rows use none.
 
     Args:
         selected: int32 [num_rows, num_columns], indices of entries in the pool.
-        lens: int32 [num_rows], number of columns that each row uses; None: its position + 1.
+        lens: int32 [num_rows], number of first columns that each row uses; None: its position in its request + 1.
         seq_lens: [batch_size], number of keys of each request.
         row_offsets: first row of each request, followed by the end of the last one.
-        num_window: number of window columns at the start of `selected`. A row at position p uses at most p + 1 of them, also
-            with `lens`.
+        num_window: number of window columns at the start of `selected`. A row at position p uses at most p + 1 of them,
+            also with `lens`.
     """
     device, end = selected.device, row_offsets[-1]
     offsets = torch.tensor(row_offsets, device=device)

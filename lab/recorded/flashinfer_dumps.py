@@ -47,8 +47,8 @@ def read(path: Path) -> RecordedCall:
 
 
 def listed(folder: Path) -> list[ListedCall]:
-    """Return the calls that FlashInfer recorded in a folder, in the order of time; the names of their folders begin with it. A
-    call that was captured in a graph is replaced by its replays. Return [] for a folder `graph_flushes`.
+    """Return the calls that FlashInfer recorded in a folder, in the order of time, by their folders' names. A call that
+    was captured in a graph is replaced by its replays. Return [] for a folder `graph_flushes`.
     """
     calls = [] if folder.name == REPLAYS else _folders_of_calls(folder)
     return [_listed(path) for call in calls for path in _folders_of_calls(call / REPLAYS) or (call,)]

@@ -53,7 +53,7 @@ _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d
 
 
 def listed(folder: Path) -> list[ListedCall]:
-    """Return the calls in a folder that have the lab's own format, in the order of time (their file names begin with it)."""
+    """Return the calls in a folder that are in the lab's own format, in the order of time, by their file names."""
     found = [
         (path, match.groups()) for path in sorted(folder.glob(f"*{SUFFIX}")) if (match := _NAME.fullmatch(path.name))
     ]
@@ -204,8 +204,8 @@ def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
-    """Return the arguments of a call, without inputs that share memory with `out` or `lse`, because the call will overwrite
-    these. They are replaced by copies if `copies` is True, else by a RecordingError that says why they are lost.
+    """Return the arguments of a call, but replace inputs that share memory with `out` or `lse`, because the call will
+    overwrite these inputs: by copies if `copies` is True, else by a RecordingError that says why they are lost.
     """
     starts = {name: value.data_ptr() for name, value in given.items() if isinstance(value, Tensor)}
     ends = {name: start + size_bytes(given[name]) for name, start in starts.items()}

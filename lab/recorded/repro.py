@@ -152,7 +152,7 @@ def _bounds(problem: Problem) -> list[float]:
 
 
 def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a Python expression for each request: the places of its keys in K and in V, and which keys each row sees."""
+    """Yield a Python expression per request: its keys' token indices in K and in V, and which keys each row sees."""
     places = places_of_requests(problem, range(problem.batch_size))
     for request, (q_len, (k, v)) in enumerate(zip(problem.q_lens(), places, strict=True)):
         if isinstance(problem, PagedAttention) and problem.selected is not None:  # an entry may stand in two columns
@@ -224,7 +224,7 @@ def _tensor(value: Tensor, saved: dict[str, Tensor]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a short text for a value; for a tensor its dtype, with its elements if it is short and integer, or its shape."""
+    """Return a short text for a value: for a tensor its dtype, and its elements (a few integers) or else its shape."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_short, value))})"
     if not isinstance(value, Tensor):

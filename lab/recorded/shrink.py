@@ -114,12 +114,12 @@ def shrunk(
     Args:
         call: a recorded call.
         find: returns why a call's result is wrong, None if it is right: `recorded_fault`, or a result of `fault_by_calling`.
-        reductions: the reductions to try: `REDUCTIONS`, or `OF_OUTPUTS` if `find` is `recorded_fault`. Then a call that did
-            not return is not shrunk.
+        reductions: the reductions to try: `REDUCTIONS`, or `OF_OUTPUTS` if `find` is `recorded_fault`. With
+            `recorded_fault` a call that did not return is not shrunk.
         synthetic: replace all contents by random values at the end, even if the result is then right.
 
     Returns:
-        The smallest call and its fault. With `synthetic` the fault is None if the result is right, or if no call was made.
+        The smallest call and its fault; with `synthetic` None if the new result is right or `find` is `recorded_fault`.
 
     Raises:
         RecordingError: the result is right or has only a bias, the call cannot be judged, it crashes the GPU's context, or it

@@ -123,7 +123,7 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return [a sentence about the wrong vectors of an output], or [] if all are right. `truth` is None without query rows."""
+    """Return [a sentence about wrong vectors of `out`]; [] if all are right, or without query rows (`truth` None)."""
     if truth is None:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]
@@ -233,8 +233,8 @@ def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[H
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
-    """Return the entries of a K or V cache at the given places, [len(places), num_kv_heads, head_dim]. They are dequantised if
-    `scale_factors`, those of an NVFP4 cache, are not None.
+    """Return the entries of a K or V cache with the token indices `places` (page * page_size + offset in the page),
+    [len(places), num_kv_heads, head_dim]. Entries of an NVFP4 cache, which has `scale_factors`, are dequantised.
     """
     slots = places // page_size, slice(None), places % page_size
     entries = cache[slots]

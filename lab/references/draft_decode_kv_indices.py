@@ -25,10 +25,10 @@ def generate_draft_decode_kv_indices(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the ragged K/V lists that SGLang's multi-step draft backends pass to their attention (0.5.11 to 0.5.23).
 
-    Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the branch
-    has drafted, including the step's own. A branch's draft slots follow the prefix in the request's row of ``req_to_token``.
-    With pages and several branches, each branch has its own pages, and its first page repeats the prefix's last page if that is
-    partly filled.
+    Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the
+    branch has drafted, including the step's own. A branch's draft slots follow the prefix in the request's row of
+    ``req_to_token``. If pages have several tokens and requests several branches, each branch has its own pages. Its
+    first page repeats the prefix's last page if that is partly filled.
 
     The arguments from ``window_size`` on are from ``sglang/kernels/ops/speculative/cache_locs.py`` in 0.5.23.
 
@@ -37,8 +37,8 @@ def generate_draft_decode_kv_indices(
         req_to_token: ``[num_rows, row_width]`` int, slots by position, or pages by ``position // entry_page_size``.
         paged_kernel_lens: ``[num_requests]`` int, tokens of each prefix.
         positions: ``[num_requests * topk]`` int, each prefix length ``topk`` times. ``kv_indptr`` is summed from them;
-            ``kv_indices`` depends only on ``paged_kernel_lens``. With other positions ``kv_indptr`` does not say where the
-            lists begin.
+            ``kv_indices`` depends only on ``paged_kernel_lens``. If they are not the prefix lengths, ``kv_indptr`` does
+            not say where the lists begin.
         num_steps: ``speculative_num_steps``, the number of lists that are made. An engine reads only ``num_steps - 1`` of them.
         topk: branches per request.
         page_size: tokens per page.
@@ -92,7 +92,8 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
     """Return the position in a request's row of ``req_to_token`` at which the draft slots of a branch begin. `length` is the
     number of tokens of the prefix.
 
-    With pages and several branches, each branch continues in its own copy of the prefix's last page, if that is partly filled.
+    If pages have several tokens and requests several branches, each branch continues in its own copy of the prefix's
+    last page, if that is partly filled.
     """
     if page_size == 1 or topk == 1:
         return length + branch * num_steps

@@ -68,7 +68,7 @@ def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
 
 
 def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
-    """Return `relative_l2` of `out` and `expected`, which is float64. `size` are the norms of the expected vectors."""
+    """Return `relative_l2(out, expected)`. `expected` is float64, and `size` has the norms of its vectors."""
     difference = (out.to(torch.float64) - expected).norm(dim=-1)
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
     return torch.where(difference.isfinite(), ratio, math.inf)
@@ -155,7 +155,7 @@ class Comparison:
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of `count` vectors: first the `faulty` ones, then others, each by descending ratio."""
+        """Return (row, head) of `count` vectors: `faulty` ones before others, then by descending `ratio`."""
         ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
         indices = ranked.flatten().topk(min(count, self.error.numel())).indices.tolist()
         return [divmod(index, self.error.shape[1]) for index in indices]
@@ -165,9 +165,9 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
     """Return the error of each vector of an output and its bound: CONTROL_FACTOR times the control's error, at most
     LARGEST_BOUND.
 
-    One vector's control error is random, so the largest control error of a request's vectors bounds all of them. A vector that
-    is expected to be zero must be exactly zero; its control error is ignored. A bound is never less than the error of rounding
-    each element to a multiple of the smallest number of the control's dtype.
+    One vector's control error is random, so all vectors of a request have the same bound, from their largest control
+    error. A vector that is expected to be zero must be exactly zero; its control error is ignored. A bound is never
+    less than the error of rounding each element to a multiple of the smallest positive number of the control's dtype.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
@@ -212,8 +212,8 @@ def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | N
 
 
 def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return an upper bound of the relative L2 error of each vector if its elements are rounded to multiples of the dtype's
-    smallest number, float64 [num_rows, num_heads]; 0 for a vector of zeros. `size` are the vectors' norms.
+    """Return an upper bound of each vector's relative L2 error if its elements are rounded to multiples of the dtype's
+    smallest positive number, float64 [num_rows, num_heads]; 0 for zeros. `size` has the vectors' norms.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps
@@ -273,8 +273,8 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield each kind of groups (`Regression`) as (names of its groups, index of each vector's group). The index broadcasts to
-    [num_rows, num_heads].
+    """Yield five groupings of the vectors: all; by head; by request; by row from a request's start; by row from its
+    end. Each is (names of the groups, index of each vector's group, which broadcasts to [num_rows, num_heads]).
     """
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -329,9 +329,9 @@ class Truth:
         """Return the errors and bounds of an output (`compare`) and, if all vectors are within their bounds, its bias
         (`regress`).
 
-        Each bound is at least `least_bound` and at least the error of one rounding, because a right kernel such as FA3's MLA
-        rounds the results of its splits while the control may have almost no error. The error that skip-softmax may cause is
-        added.
+        Each bound is at least `least_bound` and at least the error of one rounding, because a right kernel such as
+        FA3's MLA rounds the results of its splits while the control may have almost no error. The error that
+        skip-softmax may cause is added to the bound.
         """
         comparison = _compared(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2

@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The expected metadata of a pass on the MHA kernels, as lists. `cache_seqlens` are the requests' numbers of keys, and
-    `swa` marks the sliding-window pool. A page table has only pages with tokens of the request.
+    """The expected metadata of a pass on the MHA kernels, as lists. `cache_seqlens` has each request's number of keys.
+    The `swa_` fields are about the sliding-window pool. A page table has only pages with tokens of the request.
     """
 
     cache_seqlens: list[int]
@@ -27,7 +27,7 @@ class ForwardMetadata:
 
 
 def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
-    """Return the metadata of one forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
+    """Return the metadata of one forward pass (SGLang 0.5.23; the mode DRAFT_EXTEND as in 0.5.13).
 
     Args:
         batch: an object with forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors:
@@ -107,8 +107,9 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The expected metadata of a pass on the MLA decode kernel, as lists. A block table has only pages that rows may see.
-    `seen_lens` are the numbers of keys that the last own row of each request sees; `seq_lens_k` counts padding too.
+    """The expected metadata of a pass on the MLA decode kernel, as lists. Requests are padded to equal numbers of query
+    rows. `seq_lens_k` has the number of keys that a request's last row sees, `seen_lens` the number that its last row
+    before the padding sees. A block table has only pages that rows may see.
     """
 
     seq_lens_k: list[int]
@@ -127,8 +128,8 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
     Args:
         batch, pool: as in `forward_metadata`.
-        counts_draft: True if the length in a draft step counts the tokens drafted so far, the step's own included. SGLang's
-            length does not.
+        counts_draft: True: the lengths of a draft step count the tokens drafted so far, the step's own included. False:
+            they do not, as in SGLang.
         block: number of rows in a block, as a CUDA graph fixes it; None: the longest request's number of rows.
 
     Raises:
@@ -202,7 +203,7 @@ def dsa_forward_metadata(
     Each query row is a request that sees only selected entries. Padding rows select no entry.
 
     Args:
-        batch, pool: as in `forward_metadata`. The mode gives all drafts the same number of rows.
+        batch, pool: as in `forward_metadata`. All requests with a draft have the same number of rows.
         topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Query rows after the last of these rows
             select no position.
         index_topk: largest number of selected positions, in whole groups.
@@ -248,7 +249,7 @@ def dsv4_forward_metadata(
     fewer entries. If an entry represents 4 or 128 tokens, a row without compressed entries has one column with -1.
 
     Args:
-        batch, pool: as in `forward_metadata`. The mode is not the first draft extend.
+        batch, pool: as in `forward_metadata`. The mode is not DRAFT_EXTEND.
         compress_ratio: number of tokens of a compressed entry; 0: there are no such entries.
         topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row uses its first n
             numbers, where n is the number of entries without a token after the row. None: a row uses all n entries.

@@ -110,7 +110,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         Padding rows have the output zero and the LSE -inf, also with sinks.
 
     Raises:
-        ValueError: `PagedAttention.check_values` refuses a length, an offset, a page id or a place.
+        ValueError: `PagedAttention.check_values` refuses a length, an offset, a page id or a selected entry.
     """
     if len(problem.query) == 0:
         return problem.results()
@@ -156,7 +156,7 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
 
 
 def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:
-    """Return the same problem without `selected`: each row is a request, and each of its entries a page of one token."""
+    """Return the same problem with each row as a request, and each entry that it selects as a page of one token."""
     cells = problem.columns_in_use() & (selected >= 0)
     entries_first = (~cells).to(torch.int8).argsort(dim=1, stable=True)
     places = selected.gather(1, entries_first)
@@ -202,7 +202,8 @@ class _Piece:
             int64 [len(blocks)].
         positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
             Values after a block's last row are undefined.
-        places, rows: index of each row that is not padding in the piece (block * num_rows + row), and in the query, int64.
+        places, rows: index in the piece (block * num_rows + row) and in the query of each row that is not padding,
+            int64.
         k_pages, v_pages: page ids of each tile, int64 [requests * pages]; 0 if no row of a block may see the page.
     """
 
@@ -270,8 +271,8 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Divide all rows of a problem into pieces and yield them. `offsets` are the problem's `row_offsets`, and a value has
-    `v_head_dim` elements. A piece has at most `PIECE_ELEMENTS` elements, and its blocks have similar numbers of keys.
+    """Divide all rows of a problem into pieces and yield them. The blocks of a piece have similar numbers of keys, and
+    together at most `PIECE_ELEMENTS` elements of K and V or of scores. `offsets` are the problem's `row_offsets`.
     """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]

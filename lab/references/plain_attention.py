@@ -34,8 +34,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **so
         softmax: fields of `lab.calls.problem.Softmax`: bmm1_scale and bmm2_scale, 1 if left out, and sinks.
 
     Returns:
-        out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
-        denominator (sink included), -inf where it is empty.
+        out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of
+        the denominator (sink included), -inf where that is zero.
 
     Raises:
         TypeError, ValueError: `check_plain` refuses an argument, before any arithmetic.
@@ -88,8 +88,8 @@ def check_arithmetic(arithmetic: object) -> None:
 
 
 def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
-    """Raise an error if `attention` does not support the arguments, with the scales and sinks of `softmax`: TypeError for a
-    wrong type or dtype, ValueError if shapes or devices contradict each other, or on a CPU query, sinks or a scale contain NaN.
+    """Raise an error if `attention` does not support the arguments: TypeError for a wrong type or dtype, ValueError if
+    shapes or devices contradict each other, or if the query, the sinks or a scale of `softmax` on a CPU is NaN.
     """
     expected = "[batch, {}, heads, head_dim]"
     for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):

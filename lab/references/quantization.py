@@ -15,7 +15,7 @@ def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch
 
     Args:
         packed: uint8 [..., head_dim // 2]. The even element of a pair is in the low four bits.
-        scale_factors: e4m3 [..., head_dim // 16], one per 16 elements, in plain order.
+        scale_factors: e4m3 [..., head_dim // 16], one per 16 elements, in token order (not interleaved).
 
     Returns:
         float64 [..., head_dim].
@@ -58,7 +58,7 @@ def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
 
 
 def deinterleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
-    """Invert `interleave_v_scale_factors`: return scale factors in plain order, same shape and dtype."""
+    """Invert `interleave_v_scale_factors`: return scale factors in token order, same shape and dtype."""
     pages, heads, page_size, count = scale_factors.shape
     grouped = scale_factors.reshape(pages, heads, page_size // INTERLEAVED_TOKENS, count, INTERLEAVED_TOKENS)
     return grouped.transpose(3, 4).reshape(scale_factors.shape)

@@ -11,10 +11,10 @@ R = TypeVar("R")
 
 
 def with_own_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, run with the CPU as default device and without autocast.
+    """Return a function that calls `function` with the CPU as default device and without autocast.
 
-    Tests of other projects call `torch.set_default_device("cuda")`, which would move indices that belong on the host. Autocast
-    would lower the precision of the control, and raises an error for e4m3.
+    Tests of other projects call `torch.set_default_device("cuda")`, which would move indices that belong on the host.
+    Autocast would lower the precision of the control, and fails for e4m3.
     """
 
     @functools.wraps(function)

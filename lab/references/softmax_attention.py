@@ -173,8 +173,8 @@ def attention_by_tiles(
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write `left @ right`, batches of matrices, to the view `out`. On a CPU torch writes to a strided view one matrix at a
-    time.
+    """Write `left @ right`, batches of matrices, to the view `out`. On a CPU a strided view gets a copy of the product,
+    because torch would write to the view one matrix at a time.
     """
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
@@ -213,11 +213,11 @@ def visible_to(
     causal: bool,
     window_left: int,
 ) -> Tensor:
-    """Return the keys that the given rows see, for requests with equal numbers of rows and of keys. Rows are a request's newest
-    tokens.
+    """Return the keys that the given rows see, for requests that all have `q_len` rows and `kv_len` keys. Rows are a
+    request's newest tokens.
 
     Args:
-        rows: indices of the rows in a request of `q_len` rows and `kv_len` keys.
+        rows: indices of the rows in each request.
         shown: a draft mask of each request, bool [num_requests, q_len, q_len], which replaces the causal rule; or None.
         causal, window_left: as in `visible_keys`.
 
@@ -332,7 +332,7 @@ def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
 
 
 def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 values rounded to `dtype`. For e4m3 each vector is scaled to the dtype's range before it is rounded."""
+    """Return float32 values rounded to `dtype`; for e4m3 each vector is scaled to its range, rounded and scaled back."""
     if dtype != E4M3 or values.shape[-1] == 0:
         return values.to(dtype).to(torch.float32)
     largest = values.abs().amax(dim=-1, keepdim=True)

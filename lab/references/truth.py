@@ -41,8 +41,8 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem with draft mask `shown`. `arithmetic` None is the query's dtype; float64 becomes
-        float32.
+        """Return the rules of a problem with draft mask `shown` (None: no mask). `arithmetic` None is the query's
+        dtype, or float32 if that is float64.
         """
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
@@ -101,15 +101,15 @@ def truth_of_selected(
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return `truth`, which was computed with each row as a request, for requests with `q_lens` rows."""
+    """Return `truth`, computed with each row as a request, as the results of requests that have `q_lens` rows each."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
 def truth_of_heads(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
-    """Return the expected results of a block-sparse call, in which each K/V head sees only some keys. Only these keys count for
-    the positions of rows. The other arguments are as in `truth_of_requests`.
+    """Return the expected results of a block-sparse call, in which each K/V head sees only some keys. A row's position
+    is its index among these keys. The other arguments are as in `truth_of_requests`.
 
     Args:
         seen: the keys that each K/V head sees, bool [kv_len, num_kv_heads] per request.
@@ -147,8 +147,8 @@ def solved_requests(
     *,
     with_control: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Compute attention of the rows of consecutive requests, one piece at a time. A piece has rows of one or more requests with
-    equal numbers of keys and of rows.
+    """Compute attention of the rows of consecutive requests, one piece at a time. A piece has rows of one or more
+    requests; these have the same number of keys, and the same number of rows.
 
     Args:
         query, histories, q_lens, rules: as in `truth_of_requests`.
@@ -184,9 +184,9 @@ def solved_requests(
 def _together(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield lists of the indices of requests that are computed together. `q_lens` are the requests' numbers of rows, and
-    `histories` their (K, V). The requests of a list have equal numbers of keys and of rows, and together at most `most`
-    elements of K and V or of scores. Requests without rows are in no list.
+    """Yield lists of the indices of requests that are computed together. `q_lens` are the requests' numbers of rows,
+    and `histories` their (K, V). The requests of a list have the same number of keys and the same number of rows, and
+    together at most `most` elements of K and V or of scores. Requests without rows are in no list.
     """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):

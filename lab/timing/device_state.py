@@ -38,7 +38,7 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return fields for a recorded row: the range of the SM clock, maxima of the other readings, and clock limits."""
+        """Return fields for a recorded row: the SM clock's range, other readings' maxima, reasons for reduced clocks."""
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
@@ -54,11 +54,11 @@ class DeviceState:
         handle = _handle(device_index)
         if handle is None:
             return
-        self.sm_clocks_mhz += _asked(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
-        self.memory_clocks_mhz += _asked(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)
-        self.powers_w += [milliwatts / 1000 for milliwatts in _asked(pynvml.nvmlDeviceGetPowerUsage, handle)]
-        self.temperatures_c += _asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-        for bits in _asked(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle):
+        self.sm_clocks_mhz += _if_supported(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
+        self.memory_clocks_mhz += _if_supported(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+        self.powers_w += [milliwatts / 1000 for milliwatts in _if_supported(pynvml.nvmlDeviceGetPowerUsage, handle)]
+        self.temperatures_c += _if_supported(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+        for bits in _if_supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle):
             self.held_back_by(throttle_reasons(bits))
 
     def held_back_by(self, reasons: set[str]) -> None:
@@ -92,14 +92,14 @@ def _violations_ns(device_index: int) -> dict[str, int]:
     return {
         name: int(status.violationTime)
         for name, policy in LIMITS.items()
-        for status in _asked(pynvml.nvmlDeviceGetViolationStatus, handle, policy)
+        for status in _if_supported(pynvml.nvmlDeviceGetViolationStatus, handle, policy)
     }
 
 
-def _asked(question: Any, *arguments: Any) -> list[Any]:
-    """Call `question`, an NVML function, and return [result], or [] if the GPU or driver does not support it."""
+def _if_supported(function: Any, *arguments: Any) -> list[Any]:
+    """Return [the result of an NVML function], or [] if the GPU or driver does not support the function."""
     try:
-        return [question(*arguments)]
+        return [function(*arguments)]
     except pynvml.NVMLError:
         return []
 

@@ -34,8 +34,8 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """One forward pass, or one recorded call, that is timed on several implementations. They read the same input tensors and
-    write separate outputs.
+    """One forward pass, or one recorded call, that is timed on several implementations. The implementations read the
+    same input tensors and write separate outputs.
 
     Attributes:
         forward: the forward pass or the recorded call.
@@ -98,9 +98,9 @@ def time_interleaved(
 ) -> list[TimedPass | Exception]:
     """Build one pass or read one recorded call, and time it on several implementations with interleaved samples.
 
-    Outputs are checked before and after. All implementations read the same tensors, drawn from the seed (None: a new seed), and
-    each writes a separate output. Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; `plan_us` is its host
-    time.
+    Outputs are checked before and after. All implementations read the same tensors, drawn from the seed (None: a new
+    seed), and each writes a separate output. Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; its
+    host time is the field `plan_us`.
 
     Returns:
         For each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that prevented
@@ -167,11 +167,11 @@ def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the fields that describe the time of a call that moves `bytes_moved` and does `operations` in a recorded row:
-    method, samples, rates, floor and GPU clocks.
+    """Return the fields of a recorded row that describe the time of a call: method, samples, rates, floor and GPU
+    clocks. The call moves `bytes_moved` bytes and does `operations` floating-point operations.
 
-    `ceilings` are the rates measured on this GPU, and `kv_dtype` is torch's name of the cache's dtype, or "" if there is no
-    cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
+    `ceilings` are the rates measured on this GPU, and `kv_dtype` is torch's name of the cache's dtype, or "" if there
+    is no cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

@@ -162,8 +162,8 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Check results of the call `name`, of inputs drawn from `seeds`, by `lab.timing.staging.check_results`. Raise
-    WrongWorkError with the name if they are wrong.
+    """Check the results of the call `name` in all buffers `works`, for inputs drawn from `seeds`. Raise WrongWorkError
+    with the name if they are wrong.
     """
     try:
         check_results(works, seeds)
@@ -312,8 +312,8 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield copies of the results of a sample of the call `name` that will be judged, then fill all outputs with NaN so that
-    none is reused. In the last turn (`is_last`) there are results of every buffer, in other turns of one buffer.
+    """Yield copies of results of the call `name` in one sample, to be judged later. Then fill all outputs with NaN so
+    that none is reused. In the last turn (`is_last`) there are results of every buffer, in other turns of one buffer.
     """
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
@@ -356,8 +356,8 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Run the `count` steps under CUPTI, and return the activities of each. Read the state of the GPU `device_index` during
-    about ten steps.
+    """Run the `count` steps under CUPTI, and return the activities of each. During about ten of the steps, add a
+    reading of the GPU `device_index` to `state`.
     """
     read_every = max(1, count // 10)
 

@@ -19,8 +19,8 @@ CALLS_PER_BATCH = 50
 
 @dataclass(frozen=True)
 class HostTime:
-    """The host time of one call in µs. A sample is the mean over one batch of consecutive calls. `method` is the sentence that
-    recorded rows have.
+    """The host time of one call in µs. A sample is the mean over one batch of consecutive calls. `method` is a sentence
+    about the measurement, for recorded rows.
     """
 
     samples_us: tuple[float, ...]

@@ -78,8 +78,8 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Compare a measured time with the work: bytes and floating-point operations that it must move and do. Return the rates at
-    which the work ran, their percentages of the measured rates (`ceilings`), and the work's least time (floor).
+    """Compare a time with the work that a call must do: move `bytes_moved` bytes and do `operations` floating-point
+    operations. Return the reached rates, their percentages of the rates `ceilings`, and the work's least time (floor).
     """
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)

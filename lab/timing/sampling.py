@@ -100,7 +100,7 @@ def _timed(
 
 
 def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
-    """Raise RefusedTimeError if the medians by the clocks of `Sample` differ by more than `AGREE_PERCENT` plus `slack_us`."""
+    """Raise RefusedTimeError if the medians of `us` and `host_us` differ by more than `AGREE_PERCENT` + `slack_us`."""
     both = [(each.us, each.host_us) for each in samples if each.host_us is not None]
     if not both:
         return

@@ -117,9 +117,9 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Capture and replay a graph that fills each call's output with NaN right before the call, on `stream`. `calls` are the
-    prepared calls, one for each of the `buffers`. Then check one call of the second half, which finds a call that computes the
-    result of a later call.
+    """Capture a graph on `stream` that fills each call's output with NaN right before the call, and replay it. Then
+    check the result of one call of the second half: it is wrong if an earlier call had computed it. `calls` are the
+    prepared calls, one for each of the `buffers`.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):

@@ -1,9 +1,10 @@
 """Decide whether the second of two sets of time samples is FASTER, SLOWER, the SAME or UNSURE.
 
-A rank test shows whether there is a difference, an interval how large it can be, and a minimum effect whether it matters. The
-minimum effect is needed because the samples of one run share buffers, clocks and a warm-up. Two runs of the same code therefore
-differ by more than the scatter within a run, and a rank test alone would call the difference significant. Variants that are
-interleaved within one process share all of these, so their minimum effect is a third.
+A rank test shows whether there is a difference, an interval how large it can be, and a minimum effect whether it
+matters. The minimum effect is needed because the samples of one run share buffers, clocks and a warm-up. Two runs of
+the same code therefore differ by more than the scatter within a run, and a rank test alone would call the difference
+significant. Variants that are interleaved within one process share all of these, so their minimum effect is 1 % instead
+of 3 %.
 """
 
 import enum

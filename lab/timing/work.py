@@ -12,12 +12,12 @@ Call = Callable[[], object]
 
 
 class Redraw(Protocol):
-    """A protocol: overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results.
-    `arguments` are those of `GpuWork`.
+    """Protocol of an object that overwrites the inputs of timed calls with contents drawn from seeds, and checks the
+    calls' results. `arguments` are those of `GpuWork`.
     """
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return all arguments except `out` from tensor set `number`, from 0 on. All calls over one pass share the sets."""
+        """Return copy `number` (from 0) of all arguments except `out`. All calls over one pass share these copies."""
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         """Draw K and V from the seed, and write them to other pages of the pool."""
@@ -59,8 +59,8 @@ class GpuWork:
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
-        """Return the `GpuWork` of a function that needs no preparation and takes `arguments` as keyword arguments. The numbers
-        are those of `GpuWork`.
+        """Return the `GpuWork` of a function that needs no preparation and takes `arguments` as keyword arguments.
+        `bytes_moved` and `operations` are as in `GpuWork`.
         """
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
@@ -69,8 +69,8 @@ class GpuWork:
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this timed call on other tensors: on copies, which share memory as the originals do, or with a `Redraw` on its
-        tensor set `number` (from 1).
+        """Return this timed call on other tensors: copies that share memory with each other as the originals do or, if
+        there is a `Redraw`, its copy `number` (from 1) of the inputs.
         """
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
