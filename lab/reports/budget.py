@@ -15,7 +15,7 @@ STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "cannot be told": E
 
 
 def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -> TableReport:
-    """Return a table with a row per result of `lab.budget.budget`, and below it a test's tolerances `atol` and `rtol`."""
+    """Return a table with a row per result of `lab.budget.budget`, and below it the tolerances `atol` and `rtol`."""
     remarks = (
         "medians of relative L2 errors of output vectors:",
         "quantised: float64 on stored K and V against original ones; unavoidable",

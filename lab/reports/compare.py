@@ -91,7 +91,8 @@ def compare(
     rule: Rule = BETWEEN_RUNS,
     strict: bool = False,
 ) -> TableReport:
-    """Compare the recorded runs of two paths. With `by`, compare the rows of one run that have two values of one field.
+    """Compare the recorded runs of two paths. With `by`, compare the rows of one run that have a field's first value
+    with those that have its second value.
 
     Args:
         before, after: path of a recorded run, or of a folder of repeated runs. If `by` is given, `after` must be None.
@@ -350,8 +351,8 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield a sentence, or "" for none, for each difference that forbids a comparison: in method, work or GPU clocks. If
-    `limited` (the clocks of a row were reduced), different SM clocks are allowed.
+    """Yield a sentence for each difference that forbids a comparison (in method, work or GPU clocks), and "" for equal
+    clocks. If `limited` (the clocks of a row were reduced), different SM clocks are allowed.
     """
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),

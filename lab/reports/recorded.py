@@ -108,7 +108,7 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
     """Read a recorded file of any kind. `RecordedFile.name` is relative to `folder`, by default the folder that contains the
-    file. Raises RecordedFileError if the file does not exist or is not JSON, or if its environment is no object.
+    file. Raises RecordedFileError if the file does not exist or is not JSON, or if its environment is no JSON object.
     """
     try:
         content = read_json(path)

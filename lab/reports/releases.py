@@ -69,7 +69,7 @@ class FindingRow:
         return "present" if counts["wrong"] else "absent" if counts["right"] else "not reachable"
 
     def cell(self, release: Verdicts) -> Cell:
-        """Return a release's cell: the status, and the number of wrong cases if "present", of right ones if "absent"."""
+        """Return a release's cell: the status, and the number of wrong cases ("present") or right cases ("absent")."""
         status, counts = self.status(release), self.counts(release)
         cases = {"present": f", {counts['wrong']} of {len(self.cases)}", "absent": f", {counts['right']}"}
         return words(status + cases.get(status, ""), STYLES[status])

@@ -63,8 +63,8 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Return, by file name, up to two figures for each method: a roofline, and a chart of the ratio of time to floor. A figure
-    shows the rows that have the facts for it, and is omitted if there is none.
+    """Return, by file name, up to two figures for each method: a roofline, and a chart of the ratio of time to floor. A
+    figure shows the rows that have the facts for it, and is omitted if no row has them.
     """
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 

@@ -107,7 +107,7 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
     """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per
-    request. This is a DRAFT_EXTEND_V2, because its lengths count the rows; those of a TARGET_VERIFY do not.
+    request. The latter is a DRAFT_EXTEND_V2, because its lengths count the rows; those of a TARGET_VERIFY do not.
     """
     return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 

@@ -59,7 +59,7 @@ class LatentLayer:
     def softmax_scale(self) -> float:
         """Return the factor of Q·K^T: 1 / sqrt(head_dim of a key before its projection is absorbed into the query).
 
-        Such a key has kv_lora_rank // 4 elements without rotary position, as in DeepSeek-V3, and qk_rope_head_dim with it.
+        Such a key has kv_lora_rank // 4 non-rotary elements, as in DeepSeek-V3, and qk_rope_head_dim rotary ones.
         """
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
@@ -176,7 +176,7 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return how many entries the last `rows` rows of a request with `seen` tokens see if all select the same ones."""
+        """Return how many different entries the last `rows` rows of a `seen`-token request see if they select alike."""
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
         entries = seen // self.compress_ratio if self.compress_ratio else 0

@@ -46,7 +46,7 @@ class PassLens:
 
     @cached_property
     def new_tokens(self) -> tuple[int, ...]:
-        """Return each request's number of tokens after its prefix; in a draft step, earlier drafted tokens count too."""
+        """Return each request's number of tokens after its prefix, which in a draft step includes earlier drafts."""
         return _new_tokens(self.q_lens, self.draft_step)
 
     @cached_property
@@ -61,7 +61,7 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return each request's first position whose K and V the pass writes; the request's length if it writes none."""
+        """Return each request's first position whose K and V the pass writes; the request's length if there is none."""
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 

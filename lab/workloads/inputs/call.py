@@ -147,8 +147,8 @@ def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[t
 
     Args:
         call: the call before the first change.
-        other: a call with other contents, and the same lengths, pages and forms.
-        moved: a call with other contents and other pages, and the same lengths and forms.
+        other: a call with other contents, but the same lengths, pages and optional arguments.
+        moved: a call with other contents and other pages, but the same lengths and optional arguments.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

@@ -214,10 +214,10 @@ def draw_histories(
     """Draw the query rows of a pass and its requests' tokens, N(0, 1), float32, on the generator's device.
 
     Args:
-        lens: the lengths of the pass.
+        lens: the lengths of the pass's requests.
         generator: draws the query first, then the needles' directions, then each request's tokens.
         needles: positions of each request's needles; None: no needles.
-        head_dims: head_dim of K and of V, or only of a latent entry. The first is the query's too.
+        head_dims: head_dim of K and of V, or of each of a token's latent entries. The first is the query's too.
         softmax_scale: the factor of Q·K^T, from which the height of needles follows.
 
     Returns:

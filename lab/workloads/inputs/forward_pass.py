@@ -236,11 +236,11 @@ def mha_truth(
 
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the calls take.
-        histories: for each request, the K and V that its last row sees, stored as in `EnginePass.histories`.
+        histories: for each request, the K and V that its last row sees, in the form of `EnginePass.histories`.
         q_lens: query rows of each request.
         layer: the layer. Its scales are used if the cache is quantised.
         kv_dtype, out_dtype: dtype of the cache, and dtype of the output.
-        arithmetic: as in `Rules`; None: the query's dtype.
+        arithmetic: dtype of the operands of the control, whose error bounds the kernel's; None: the query's dtype.
     """
     is_quantised = kv_dtype in (E4M3, NVFP4)
     rules = Rules(

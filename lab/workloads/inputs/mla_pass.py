@@ -50,7 +50,7 @@ class MLAPass(EnginePass):
         return tuple(as_stored(side, self.layer.k_scale, self.case.kv_dtype) for side in sides)
 
     def selected(self, requests: Sequence[int]) -> Tensor | None:
-        """Return the positions (DeepSeek-V4: groups) that these requests' rows select, as in `mla_truth`; None for all."""
+        """Return the positions (DeepSeek-V4: groups) that these requests' rows select, as in `mla_truth`; None: all."""
         return None
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:

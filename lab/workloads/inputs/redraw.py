@@ -220,7 +220,7 @@ class PassRedraw(SeededRedraw):
         return forward.stored(*(draw(total, *shape) for shape in case.token_shapes))
 
     def _tokens(self, seeds: Seeds) -> History:
-        """Return K and V (or latent entries) of all tokens in the cache's dtype, including the tokens that a call replaces."""
+        """Return K and V (or latent entries) of all tokens in the cache's dtype, after a call replaced some of them."""
         (_, tokens), places = self._slots, self._touched(seeds.tokens)
         sides, changed = self._drawn(seeds.tokens), self._drawn(seeds.call + 1, len(places))
         for side, new in zip(sides, changed, strict=True):

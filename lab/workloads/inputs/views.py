@@ -36,7 +36,7 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return a contiguous copy of a tensor that begins `offset_bytes` after the start of its storage."""
+    """Return a contiguous copy of a tensor. The copy begins `offset_bytes` after the start of its own storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
