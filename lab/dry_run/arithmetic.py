@@ -116,13 +116,13 @@ def _has_two_pools(params: KernelParams) -> bool:
     return bool(params.sparse_attn_top_k) and params.attention_window_size == WINDOW_COLUMNS
 
 
-def _requests(params: KernelParams, memory: HostMemory, table: int) -> list[_Request]:
-    """Return the requests of a launch. A block-sparse launch has a list of lengths for each K/V head, and `table` is the
-    number of the head; any other launch has one list, and `table` is 0. Raises UnsoundLaunchError if lengths and offsets
-    contradict each other.
+def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_Request]:
+    """Return the requests of a launch. A block-sparse launch has a list of lengths for each K/V head, and the list of
+    `kv_head` is read; any other launch has one list, and `kv_head` must be 0. Raises UnsoundLaunchError if lengths and
+    offsets contradict each other.
     """
     count = params.batch_size
-    lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (table + 1, count), torch.int32)[table].tolist()
+    lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (kv_head + 1, count), torch.int32)[kv_head].tolist()
     if params.ptr_cum_seq_lens_q:
         offsets = memory.array("cum_seq_lens_q", params.ptr_cum_seq_lens_q, (count + 1,), torch.int32).tolist()
     else:
@@ -254,10 +254,10 @@ class _Attention:
     def _selected(self, row: int, position: int) -> torch.Tensor:
         """Return the entries (latent keys) that a query row selects, float64 [entries, 1, head_dim of K]. V is a part of K.
 
-        The table of selections has one row per query row; its columns are places in the pool, whose descriptor has the
-        dimensions (head_dim, entries). A row uses the number of columns in `sparse_mla_top_k_lens`, or without it `position` +
-        1 columns. If the launch has two pools, the first 128 columns are places in the window's pool, and a row uses at most
-        `position` + 1 of them.
+        The table of selections has one row per query row, with indices of entries in the pool, whose descriptor has the
+        dimensions (head_dim, entries). `sparse_mla_top_k_lens` has the number of indices that a row uses; without it, a row
+        uses `position` + 1. If the launch has two pools, the first 128 columns have indices in the window's pool, and a row
+        uses at most `position` + 1 of them.
         """
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
@@ -272,8 +272,8 @@ class _Attention:
         return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
 
     def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
-        """Return the entries at these places of a pool, float64 [entries, 1, head_dim of K]. The descriptor `member` has the
-        pool's address. The place -1 stands for no entry and is skipped.
+        """Return the entries of a pool at the indices `places`, float64 [entries, 1, head_dim of K]; -1 is skipped. `member` is
+        the name of the pool's TMA descriptor.
         """
         tensor_map, dtype = self.maps[member], self.kernel.dtype_k
         places = places[places >= 0].long()
@@ -301,8 +301,8 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return K (`side` "K") or V ("V") of `count` keys from `first` on, if they are not paged: float64 [count,
-        num_kv_heads, head_dim]. Their descriptor has the dimensions (head_dim, rows, heads, 1).
+        """Return K (`side` "K") or V ("V") of `count` unpaged tokens from index `first` on: float64 [count, num_kv_heads,
+        head_dim]. Their descriptor has the dimensions (head_dim, rows, heads, 1).
         """
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
@@ -328,8 +328,8 @@ class _Attention:
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row is the data of one token in one
-        head. The descriptor `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows
-        into one. `side`, "K" or "V", names the pages in errors.
+        head. The descriptor named `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent
+        rows into one. `side`, "K" or "V", names the pages in errors.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

@@ -100,7 +100,7 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
 
 
 def is_built() -> bool:
-    """Return True if the cache has the library compiled with `kernel_table.newest()`. `why_not_built` must return None."""
+    """Return True if the cache has the library for `kernel_table.newest()`. Call it only if `why_not_built` returns None."""
     return (cache_folder() / digest(generated(kernel_table.newest())) / LIBRARY).exists()
 
 
@@ -130,7 +130,7 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the members of the installed FlashInfer's struct `KernelParams`, in order, without precomputed divisors."""
+    """Return the member names of the installed FlashInfer's struct `KernelParams`, in order, except its integer divisors."""
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)

@@ -45,7 +45,7 @@ class KernelTable:
         return {name: values[index] for name, values in self.columns.items()}
 
     def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
-        """Return, sorted, those of the columns `members` that the table does not have. `header` writes false for them."""
+        """Return the columns in `members` that the table does not have, sorted. The function `header` writes false for them."""
         return tuple(sorted(members - set(self.columns)))
 
 

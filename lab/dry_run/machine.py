@@ -40,7 +40,7 @@ class Machine:
 
     Attributes:
         gpu: the GPU whose properties the fake CUDA reports.
-        compiled_calls: calls since the last `clear` of kernels that FlashInfer compiles for a shape. They are not executed.
+        compiled_calls: calls of kernels that FlashInfer compiles for each shape, since the last `clear`; none was executed.
     """
 
     def __init__(self, gpu: Gpu, computes: bool = False) -> None:
@@ -58,7 +58,7 @@ class Machine:
         return self._launcher
 
     def called(self) -> "Launcher | _Computing":
-        """Return the launcher that FlashInfer calls in place of its own. It also computes outputs if the machine does."""
+        """Return the launcher that FlashInfer calls in place of its own. It also computes outputs if `computes` was True."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
@@ -194,8 +194,8 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return the modules of FlashInfer that `ENTRIES` names. Since FlashInfer 0.6.8 `mla` is a package whose functions are in
-    its module `_core`, which is returned then.
+    """Return FlashInfer's modules utils, decode, prefill, mla and xqa (`ENTRIES`). Since FlashInfer 0.6.8 `mla` is a package,
+    and its module `_core`, which has the functions, is returned instead.
     """
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]

@@ -68,9 +68,9 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
     return TableReport(above, table, (_summary(run), summary), record, status)
 
 
-def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
+def _is_same(dry_pass: DryPass, names: tuple[str, ...]) -> bool:
     """Return True if a pass launches exactly the attention kernels in `names`, which are C++ signatures from a profiler."""
-    launched = {short_name(launch) for call in each.calls for launch in call.launches}
+    launched = {short_name(launch) for call in dry_pass.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(
         any(name in other for name in launched) for other in seen

@@ -3,8 +3,8 @@ with different arguments (`lab.dry_run.sweep_points`).
 
 A refusal by `why_not` is right in two cases: the launcher fails for the same reason, or it launches a kernel that misreads the
 call. A launch misreads the call if its descriptors have other strides, the kernel's name has other sizes, or the call's mask is
-ignored. The launcher selects some kernels by the lengths of requests. Such a call is refused if the launcher would fail for
-more or longer requests.
+ignored. For some calls the launcher selects the kernel by the lengths of requests. `why_not` may refuse such a call if the
+launcher fails for more or longer requests.
 
 `python -m lab.dry_run.sweep FOLDER` writes the results.
 """
@@ -168,14 +168,13 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True if the launcher of FlashInfer 0.7.2 would select, for a problem, one of the two kinds of kernels that the
-    kernel table of 0.6.13 does not have.
+    """Return True if the launcher of FlashInfer 0.7.2 would select, for a problem, a kernel that the kernel table of 0.6.13
+    lacks: a decode of bfloat16 queries over an e4m3 cache, or a grouped MLA kernel (`usesGroupedMlaGenerationKernel`).
     """
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
         return (problem.query.dtype, problem.kv_dtype) == (torch.bfloat16, torch.float8_e4m3fn)
-    # `usesGroupedMlaGenerationKernel`
     return (
         isinstance(problem, PagedAttention)
         and problem.call is AttentionCall.MLA_DECODE
@@ -193,8 +192,8 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Make the call that a point describes. Return (error, None) if it fails, else (None, name of the attention kernel). If
-    the launch misreads the call, return (a sentence about it, name of the kernel).
+    """Make the call that a point describes. Return (error, None) if it fails, and (None, None) if it launches no attention
+    kernel. Else return the sentence of `misread` (None if the launch reads the call correctly) and the kernel's name.
     """
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
@@ -308,7 +307,7 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
 
 
 def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
-    """Return the verdicts of all GPUs as JSON data, with their numbers and the environment."""
+    """Return the verdicts, by GPU, as JSON data, with counts of each kind of agreement and the environment."""
     table = kernel_table.newest()
     return {
         "environment": environment(),

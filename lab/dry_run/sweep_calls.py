@@ -48,7 +48,7 @@ def context(point: Point) -> ContextCall:
 
 def _paged(point: Point) -> dict[str, Any]:
     """Return the arguments that decode and context calls share, from a point (a value for each axis). A request has as many
-    keys as query rows, or no keys.
+    keys as query rows, but at most the point's `max_kv_len`.
     """
     q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     heads, batch, page_size = point["group"] * point["num_kv_heads"], point["batch_size"], point["page_size"]
@@ -130,7 +130,7 @@ def scales_of(form: str) -> dict[str, Any]:
 
 
 def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments for the output, [num_rows, num_qo_heads, head_dim] (`shape`), and the LSE of a call."""
+    """Return a call's arguments for the output, of `shape` [num_rows, num_qo_heads, head_dim] and `dtype`, and for the LSE."""
     rows, heads, _ = shape
     given = {"given": (heads, 1), "strided": (heads + 3, 1)}.get(point["lse"])
     results: dict[str, Any] = {
@@ -144,7 +144,7 @@ def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 
 def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a query [num_rows, num_qo_heads, head_dim] (`shape`) with the strides that `form` names on the axis "query"."""
+    """Return a query of `shape` [num_rows, num_qo_heads, head_dim] with the strides of `form`, a value of the axis "query"."""
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)

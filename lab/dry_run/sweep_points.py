@@ -58,8 +58,8 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
     """Yield different points of a call in `SWEPT`. First each value of each axis, with all other axes at their default; then
-    all combinations of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of
-    `SweptCall.bases` on 1 to 5 axes.
+    all combinations of values of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of
+    `SweptCall.bases` on at most 5 axes.
     """
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
@@ -75,7 +75,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a random point that differs on 1 to 5 axes from one of the call's bases; None if the constraints forbid it."""
+    """Return one of the call's bases with random values on 1 to 5 axes; None if the constraints forbid this point."""
     model = SWEPT[call].model
     names = rng.sample(list(model.axes), rng.randint(1, 5))
     return model.completed(rng.choice(SWEPT[call].bases) | {name: rng.choice(model.axes[name]) for name in names})

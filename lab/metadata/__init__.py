@@ -1,4 +1,4 @@
-"""Attention metadata as in SGLang: convert a serving batch to arguments of attention kernels (lengths, page tables)."""
+"""Convert a serving batch to the arguments of attention kernels (metadata: lengths, page tables) as SGLang does."""
 
 from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo

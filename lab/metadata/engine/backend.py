@@ -1,8 +1,8 @@
 """The interface of an attention backend: it builds metadata (the arguments of its kernels), makes buffers for metadata in CUDA
 graphs, and prepares attention calls.
 
-A *captured size* is a batch size for which a CUDA graph was captured. A backend object holds only configuration. Requests are
-in a `KVPool`, and tensors that keep their addresses for CUDA graphs in `MetadataBuffers`.
+A *captured size* is a batch size for which a CUDA graph was captured. A backend object holds only configuration: a
+`KVPool` holds the requests, and `MetadataBuffers` hold the tensors that keep their addresses for CUDA graphs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,63 +38,64 @@ class PassMetadata(Protocol):
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the `PassBuffers` with which a launch of `write_forward_metadata` writes this metadata in place.
+        """Return this metadata's tensors as the output buffers (`PassBuffers`) of a launch of `write_forward_metadata`.
 
         Args:
-            seq_len_offset: tokens per request that ``seq_lens`` does not count.
+            seq_len_offset: tokens per request that the batch's ``seq_lens`` does not count. The launch adds them.
             query_rows: query rows of every request, or a tensor with one number per request; None: ``cu_seqlens_q`` is not
                 written.
-            out_cache_loc: slots to which K and V of the query rows are written; needed only for sliding-window tensors.
+            out_cache_loc: slots to which K and V of the query rows are written; needed only if the metadata has
+                sliding-window tensors.
         """
         ...
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """A protocol: buffers for the metadata of one `GraphMode`, at fixed addresses, so that CUDA graphs can read them."""
+    """A protocol: buffers for the metadata of one forward mode (`GraphMode`), at fixed addresses for CUDA graphs."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of the captured size `batch_size`, always at the same addresses."""
+        """Return the metadata of the captured batch size `batch_size`, always at the same addresses."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of one captured size in place. A CUDA graph can capture the function,
-        because it does not read the device on the host.
+        """Return a function that rebuilds the metadata of one captured batch size in place. The function does not read the
+        device on the host, so a CUDA graph can capture it.
 
         Args:
-            view: the batch of the captured size, whose tensors are slices of the runner's input buffers (`StaticInputs.view`).
+            view: the batch of that size, whose tensors are slices of the runner's input buffers (`StaticInputs.view`).
         """
         ...
 
 
 class GraphMetadata(Generic[PassT]):
-    """Metadata buffers (`buffers`) for the largest captured size of one mode. Smaller sizes use leading slices of them."""
+    """Metadata buffers (`buffers`) of one mode for the largest captured batch size. Smaller sizes use leading slices."""
 
     def __init__(self, mode: GraphMode, pool: KVPool, buffers: PassT) -> None:
         self.mode, self.pool, self.buffers = mode, pool, buffers
 
     def slices(self, batch_size: int) -> PassT:
-        """Return the metadata of the captured size `batch_size`. Raises ValueError if the buffers have too few requests."""
+        """Return the metadata of the captured batch size `batch_size`. Raises ValueError if the buffers have fewer requests."""
         most = len(self.buffers.seq_lens)
         if not 1 <= batch_size <= most:
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={most}")
         return self.buffers.leading(batch_size)
 
     def prepare_launch(self, view: ForwardBatch, rows: int | Tensor | None, offset: int) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of one captured size in one launch.
+        """Return a function that rebuilds the metadata of one captured batch size in one launch.
 
         Args:
-            view: as in `MetadataBuffers.prepare`.
-            rows, offset: `query_rows` and `seq_len_offset` of `PassMetadata.pass_buffers`.
+            view: the batch of that size, whose tensors are slices of the runner's input buffers.
+            rows, offset: the arguments `query_rows` and `seq_len_offset` of `PassMetadata.pass_buffers`.
         """
         written = self.slices(view.batch_size).pass_buffers(offset, rows, view.out_cache_loc)
         return prepare_passes([written], view, self.pool)
 
 
 class RebuiltMetadata(Generic[MetadataT]):
-    """Metadata buffers of one mode. Each replay calls `build`, which makes the metadata in new tensors, and copies these to the
+    """Metadata buffers of one mode. In each replay `build` makes the metadata in new tensors, which are then copied to the
     buffers.
 
-    The buffers of a captured size are made at the first access, from a batch of padding requests.
+    The buffers of a captured batch size are made at the first access, from a batch of padding requests.
     """
 
     def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
@@ -162,25 +163,26 @@ class Backend(Protocol[MetadataT]):
         """Prepare one layer's attention over the paged cache. Return a function that fills and returns `out`; a CUDA graph can
         capture it.
 
-        Contents of the tensors may change between two calls of the function, as in `lab.kernels.prepare`.
+        The caller may change the contents of the tensors between two calls of the function.
 
         Args:
-            batch, metadata: the forward pass.
+            batch, metadata: the forward pass and its metadata.
             layer: the layer's scales and sizes in the backend's own class, such as `AttentionLayer` or `MLALayer`.
             query: ``[num_tokens, num_qo_heads, head_dim]``.
-            cache: the layer's cache in the backend's own class. It must have K and V of the query rows when the call is made.
-            max_context_len: largest number of tokens of a request, for backends whose metadata has no upper bound of the
-                lengths.
+            cache: the layer's cache in the backend's own class. It must have K and V of the query rows when the function is
+                called.
+            max_context_len: upper bound of the tokens of a request. Backends whose metadata has such a bound ignore it.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
 
 
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
-    """Prepare one launch that writes the metadata of one or several passes over a batch's requests, which are in `pool`.
+    """Return a function that writes, in one launch, the metadata of one or several passes over a batch of the pool's requests.
 
-    The launch adds ``seq_len_offset`` to all lengths. In a ragged verification the requests have different numbers of query
-    rows: ``seq_len_offset`` is 0, and a torch operation adds each request's rows to its length before the launch.
+    For each of `passes`, the launch adds its ``seq_len_offset`` to the batch's lengths. In a ragged verification the requests
+    have different numbers of query rows: ``seq_len_offset`` must be 0, and the function adds each request's rows to its length
+    by a torch operation before the launch.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `lab.kernels.serving.forward_metadata.write_forward_metadata`.
@@ -209,8 +211,8 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the number that a launch adds to every length in the batch's ``seq_lens``: `uncounted_tokens`, except in a ragged
-    verification, where it is 0 (see `prepare_passes`). Only draft steps depend on `attention`.
+    """Return the ``seq_len_offset`` with which `prepare_passes` gets a batch's numbers of keys from ``seq_lens``: 0 in a ragged
+    verification, else `uncounted_tokens`. Only draft steps depend on `attention`.
     """
     if batch.forward_mode.query_rows.are_bounded:
         return 0

@@ -22,8 +22,8 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The forward pass of one captured size: the batch `view` that its graph reads, the metadata, and `rebuild`, which rewrites
-    the metadata in place.
+    """The forward pass of one captured batch size: the batch `view` that its graph reads, the metadata, and `rebuild`, which
+    rewrites the metadata in place.
     """
 
     view: ForwardBatch
@@ -33,7 +33,7 @@ class SizedPass(Generic[MetadataT]):
 
 @dataclass(frozen=True, eq=False)
 class CapturedSize(SizedPass[MetadataT]):
-    """A captured size with its CUDA graph. `replay` runs the graph, which writes to `output`."""
+    """The forward pass of one captured batch size, with its CUDA graph. `replay` runs the graph, which writes to `output`."""
 
     replay: Callable[[], None]
     output: Any
@@ -74,13 +74,12 @@ class GraphRunner(Generic[MetadataT]):
     Args:
         backend: makes the metadata's buffers and fills them.
         mode: the forward mode and the rows per request of all graphs.
-        pool: has the requests of all batches.
         batch_sizes: the sizes to capture, in any order.
-        body: called once per size. It returns the call that the graph runs after its metadata is rebuilt. The call is made
-            twice: once to warm up, and once in the capture.
+        body: called once per size. It returns the function that the graph runs after its metadata is rebuilt. This function
+            is called twice: once to warm up, and once in the capture.
         place: where the metadata is rebuilt: before the replay or inside the graph.
-        padded_seq_len: see `StaticInputs`.
-        metadata: the mode's buffers, with room for the largest size; None: the backend makes them.
+        padded_seq_len: length of the requests that pad a batch to a captured size.
+        metadata: the mode's metadata buffers, with room for the largest size; None: the backend makes them.
 
     Raises:
         ValueError: there is no size, or a size is below 1.

@@ -21,13 +21,14 @@ class SpecInfo:
     draft model.
 
     Attributes:
-        num_draft_tokens: query rows per request in verification, their largest number in a ragged verification; None in other
-            modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens // batch_size``
-            rows.
+        num_draft_tokens: query rows of each request in verification; in a ragged verification, the largest number of a
+            request; None in other modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has
+            ``num_tokens // batch_size`` rows.
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
-        num_accept_tokens: at least ``[batch_size]`` int32 or int64, rows per request of the first draft extend in a CUDA graph;
+        num_accept_tokens: at least ``[batch_size]`` int32 or int64, rows per request of a ``DRAFT_EXTEND`` in a CUDA graph;
             else None.
-        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. In SGLang each step's backend object keeps it.
+        speculative_step_id: the draft step, from 0; `FROZEN_KV_STEP` in all steps of a draft that writes no K/V. In SGLang
+            each step's backend object keeps it.
 
     Raises:
         TypeError, ValueError: a field has the wrong type, shape or range.
@@ -45,10 +46,9 @@ class SpecInfo:
         """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
 
         Args:
-            mode: the forward mode of the pass.
             num_rows: query rows of every request; in a ragged verification, their largest number.
             draft_step: `speculative_step_id` of a draft decode step; None for a decode without speculation.
-            num_accept_tokens: the field of this name in the first draft extend; other modes ignore it.
+            num_accept_tokens: the field of this name in a ``DRAFT_EXTEND``; other modes ignore it.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
@@ -81,14 +81,13 @@ class ForwardBatch:
     The checks use shapes, dtypes and host lists. They never read a device tensor, so ``meta`` tensors are allowed.
 
     Attributes:
-        forward_mode: the kind of pass.
         req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is
             the reserved row that padding uses. A request may occur twice.
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
         out_cache_loc: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written,
             in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``. A frozen-KV
-            draft has no slots.
+            draft, which writes no K/V, has no slots.
         num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
             position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request

@@ -19,7 +19,7 @@ class MetadataPlace(NamedEnum):
 
 @dataclass(frozen=True)
 class GraphMode:
-    """The forward mode and the number of query rows per request of a set of CUDA graphs, which differ in batch size."""
+    """The forward mode and the number of query rows per request of a set of CUDA graphs. The graphs differ in batch size."""
 
     forward_mode: ForwardMode  #: one with `in_graph`
     num_tokens_per_req: int = 1  #: query rows per request that the graphs have room for
@@ -35,8 +35,8 @@ class GraphMode:
 
     @classmethod
     def frozen_kv_draft(cls) -> "GraphMode":
-        """Return the mode of the passes of a frozen-KV draft, which reads the target's K/V and writes none. A captured size is
-        a number of requests times ``topk``.
+        """Return the mode of the passes of a frozen-KV draft, which reads the target's K/V and writes none. A captured batch
+        size is the number of requests times the number of branches per request (``topk``).
         """
         return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
 
@@ -48,14 +48,14 @@ class GraphMode:
     def ragged_verify(cls, num_draft_tokens: int) -> "GraphMode":
         """Return the mode of a ragged verification: each request has its own number of rows, at most `num_draft_tokens`.
 
-        A captured size is a number of requests, with room for `num_draft_tokens` rows of each. In SGLang 0.5.23 it is a number
-        of rows. In both cases some rows belong to no request.
+        A captured batch size is a number of requests, with room for `num_draft_tokens` rows of each; in SGLang 0.5.23 it is
+        a number of rows. Either way, some rows of a replay may belong to no request.
         """
         return cls(ForwardMode.RAGGED_VERIFY, num_draft_tokens)
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of the first draft extend: a row per accepted token, at most `num_draft_tokens` per request."""
+        """Return the mode of ``DRAFT_EXTEND``: one query row per accepted token, at most `num_draft_tokens` per request."""
         return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
 
     @classmethod
@@ -119,8 +119,8 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch that the graph of size `batch_size` reads: its tensors are slices of the buffers, and its host
-        numbers are valid in every replay.
+        """Return the batch that the graph of size `batch_size` reads. Its tensors are slices of the buffers. Its numbers on the
+        host are the same for every replay.
         """
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
@@ -142,8 +142,8 @@ class StaticInputs:
         They overwrite the values of an earlier, larger batch.
 
         Raises:
-            ValueError: the batch has another mode, more requests than the size, or more rows than the graph has room for. Or
-                requests may have different numbers of rows in this mode, and the batch does not say how many each has.
+            ValueError: the batch has another mode than the graphs, more than `batch_size` requests, or more rows than the graph
+                has room for. Or the mode permits different numbers of rows per request, and the batch lacks these numbers.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req
@@ -186,9 +186,9 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Raise ValueError if a batch does not have the number of query rows of each request on the device and on the host.
+        """Raise ValueError unless a batch has each request's number of query rows both on the device and on the host.
 
-        In a ragged verification the host's numbers may be missing (SGLang's `from_verify_lens_device`).
+        In a ragged verification the device's numbers are enough (SGLang's `from_verify_lens_device`).
         """
         places = {"extend_seq_lens": "the device (extend_seq_lens)"}
         if not batch.forward_mode.query_rows.are_bounded:

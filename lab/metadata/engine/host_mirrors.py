@@ -54,7 +54,7 @@ class LengthMirror:
         self._buffer = torch.empty(max_batch_size, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
-        """Copy lengths that were written on the current stream, wait for the copy, and return ``(seq_lens_cpu, seq_lens_sum)``.
+        """Copy lengths that were written on the current stream, wait for the copy, and return (list of lengths, their sum).
 
         Args:
             seq_lens: ``[at most max_batch_size]`` int32 or int64.

@@ -31,7 +31,7 @@ class PagedKVCache:
     """The paged K/V cache of one layer. K and V are the two halves of one allocation.
 
     Raises:
-        ValueError: ``storage`` is not a contiguous tensor of five axes that starts with 2.
+        ValueError: ``storage`` is not a contiguous tensor of five axes, or its first axis does not have size 2.
     """
 
     #: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[2, num_pages, num_kv_heads, page_size,
@@ -170,8 +170,8 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Return an NVFP4 cache with the storage of `packed`, a uint8 cache of head_dim / 2, and with scale factors of 0.
-        `trtllm_gen` is True if trtllm-gen reads the cache.
+        """Return an NVFP4 cache with the storage of `packed`, in which a head has head_dim / 2 uint8, and scale factors of 0.
+        V's factors are in the order that trtllm-gen reads if `trtllm_gen` is True, else in the order that XQA reads.
         """
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
@@ -179,9 +179,10 @@ class NVFP4KVCache(PagedKVCache):
         return cls(packed.storage, packed.layout, factors, trtllm_gen)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> None:
-        """Store one token's K, V and scale factors at each slot. Slots and errors are as in `PagedKVCache.write`.
+        """Store one token's K, V and scale factors at each slot. Raises the errors of `PagedKVCache.write`.
 
         Args:
+            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page.
             k, v: ``[n, num_kv_heads, head_dim // 2]`` uint8.
             factors: the scale factors of K and of V, e4m3 ``[n, num_kv_heads, head_dim // 16]`` each.
         """
@@ -204,8 +205,8 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """The MLA cache of one layer. It has one entry per token: the entry is the key of all heads, and its latent part their
-    value.
+    """The MLA cache of one layer. It has one entry per token: the entry is the key of all heads, and its latent part
+    is their value.
 
     Raises:
         ValueError: ``storage`` is not a contiguous tensor of three axes.
@@ -229,10 +230,10 @@ class PagedLatentCache:
         return self.storage.unsqueeze(1)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot. Slots and errors are as in `PagedKVCache.write`.
+        """Store one token's entry at each slot. Raises the errors of `PagedKVCache.write`.
 
         Args:
-            slots: ``[n]`` int64.
+            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page.
             entries: ``[n, kv_lora_rank + qk_rope_head_dim]`` in the cache's dtype.
         """
         _check_slots(slots)
@@ -243,7 +244,7 @@ class PagedLatentCache:
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
     """The MLA cache of one layer, divided among the GPUs (ranks) of decode context parallelism. With n ranks, slot s of the
-    pool is slot s // n of rank s % n.
+    pool is slot s // n in the cache of rank s % n.
     """
 
     #: contiguous ``[n, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; a page of the pool has ``n * page_size``

@@ -29,7 +29,7 @@ class KVPool:
     table keeps the entries of freed requests, as an engine's does.
 
     With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they refer to virtual pages, which `v2p` maps to
-    pages of the caches. Code that reads or writes a cache of the full pool translates slots by `pages` or `physical_slots`.
+    pages of the caches. Code that reads or writes a cache of the full pool must translate slots by `pages` or `physical_slots`.
     `full_to_swa` translates virtual slots to the sliding-window pool directly.
 
     All bookkeeping is on the host; no method reads the device.
@@ -37,7 +37,7 @@ class KVPool:
     Args:
         num_requests: largest number of requests at a time.
         max_context_len: largest number of tokens of one request.
-        num_pages: pages of the full pool, sink included.
+        num_pages: pages of the full pool (for layers without a sliding window), sink included.
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
         num_virtual_pages: number of virtual pages, sink included, at least ``num_pages``; None: slots refer to pages of the
             caches.
@@ -229,11 +229,10 @@ class KVPool:
     def new_cache(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, layout: KVLayout, sliding_window: bool = False
     ) -> PagedKVCache:
-        """Make a zero-filled cache of one layer, with the pages of the full pool, or with `sliding_window` of the
-        sliding-window pool.
+        """Make a zero-filled cache of one layer with the pages of the full pool. If `sliding_window` is True, the cache has the
+        pages of the sliding-window pool instead; raises ValueError if there is no such pool.
 
-        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8. Raises ValueError if there
-        is no sliding-window pool for `sliding_window`.
+        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8.
         """
         num_pages = self.num_pages
         if sliding_window:
@@ -250,8 +249,8 @@ class KVPool:
         return PagedLatentCache(storage)
 
     def new_sharded_latent_cache(self, entry_dim: int, dtype: torch.dtype, size: int) -> ShardedLatentCache:
-        """Make a zero-filled MLA cache of `size` ranks of decode context parallelism; `size` must divide `page_size`. An entry
-        has `entry_dim` elements of `dtype`, as in `new_latent_cache`.
+        """Make a zero-filled MLA cache, divided among `size` ranks of decode context parallelism; `size` must divide the page
+        size. An entry has `entry_dim` elements: latent vector, then rotary part.
         """
         pages = (size, self.num_pages, self.page_size // size, entry_dim)
         return ShardedLatentCache(torch.zeros(pages, dtype=dtype, device=self.device))

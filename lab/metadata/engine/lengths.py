@@ -69,7 +69,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
     In a ragged verification it is ``num_draft_tokens`` if the host does not know the requests' numbers of rows.
 
     Raises:
-        ValueError: ``extend_seq_lens_cpu`` is missing, or ``num_draft_tokens`` in an empty batch.
+        ValueError: the batch lacks ``extend_seq_lens_cpu`` or, in an empty verification, ``num_draft_tokens``.
     """
     rows = batch.forward_mode.query_rows
     if rows is QueryRows.ONE:
@@ -129,8 +129,8 @@ def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor
     """Return three tensors ``[num_rows]``: the index of each row's request, the number of tokens that the row sees (its own
     token and those before it), and a bool, True for padding rows.
 
-    `attention` is as in `key_lens`. Padding rows have the index of the last request. A batch without requests must have no
-    rows.
+    Only draft steps depend on `attention`. Padding rows have the index of the last request. A batch without requests must
+    have no rows.
     """
     keys, mode = key_lens(batch, attention), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -170,13 +170,13 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
-    """Append padding requests of `PADDED_SEQ_LEN` tokens until the batch has `batch_size` requests.
+    """Return the batch with padding requests of `PADDED_SEQ_LEN` tokens appended, so that it has `batch_size` requests.
 
     SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), sometimes after it has built the
     metadata.
 
     Raises:
-        ValueError: requests may differ in rows in this mode, or the batch has more than `batch_size` requests.
+        ValueError: the mode permits different numbers of rows per request, or the batch has more than `batch_size` requests.
     """
     mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
     if not mode.query_rows.are_uniform or num_padding < 0:
@@ -188,8 +188,8 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
 
 
 def with_padding_requests(batch: ForwardBatch, num_padding: int, seq_len: int, width: int) -> ForwardBatch:
-    """Append `num_padding` padding requests to a batch. Each has row 0 of the request table, `seq_len` tokens, and `width`
-    query rows, whose K and V go to slot 0.
+    """Return a batch with `num_padding` padding requests appended. Each has row 0 of the request table, `seq_len` tokens, and
+    `width` query rows, whose K and V go to slot 0.
     """
 
     def padded(lengths: Tensor, value: int = 0, each: int = 1) -> Tensor:

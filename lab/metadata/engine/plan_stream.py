@@ -23,7 +23,7 @@ VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """Whether a part of the planned metadata depends on the draft, and must be written after it (the module's fix-up)."""
+    """Whether a part of a verify pass's metadata depends on the draft and must be written after it, by a fix-up."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
@@ -84,24 +84,25 @@ class VerifyBackend(ABC):
         """
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return the backend's buffers that the draft fills, ``[tree, positions]``; None where the draft has its own."""
+        """Return ``[tree, positions]``, the backend's buffers that the draft fills. None for one: the draft uses its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
         """Launch the fix-up of `planned`, the result of `plan`, on the current stream, after the draft has filled its buffers.
 
-        The default does nothing if `fix_up` is NONE, and raises NotImplementedError otherwise.
+        This default does nothing if `fix_up` is NONE, and raises NotImplementedError otherwise.
         """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Check that a backend sets `fix_up`, and that it defines the fix-up's method if and only if there is a fix-up.
+    """Check that a backend's `fix_up` fits its methods.
 
     Raises:
-        NotImplementedError: `fix_up` is None, or is AFTER_DRAFT and the fix-up's method is not defined.
-        ValueError: `fix_up` is NONE, and the fix-up's method is defined.
+        NotImplementedError: `fix_up` is None, or it is AFTER_DRAFT and the backend does not define
+            `update_verify_buffers_to_fill_after_draft`.
+        ValueError: `fix_up` is NONE, and the backend defines this method.
     """
     name = type(backend).__name__
     if backend.fix_up is None:
@@ -135,15 +136,16 @@ class _Moment(NamedEnum):
 class PlanStream:
     """Runs speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
 
-    Four events order the work. The last column says what would go wrong without the event:
+    The forward stream is the stream that is current when `run` is called. Four events order the work; the last column says
+    what would go wrong without the event:
 
     ============  ======================  ===============  =================================================================
     event         recorded                waited for by    without it
     ============  ======================  ===============  =================================================================
     inputs final  before the draft, or    the plan         the plan reads lengths or slots before they are written
                   by the caller
-    draft ended   after the draft         the plan, where  (only delays the plan: no metadata depends on the draft)
-                                          AFTER_DRAFT
+    draft ended   after the draft         the plan, only   nothing: it only delays the plan
+                                          if AFTER_DRAFT
     planned       after the plan          the forward      verify reads the metadata of an earlier batch
                                           stream
     verified      after verify            the next plan    the next plan overwrites metadata that verify still reads
@@ -155,8 +157,8 @@ class PlanStream:
     The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event. On a CPU everything runs
     in order.
 
-    The batch's tensors should be allocated on the forward stream, the stream that is current when `run` is called: that stream
-    waits for the plan before torch's allocator can reuse their memory. On a tensor from another stream, call
+    The batch's tensors should be allocated on the forward stream, which waits for the plan before torch's allocator can reuse
+    their memory. On a tensor from another stream, call
     ``record_stream(planner.stream)``. The buffers that a plan writes are never freed.
 
     Args:
@@ -186,7 +188,7 @@ class PlanStream:
         verify: Callable[[PlannedVerify], VerifiedT],
         inputs_final: torch.cuda.Event | None = None,
     ) -> VerifiedT:
-        """Run one iteration: the draft on the current stream and the plan, then the fix-up and verify on the current stream.
+        """Run one iteration: the draft and the plan, then the fix-up and verify. Only the plan may be on a second stream.
 
         The host never waits. It launches the draft before the plan. If it launches the draft more slowly than the GPU runs it,
         the plan does not overlap with the draft.

@@ -31,7 +31,7 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHABackend:
     """Builds metadata and makes calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls.
-    `builder` says how metadata in CUDA graphs is written, and `settings` are added to the calls.
+    `builder` says how metadata in CUDA graphs is written, and `settings` has arguments that all calls get.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True

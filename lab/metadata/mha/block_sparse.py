@@ -53,7 +53,7 @@ def num_seen(num_tokens: int) -> int:
 
 
 def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads: int) -> BlockSparseMetadata:
-    """Build the metadata of one eager pass in new tensors, without reading the device (SGLang 0.5.23).
+    """Build the metadata of one eager pass in new tensors, without reading the device on the host (SGLang 0.5.23).
 
     Row j of a verification, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its own
     page, and earlier pages, which are full.
@@ -94,7 +94,6 @@ def copy_selected_pages(
         metadata: the metadata of the pass, with the page table and the number of seen tokens of each row.
         topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, first for
             earlier pages in any order, then for the page of the row's token, then -1.
-        cache: the layer's cache, from which pages are copied.
         compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
     """
     selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table
@@ -142,13 +141,13 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
         out: Tensor,
         topk_indices: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). The call copies the selected pages first.
+        """Prepare one layer's attention (see `Backend.prepare_attention`). The returned function first copies selected pages.
 
         Args:
             layer: only its `softmax_scale` is used.
             max_context_len: not used, because a row sees at most 16 pages.
-            out: rows after the metadata's rows become 0.
-            topk_indices: `topk_pages` of `copy_selected_pages`. Each call reads it again.
+            out: rows beyond the number of rows in `metadata` become 0.
+            topk_indices: the argument `topk_pages` of `copy_selected_pages`. Each call of the function reads it again.
         """
         rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
         if rows == 0:

@@ -122,11 +122,10 @@ def call_arguments(
         planned: which requests and query rows the call computes.
         batch, metadata, layer: the forward pass, and the layer whose call it is.
         query: ``[num_tokens, num_qo_heads, head_dim]``, the query rows of the whole batch.
-        cache: the layer's K/V cache.
         max_context_len: upper bound of the number of keys of a request.
     Raises:
         ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
-            differ in rows, or the layer is encoder-only and the decode call would be causal.
+            have different numbers of rows, or the layer is encoder-only and the decode call would be causal.
     """
     requests = planned.requests
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -164,8 +163,8 @@ def call_arguments(
 
 
 def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the factor that a call over a cache of `kv_dtype` applies to K or V: the layer's `scale` over e4m3 (1 if it is 0
-    or below) and NVFP4, otherwise 1 (SGLang 0.5.23, `_get_bmm_scales` and `_get_nvfp4_bmm_scales`).
+    """Return the factor that a call with a cache of `kv_dtype` applies to K or V: the layer's `scale` for an e4m3 or NVFP4
+    cache (for e4m3, 1 if `scale` is 0 or below), otherwise 1 (SGLang 0.5.23, `_get_bmm_scales`, `_get_nvfp4_bmm_scales`).
     """
     if kv_dtype == E4M3:
         return scale if scale > 0 else 1.0
@@ -175,8 +174,8 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the further arguments of the planned call in which each query row is a request of its own, for a verification on
-    an encoder-only layer.
+    """Return the lengths, page table and rows per request with which the planned call computes each query row as a request of
+    its own, for a verification on an encoder-only layer.
 
     The decode call is causal among the rows of one request, and an encoder-only layer is not causal. With a window, every row
     sees the window of its request's last token (SGLang 0.5.23).
@@ -199,8 +198,8 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the arguments that give the planned decode call's number of rows: `q_len_per_req` if all requests have the same
-    number, else row offsets.
+    """Return the arguments that say how many query rows each request of the planned decode call has: `q_len_per_req` if all
+    have the same number, else `cum_seq_lens_q` (row offsets) and `max_q_len`.
     """
     requests = planned.requests
     offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
@@ -227,7 +226,7 @@ class CallDtypes:
 
 
 def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, *, trtllm_gen: bool) -> CallDtypes:
-    """Return the dtypes of a call's query and output, for a model of dtype `dtype` (`forward_decode`, `forward_extend`).
+    """Return the dtypes of a call's query and output in a model of dtype `dtype` (SGLang's `forward_decode`, `forward_extend`).
 
     ========  ==================  =============  =========
     cache     kernel              query          output
@@ -298,7 +297,7 @@ class CallSettings:
 def splits_mixed_tail(
     query_dtype: torch.dtype, kv_dtype: torch.dtype, *, prefills_with_fmha_v2: bool = False, is_decoder: bool = True
 ) -> bool:
-    """Return True if an engine computes the last one-token requests of an extend by a decode call (`forward_extend`).
+    """Return True if SGLang computes the one-token requests at the end of an extend batch by a decode call (`forward_extend`).
 
     Args:
         query_dtype: dtype of the call's query; e4m3 if the engine casts it for an e4m3 cache.

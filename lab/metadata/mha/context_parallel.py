@@ -67,8 +67,8 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a request.
 
     Args:
-        batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes are 0; SGLang decides this by
-            `seq_lens_cpu`.
+        batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes count as 0; in SGLang they
+            count as 0 without `seq_lens_cpu`.
         metadata: metadata of the whole batch, from `build_mha_metadata`.
         num_ranks, rank: number of ranks, and the rank whose part is returned.
 

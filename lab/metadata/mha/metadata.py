@@ -1,4 +1,4 @@
-"""Arguments of the TRT-LLM MHA kernels for every forward mode, built without reading the device."""
+"""Build the arguments of TRT-LLM's MHA kernels for every forward mode, without reading the device on the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -123,7 +123,7 @@ class TRTLLMMHAMetadata:
 def build_mha_metadata(
     batch: ForwardBatch, pool: KVPool, *, expand_encoder_only_verify: bool = False
 ) -> TRTLLMMHAMetadata:
-    """Build the metadata of one eager forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
+    """Build the metadata of one eager forward pass (SGLang 0.5.23; ``DRAFT_EXTEND`` as in 0.5.13).
 
     ======================================  =======================  =======================  ====================
     mode                                    cache_seqlens            query rows per request   max_seq_len_q
@@ -215,8 +215,8 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Return the slot of the pool's sliding window to which K and V of each query row of a batch are written, ``[num_tokens]``
-    int64; 0 for padding.
+    """Return the slot of the sliding-window pool to which K and V of each query row are written, ``[num_tokens]`` int64; 0 for
+    padding rows.
     """
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))

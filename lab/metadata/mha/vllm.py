@@ -63,8 +63,8 @@ class VLLMBackend:
     ) -> Callable[[], Tensor]:
         """Prepare one layer's attention (see `Backend.prepare_attention`).
 
-        The calls get the length of the batch's longest request as bound, not `max_context_len`, which vLLM passes only at a
-        capture.
+        The upper bound of lengths that the calls get is the batch's longest request, not `max_context_len`, which vLLM passes
+        only when it captures a CUDA graph.
         """
         prefixes = host_lengths(batch, "extend_prefix_lens_cpu")
         longest = max(map(operator.add, prefixes, query_lens(batch)))
@@ -75,8 +75,8 @@ class VLLMBackend:
             if planned.call is AttentionCall.DECODE:
                 arguments |= self._decode_width(planned, batch, metadata)
             else:
-                unit = 1 if self.uses_xqa else cache.page_size
-                arguments |= _context_offsets(planned, batch, arguments, unit)
+                page_size = 1 if self.uses_xqa else cache.page_size
+                arguments |= _context_offsets(planned, batch, arguments, page_size)
             calls.append(prepare(self.implementation, planned.call.value, **arguments))
 
         def run() -> Tensor:
@@ -109,8 +109,8 @@ class VLLMBackend:
         """Return the `q_len_per_req` of the planned decode call, or its row offsets if requests have different numbers of rows
         (`_compute_decode_query_lens`).
 
-        In the offsets for trtllm-gen a padding request has no rows. For XQA, and if all requests have one row, `q_len_per_req`
-        counts rows of padding requests too.
+        Padding requests have 0 rows. With XQA, or if every other request has one row, the comparison leaves them out, and
+        `q_len_per_req` counts padding rows for them.
         """
         lens = query_lens(batch)[: planned.num_requests]
         widest, offsets = max(lens), metadata.cu_seqlens_q[: planned.num_requests + 1]
@@ -121,14 +121,14 @@ class VLLMBackend:
 
 
 def _context_offsets(
-    planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], unit: int
+    planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], page_size: int
 ) -> dict[str, Any]:
     """Return the offsets and `max_q_len` of the planned context call, whose `arguments` are those of `call_arguments`.
-    ``cum_seq_lens_kv`` counts units of `unit` keys: pages for trtllm-gen (line 1763), and keys otherwise.
+    ``cum_seq_lens_kv`` counts pages of `page_size` keys (line 1763); for XQA `page_size` is 1, so that it counts keys.
     """
     offsets = arguments["cum_seq_lens_q"]
     return {
         "max_q_len": max(query_lens(batch)[planned.first_request :]),
         "cum_seq_lens_q": offsets - offsets[0],
-        "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], unit)),
+        "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], page_size)),
     }

@@ -72,11 +72,10 @@ class TRTLLMMLABackend:
 
         Args:
             query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-            cache: the layer's cache of latent entries.
             max_context_len: not used, because the metadata has an upper bound of the lengths.
             out: ``[num_tokens, heads, kv_lora_rank]``; rows after ``metadata.num_rows`` are not written.
-            padded_query: a buffer for the query of `QueryLayout.PADDED`, in the dtype of the calls' query. Passes may share it.
-                None: a new tensor.
+            padded_query: with `QueryLayout.PADDED`, a buffer for the padded copy of the query, in the dtype of the calls.
+                Several passes may use the same buffer. None: a new tensor.
 
         Raises:
             ValueError: the batch has more requests than the metadata, a tensor or buffer does not fit the metadata, or the

@@ -1,7 +1,7 @@
 """The MLA backend's metadata in CUDA graphs: one block table for all modes, and lengths per mode.
 
-In SGLang 0.5.23 the lengths are per captured size: if a backend captures two modes at the same size, the second mode replaces
-the metadata of the first or its tensors.
+SGLang 0.5.23 stores metadata by captured batch size alone: if a backend captures two modes at the same size, the second mode's
+metadata or tensors replace the first mode's.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ def new_block_table(
     """Allocate the block table that all captured modes and batch sizes of a backend share, as SGLang's `init_cuda_graph_state`
     does.
 
-    `draft_extend` is as in `MLAGraphMetadata`. The table is filled with -1 only here. A replay writes the cells of its
-    requests' pages. Later cells of a row keep the values of earlier replays.
+    `draft_extend` is the layout of query rows in ``DRAFT_EXTEND``. The table is filled with -1 only here. A replay writes the
+    cells of its requests' pages. Later cells of a row keep the values of earlier replays.
 
     Returns:
         ``[max_batch_size, width]`` int32, wide enough for ``max_context_len`` tokens and the padding rows of a request.
@@ -64,7 +64,7 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
     Args:
         block_kv_indices: the result of `new_block_table`.
         attention: how a draft step counts keys.
-        draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW, SGLang
+        draft_extend: layout of query rows in ``DRAFT_EXTEND``. PADDED is right for any numbers of accepted tokens. VIEW, SGLang
             0.5.12's layout, is right only if every request accepts ``num_tokens_per_req`` tokens.
     """
 
@@ -103,9 +103,9 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Call `write`, which writes the metadata of the pass. Then count padding rows in `seq_lens_k`, and write page 0, the sink,
-    to the columns of pages that only padding rows need. `rows` are the numbers of query rows of the requests, and a page has
-    `page_size` tokens.
+    """Call `write`, which writes the metadata of the pass. Then add each request's number of padding rows to `seq_lens_k`, and
+    write page 0, the sink, to the columns of pages that only padding rows need. `rows` has each request's number of query
+    rows, without padding, and a page has `page_size` tokens.
     """
     write()
     assert metadata.seq_lens_q is not None

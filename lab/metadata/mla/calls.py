@@ -26,11 +26,11 @@ class MLALayer:
     DeepSeek-V3's.
 
     Absorption multiplies queries by the key projection, so that queries attend to the cache's latent entries directly. A decode
-    runs after absorption, a prefill before it.
+    uses absorption, a prefill does not.
 
     Attributes:
         kv_lora_rank, qk_rope_head_dim: elements of a cache entry's latent vector and of its rotary part.
-        qk_nope_head_dim, v_head_dim: elements of a key without its rotary part, and of a value, before absorption.
+        qk_nope_head_dim, v_head_dim: elements of a key without its rotary part, and of a value, without absorption.
     """
 
     softmax_scale: float  #: factor of Q·K^T, without the cache's scale
@@ -62,7 +62,6 @@ def mla_call_arguments(
     Args:
         batch, metadata, layer: the forward pass, and the layer whose call it is.
         query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, as `mla_query` returns it.
-        cache: the layer's cache of latent entries.
         multi_ctas_kv_counter_buffer: the result of `allocate_multi_ctas_kv_counters`; None: the implementation's own buffer.
     """
     return layer_arguments(layer, query, cache) | {
@@ -88,8 +87,8 @@ def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> 
 
 
 def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the ``max_seq_len`` of the call of a pass with this mode and metadata: ``max_seq_len_k``, plus the query rows in
-    verification and draft extend.
+    """Return the decode call's ``max_seq_len`` for a pass with this mode and metadata: ``max_seq_len_k``, plus the query rows
+    per request in verification and draft extend.
 
     ``max_seq_len_k`` of an eager verification counts the draft tokens too, so that they count twice, as in SGLang.
     """
@@ -135,9 +134,9 @@ def ragged_context_arguments(
 
     Args:
         batch, metadata, layer: the prefill, and the layer whose call it is.
-        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption. Padding rows after the
+        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, without absorption. Padding rows after the
             requests' rows are left out.
-        value: ``[num_tokens, heads, v_head_dim]``. Query, key and value are e4m3 over an e4m3 cache (`quantised_prefill`).
+        value: ``[num_tokens, heads, v_head_dim]``. With an e4m3 cache, query, key and value are e4m3 (`quantised_prefill`).
         num_keys: number of keys of a call over a chunk of prefixes; None: the keys are the new tokens.
 
     Raises:
@@ -200,7 +199,7 @@ def prepare_mla_prefill(
 
     Returns:
         A function that returns the output without padding rows, or (output, LSE) if a request has a cached prefix. The LSE is
-        float32 ``[num_rows, heads]``, base 2. Contents of the tensors may change between calls.
+        float32 ``[num_rows, heads]``, base 2. The caller may change the contents of the tensors between calls.
 
     Raises:
         ValueError: `ragged_context_arguments` refuses the pass.
@@ -218,7 +217,8 @@ def prepare_ragged(implementation: Any, **arguments: Any) -> Callable[[], Any]:
 
 
 def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to which the decode call's query is cast: e4m3 over an e4m3 cache, without a scale (`forward_decode`).
+    """Return the dtype to which a decode call's query is cast: e4m3, without a scale, if the cache is e4m3, else the model's
+    `dtype` (SGLang's `forward_decode`).
 
     Raises:
         ValueError: the cache has 4-bit values (uint8). SGLang converts such a cache to the model's dtype before each layer's
@@ -230,7 +230,7 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 
 
 def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert a prefill's query, key and value to e4m3, as over an e4m3 cache (`_quantize_fp8_qkv`).
+    """Convert a prefill's query, key and value to e4m3, as SGLang's `_quantize_fp8_qkv` does if the cache is e4m3.
 
     Keys and values are divided by the layer's `k_scale` and `v_scale`. The query has no scale.
     """

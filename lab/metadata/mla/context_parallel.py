@@ -75,13 +75,13 @@ def build_mla_dcp_metadata(
 
     Args:
         batch: the forward pass, with the slots and lengths of the whole group.
-        pool: the widened pool; a GPU's pages have 32 or 64 tokens.
+        pool: the group's pool, whose page has as many tokens as one page of each GPU together: 32 or 64 per GPU.
         dcp: the rank whose metadata is built.
         attention: how a draft step counts keys.
 
     Raises:
-        ValueError: the mode has ``extend_seq_lens``, the pool is not widened, or the batch lacks a number on the host that the
-            mode needs.
+        ValueError: the mode has ``extend_seq_lens``, the pool has another page size, or the batch lacks a number on the host
+            that the mode needs.
     """
     page_size = dcp.page_size(pool)
     check_mla(pool, attention, page_size)
@@ -125,10 +125,9 @@ def prepare_mla_dcp_attention(
 
     Args:
         implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
-        batch, layer: the forward pass with the slots and lengths of the whole group, and the layer.
+        batch, layer: the forward pass with the slots and lengths of the whole group, and the layer whose call it is.
         metadata: the metadata of each rank, in order.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-        cache: the caches of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``.
         query_dtype: the dtype to which each call casts the query; None: no cast.
         cute_dsl: True for calls of CuTe DSL's kernel.

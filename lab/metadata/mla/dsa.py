@@ -49,7 +49,7 @@ class Indexer:
 
 @dataclass(frozen=True, eq=False)
 class DSAMetadata:
-    """The metadata of a pass on the sparse MLA decode call: lengths, and the place of each position of a row's request."""
+    """The metadata of a pass on the sparse MLA decode call: lengths, and the cache index of each token of a row's request."""
 
     #: ``[num_rows, max_context_len]`` int32, the place of each position of the row's request; -1 in padding rows
     page_table_1: Tensor
@@ -62,8 +62,8 @@ class DSAMetadata:
         """Return the place (index in the pool) of each selected entry, then -1: int32 ``[num_rows, top_k rounded up to 4]``.
 
         Args:
-            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, or -1. Rows
-                that it lacks select nothing.
+            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, or -1.
+                Missing rows select nothing.
         """
         num_missing = len(self.seq_lens) - len(topk_indices)
         padding = (0, -topk_indices.shape[1] % TOP_K_MULTIPLE, 0, num_missing)
@@ -73,8 +73,8 @@ class DSAMetadata:
 
 
 def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> DSAMetadata:
-    """Build the metadata of one eager pass in new tensors (SGLang 0.5.23). The pool has pages of 32 or 64 tokens, and `indexer`
-    has the sizes of the model's indexer.
+    """Build the metadata of one eager pass in new tensors (SGLang 0.5.23). The pool has pages of 32 or 64 tokens.
+    ``selected_lens(n)`` is the number of tokens that `indexer` selects if a row sees n tokens.
 
     ================================  ======================================================================
     mode                              seq_lens of row j of a request with q rows
@@ -115,7 +115,8 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 class DSABackend(RebuildingBackend[DSAMetadata]):
     """Builds metadata and makes sparse MLA decode calls as SGLang's DSA backend does with ``trtllm`` for decode and prefill.
 
-    `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
+    `implementation` is any object with FlashInfer's MLA decode function. Queries are cast to `query_dtype`; None: to the result
+    of `mla_query_dtype`.
     """
 
     implementation: Any = None
@@ -137,12 +138,12 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         out: Tensor,
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` after the metadata's
-        rows become 0.
+        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
+        in `metadata` become 0.
 
         Args:
             topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it again. In a decode it may have as
-                many rows as the query; rows after the metadata's rows are not read (`_trim_trtllm_decode_dp_padding`).
+                many rows as the query; rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
 
         Raises:
             ValueError: `topk_indices` is None or has too many rows, or the query has fewer rows than the metadata.

@@ -127,13 +127,13 @@ class DSV4Metadata:
     max_q_len: int | None = None  #: largest number of rows of a request in a prefill
 
     def sparse_indices(self, compress_ratio: int, topk_indices: Tensor | None = None) -> Tensor:
-        """Return the call's ``sparse_indices``: the columns of `window`, then places of compressed entries, padded with -1 to a
-        multiple of 64 columns.
+        """Return the call's ``sparse_indices``: for each row the cache indices of its last 128 tokens (`window`), then those of
+        compressed entries, padded with -1 to a multiple of 64 columns.
 
         Args:
-            compress_ratio: one of `RATIOS`.
-            topk_indices: ``[num_rows, top_k]`` int32, the indexer's output: indices of groups of the row's request, then -1.
-                None for the ratios 0 and 128, which have no indexer.
+            compress_ratio: tokens per compressed entry: 1, 2, 4 or 128; 0 if the layer has no compressed entries.
+            topk_indices: ``[num_rows, top_k]`` int32, the indexer's output: numbers of compressed entries of the row's request,
+                from 0, then -1. None for the ratios 0 and 128, which have no indexer.
         """
         if compress_ratio == TOKENS_ALONE:
             return self.window
@@ -151,8 +151,8 @@ class DSV4Metadata:
     def sparse_topk_lens(self, compress_ratio: int, index_topk: int) -> Tensor:
         """Return the call's ``sparse_topk_lens``: ``[num_rows]`` int32, 128 plus the number of compressed entries of the row.
 
-        At the ratios 4 and 128 that number is at least 1 (lines 887 and 510): a row without compressed entries has an index of
-        -1.
+        That number is at most `index_topk`, except at the ratio 128. At the ratios 4 and 128 it is at least 1: a row without
+        compressed entries has an index of -1 (`deepseek_v4_backend.py`, lines 887 and 510).
         """
         entries = torch.zeros_like(self.seq_lens)
         if compress_ratio != TOKENS_ALONE:
@@ -172,7 +172,7 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     the last request. Padding rows of other modes have no metadata.
 
     The page table has one column in a draft extend, because a draft model has no compressed entries. In a prefill it has
-    columns for the pages of `longest_request`, and in other modes for the pages of ``max_context_len`` tokens.
+    columns for the pages of the longest request, and in other modes for the pages of ``max_context_len`` tokens.
 
     Raises:
         ValueError: the mode is DRAFT_EXTEND or PREBUILT, batch and pool are on different devices, the pool has no
@@ -238,7 +238,8 @@ def _whole_tiles(rows: Tensor, value: int) -> Tensor:
 class DSV4Backend(RebuildingBackend[DSV4Metadata]):
     """Builds metadata and makes DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
 
-    `implementation` and `query_dtype` are as in `TRTLLMMLABackend`.
+    `implementation` is any object with FlashInfer's function for these calls. Queries are cast to `query_dtype`; None: to the
+    result of `mla_query_dtype`.
     """
 
     implementation: Any = None
@@ -260,8 +261,8 @@ class DSV4Backend(RebuildingBackend[DSV4Metadata]):
         out: Tensor,
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` after the metadata's rows
-        become 0.
+        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
+        in `metadata` become 0.
 
         Args:
             topk_indices: as in `DSV4Metadata.sparse_indices`. Each call reads it again.

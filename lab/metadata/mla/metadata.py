@@ -1,4 +1,4 @@
-"""Arguments of the TRT-LLM MLA kernels for every forward mode, built without reading the device."""
+"""Build the arguments of TRT-LLM's MLA kernels for every forward mode, without reading the device on the host."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -139,7 +139,7 @@ def build_mla_metadata(
 def build_mla_decode_metadata(
     batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
 ) -> TRTLLMMLADecodeMetadata:
-    """Build the metadata of one eager pass on the decode kernel (SGLang 0.5.23; the first draft extend as in 0.5.12).
+    """Build the metadata of one eager pass on the decode kernel (SGLang 0.5.23; ``DRAFT_EXTEND`` as in 0.5.12).
 
     ======================================  ==================================================  =====================
     mode                                    seq_lens_k                                          max_seq_len_k
@@ -263,8 +263,8 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the number of columns of the block table: the pages, of `page_size` tokens each, of ``max_len`` tokens, rounded up
-    to 4,096 tokens.
+    """Return the number of columns of the block table: the number of pages, of `page_size` tokens each, for ``max_len`` tokens
+    rounded up to a multiple of 4,096.
     """
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)

@@ -38,10 +38,10 @@ class PrefixChunk:
 
 
 def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:
-    """Return the chunks of the cached prefixes of a prefill over requests of the pool, without reading the device; [] if no
-    request has a prefix.
+    """Return the chunks of the cached prefixes of a prefill over requests of the pool, without reading the device on the host;
+    [] if no request has a prefix.
 
-    A chunk has at most `capacity` tokens, ``capacity // batch_size`` of each request.
+    A chunk has at most `capacity` tokens, and at most ``capacity // batch_size`` tokens of each request.
 
     Raises:
         ValueError: the mode is no prefill, a length is missing, or `capacity` is below the number of requests.
@@ -89,12 +89,12 @@ def prepare_prefix_chunk(
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Prepare one layer's attention of all new tokens to the tokens of a chunk. A row sees all tokens of its request in the
-    chunk; `without_keys` sets the results of a request without tokens in the chunk.
+    chunk. If there are none, its output is 0 and its LSE -inf (`without_keys`).
 
     Args:
         implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query: as in `lab.metadata.mla.calls.ragged_context_arguments`.
-        key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.
+        key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, without absorption, in the order of ``kv_indices``.
         workspace_buffer: as in `lab.metadata.mla.calls.prepare_mla_prefill`.
 
     Returns:

@@ -130,8 +130,8 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function that reads `inputs`, writes K and V and fills `outputs` in the given form. A CUDA graph can capture
-        it. `backend` prepares the attention calls of the batch from `metadata`.
+        """Return a function that reads `inputs`, writes K and V, and fills `outputs` for the rows that `form` names. A CUDA
+        graph can capture it. `backend` prepares the attention calls of the batch from `metadata`.
         """
         ...
 
@@ -222,8 +222,8 @@ class DraftExtendGraph:
         Args:
             batch: a batch for which `can_run` is True.
             input_ids, hidden_states: as in `DraftInputs`.
-            accept_lens: int32 or int64 [batch_size], 1 to d each, with SELECTED_ROW; None with other forms. The host does not
-                read it.
+            accept_lens: with SELECTED_ROW the number of accepted tokens of each request, from 1 to its number of rows: int32 or
+                int64 [batch_size], which the host does not read. Otherwise None.
 
         Returns:
             The outputs without padding, as slices of the graph's buffers, which the next replay overwrites. With SELECTED_ROW

@@ -267,8 +267,8 @@ def _clone(tensor: Tensor | None) -> Tensor | None:
 
 
 def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
-    """Return the batch that every pass of a frozen-KV draft uses, without reading the device (SGLang's `expand_for_topk_draft`
-    in `frozen_kv_mtp_utils.py`).
+    """Return the batch that every pass of a frozen-KV draft uses, with `topk` branches per request (SGLang's
+    `expand_for_topk_draft` in `frozen_kv_mtp_utils.py`). The host does not read the device.
 
     Branch j of request i is row ``i * topk + j``; all branches of a request have the same pages.
 
@@ -324,7 +324,7 @@ def prepare_iteration(
     Args:
         verify: a TARGET_VERIFY batch: the requests, lengths and number of draft tokens of all passes. ``seq_lens`` counts the
             tokens up to the last accepted token.
-        pool: the request table and slots, which draft and target share, without sliding-window pages.
+        pool: the request table and slots, which draft and target share. It must have no sliding-window pages.
         speculative_num_steps: number of draft steps, one more than the draft's decode passes.
         share_table: use one page table for all passes. It has the pages of the pass with the largest lengths.
 

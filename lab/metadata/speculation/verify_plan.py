@@ -28,7 +28,7 @@ class CapturedVerify(VerifyBackend):
         batch_sizes: the captured sizes, in any order. A batch is padded to the smallest size that holds it.
         attention: the backend that makes the metadata's buffers: TRT-LLM MHA, or TRT-LLM MLA. The MLA kernel takes no mask:
             with MLA, `mask` must be None.
-        mask: as in `PlannedVerify`, for ``max(batch_sizes)`` requests; None: rows are causal.
+        mask: a buffer for the decode call's packed mask (see `PlannedVerify`) of ``max(batch_sizes)`` requests; None: causal.
 
     Raises:
         ValueError: there is no size, a number is below 1, or the backend does not support the pool.
@@ -116,7 +116,8 @@ class TreeMaskVerify(CapturedVerify):
     and its ancestors among the draft tokens.
 
     Attributes:
-        parents: ``[max_batch_size, d]`` int64 as in `pack_tree_mask`: chains, until the draft writes its trees.
+        parents: ``[max_batch_size, d]`` int64, the parent of each draft token as in `pack_tree_mask`. The draft writes it;
+            before that the trees are chains.
         mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, which the fix-up writes after the draft.
     """
 
