@@ -1,3 +1,3 @@
-"""Explain the verdicts of a run: read the features (named properties) of calls, find rules over features that say where results
-are wrong, and write the diagnosis.
+"""Explain the verdicts of a run: read the features (named properties) of calls, find rules that say for which features
+results are wrong, and write the diagnosis.
 """

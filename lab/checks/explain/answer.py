@@ -119,7 +119,7 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return groups of engines, by full names, each with the verdicts on the cases that its engines send. Engines share a group
+    """Return groups of engines (full names), each with the verdicts on the cases that they send. Engines share a group
     if they send the same cases, or if `is_whole` (no planned case was left out) and all their cases are right.
     """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}

@@ -70,7 +70,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
 
 
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
-    """Return the features of a whole batch, such as its page size, its window, and its numbers of requests and rows."""
+    """Return the features of a whole batch, such as page size, window (-1: none), numbers of requests and of rows."""
     return {
         "page_size": page_size,
         "has_window": window_left >= 0,
@@ -105,7 +105,7 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return `features` and the features that follow from these lengths, for the batch and each of its requests. A
+        """Return `features` and those that follow from each request's keys (`kv_lens`) and query rows (`q_lens`). A
         `window_left` of -1 is no window; `page_size` is `TILE` for a call without pages.
         """
         of_requests = tuple(
@@ -123,8 +123,8 @@ def kept(read: Read) -> dict[str, Value]:
 
 
 def _plain(value: Any) -> Value | None:
-    """Return a feature's value as bool, int or str; None if it has no such form. An enum member or dtype becomes its name, a
-    tensor of one element a bool, and a mapping its only value or "mixed".
+    """Return a feature's value as bool, int or str; None if this is impossible. An enum member or dtype becomes its
+    name, a tensor of one element a bool, and a mapping its only value or "mixed".
     """
     if type(value) in (bool, int, str):  # the usual case, first for speed
         return value
@@ -287,7 +287,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
 
 
 def _read_selections(problem: PagedAttention) -> Iterator[Read]:
-    """Yield for each request the features of the cache entries that its rows select (sparse MLA). Other calls have none."""
+    """Yield, per request, features of the cache entries that its rows select; nothing unless sparse MLA."""
     if problem.selected is None:
         return
     used = problem.columns_in_use().cpu()
@@ -314,7 +314,7 @@ def _lie_apart(pool: Tensor) -> bool:
 
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if the scratch region of the call's workspace is not zero: an earlier call has probably written it."""
+    """Return True if scratch memory in the call's workspace is not zero. An earlier call has probably written it."""
     if (workspace := arguments.get("workspace_buffer")) is None:
         return False
     data = workspace.flatten().view(torch.uint8)

@@ -1,7 +1,7 @@
-"""Diagnose the verdicts of a run: what is broken, under which conditions, and the smallest case that shows it.
+"""Diagnose the verdicts of a run: what is broken, where, and the smallest case that shows it.
 
-A feature is a named property of a call or request, such as `kv_len`. A rule is a conjunction of literals, which are tests of
-one feature each, such as `has_window and q_len >= 2`. A region is a rule that says where results of one kind are wrong.
+A rule, such as `has_window and q_len >= 2`, is a conjunction of literals. Each is a test of a feature (named property).
+A region is all results (comparisons in a case) of one kind in `HELD`, such as "output", for which a rule holds.
 """
 
 import math
@@ -50,7 +50,7 @@ EXPLAINED = 0.9  # a kind gets no regions if this share of its wrong results lie
 
 
 class CaseResult(NamedTuple):
-    """One compared result, such as the output of a call, with the verdict on its case."""
+    """One compared result of a case, such as the output of a call, with the verdict on the case."""
 
     verdict: CaseVerdict
     result: CheckedResult
@@ -58,7 +58,7 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """A rule that says where results of one kind are wrong, and how many. A result is inside if the rule holds for it."""
+    """The results of one kind, such as "output", for which one rule holds, and how many of them are wrong."""
 
     literals: Rule  # the literals of the rule; () if results are wrong everywhere
     held: str  # the kind of results, a key of `HELD` such as "output"
@@ -197,8 +197,8 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return the compared results of a verdict. If it has none (its worker crashed, or it was read from a file), return one
-    result that stands for the whole case.
+    """Return the compared results of a verdict. If it has none, because the worker crashed or the verdict was read from
+    a file, return one result that stands for the whole case.
     """
     if verdict.judged.results:
         return verdict.judged.results
@@ -207,7 +207,7 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 
 
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
-    """Return the features of a verdict's case and of all its requests in one mapping, without those in `PLACES`."""
+    """Return the features of a verdict's case and of its requests in one mapping, except positions in the batch."""
     found = features_of_case(verdict.case)
     return _without_places(of_any_request(found.features, found.of_requests))
 
@@ -217,8 +217,8 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """The data in which failure rules are searched. A unit is one request of a result, or a whole result if its requests were
-    not compared separately.
+    """The data in which failure rules are searched. A unit is one request of a result, or a whole result if its
+    requests were not compared separately.
     """
 
     results: list[CaseResult]
@@ -228,14 +228,14 @@ class _Units(NamedTuple):
     case_of: list[int]  # for each unit, the number of its case
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return a mask of the units for which a rule holds: bool [units]."""
+        """Return for which units (requests or whole results) a rule holds: bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Return a mask of the results that have at least one unit in the mask `units`: from bool [units] to bool [results]."""
+        """Return which results have a unit (a request or the result itself) in the mask `units`: bool [results]."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
@@ -272,9 +272,9 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if wrong results of kind `held`, such as "LSE", are consequences of errors that are already explained: a
-    share `EXPLAINED` of the wrong `units` lies inside `regions`, the regions of earlier kinds. For "LSE", the output must also
-    be wrong in most of the calls with a wrong LSE.
+    """Return True if errors of kind `held`, such as "LSE", follow from errors that are already explained: a share
+    `EXPLAINED` of the wrong `units` (requests or results) lies inside `regions`, which are of earlier kinds. For "LSE",
+    the output must also be wrong in most of the calls with a wrong LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -294,9 +294,8 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Find rules for wrong results of kind `held`. Return their regions, and the number of wrong results outside these.
-
-    Rules are found among units (requests), but the numbers in a region count results.
+    """Find rules for wrong results of kind `held`. Return the regions where one holds, and the number of wrong results
+    outside. Rules are found among units (requests or results), but the numbers in a region count results.
     """
     wrong = units.results_with(units.wrong)
     has_senders = any(verdict.sent_by for verdict, _ in units.results)
@@ -361,8 +360,8 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> str:
-    """Return the sentence for a recording of an engine in which every call is wrong: the features that all wrong results have
-    in common, and then `broken`, the sentence of `_broken`.
+    """Return the sentence for an engine's recording in which every call is wrong: which features all wrong results
+    share, and then `broken`, the sentence of `_broken`.
     """
     first, *_ = regions
     units = _units(results, first.held)
@@ -375,8 +374,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that lists checks without a further error: in each of their wrong cases, already the
-    first call, a plain one, is wrong.
+    """Return for each function a sentence that names checks without an error of their own: in each of their wrong
+    cases, already the first call, which the check has not varied yet, is wrong.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

@@ -1,10 +1,11 @@
 """Find the shortest rules over features that separate wrong results from right ones, by minimum description length.
 
 A feature is a named property, such as `q_len`. A literal is a test of one feature, such as `q_len >= 2`. A rule is a
-conjunction of at most three literals. A unit is one request of a result, or a whole result; it is wrong or right.
+conjunction of at most three literals. A unit is one request of a compared result, or a whole one; it is wrong or right.
 
-The cost of a rule in bits is the cost of its literals plus the entropy of wrong and right units inside the rule (where it
-holds) and outside. Rules are added while each reduces the total number of bits, so that several bugs get several rules.
+A literal costs fewer bits if a reader understands its feature easily. The cost of a rule is that of its literals plus
+the entropy of wrong and right units inside the rule (where it holds) and outside. Rules are added while each reduces
+the total number of bits, so that several bugs get several rules.
 """
 
 import math
@@ -18,18 +19,18 @@ from lab.checks.explain.feature import OPERATORS, Bits, Cost, Features, Value
 from lab.checks.explain.features import FEATURES, feature_named
 
 MOST_RULES = 4
-FEW = 4  # wrong results: a rule for fewer has only conditions that they support
+FEW = 4  # wrong results: a rule for fewer has only literals that they support
 MOST_PAIRS = 150  # pairs of literals, the best ones, to which a third literal is added
 # Factors for the weight of a unit, tried in turn until a rule is found. The first is below 1, because units of one case
 # depend on each other. The last is above 1, so that a rule is found for few wrong units.
 WORTHS = tuple(2.0**power for power in range(-1, 5))
 MOST_WORTH_OF_LATER = 4  # the largest of these factors with which rules after the first are searched
-EVERYWHERE = 0.9  # if a larger share of the units is wrong, the only rule is the condition of `_sure`, or none
+EVERYWHERE = 0.9  # if a larger share of the units is wrong, the only rule is that of `_sure`, or none
 MOSTLY = 0.8  # if a larger share of the units is wrong, the rules must leave out a tenth of all units
 PURE = 0.9  # least share of wrong units inside a rule
 PURE_ALONE = 0.75  # least share of wrong units inside one literal that replaces several rules
-# If nearly all units are wrong, a condition counts only if the probability that as many units outside of it are right by chance
-# is below 10 ** -SURE_DIGITS.
+# If nearly all units are wrong, a rule counts only if the probability that as many units outside of it are right by
+# chance is below 10 ** -SURE_DIGITS.
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0  # cost of naming a feature
 MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched
@@ -37,7 +38,7 @@ MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which 
 
 @dataclass(frozen=True)
 class Literal:
-    """A test of one feature, such as `q_len >= 2`: its name, one of `lab.checks.explain.feature.OPERATORS`, and a value."""
+    """A test of one feature, such as `q_len >= 2`: the feature's name, a key of `OPERATORS`, and a value."""
 
     feature: str
     operator: str
@@ -54,7 +55,7 @@ class Literal:
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return a mask of the units for which the test is true: bool [units]. `units` has the features of each unit."""
+        """Return for which units (requests or results) the test is true: bool [units]. `units` has their features."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -64,7 +65,7 @@ Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
-    """Return rules that separate wrong units (requests or whole results) from right ones, the most informative rule first.
+    """Return rules that separate wrong units (requests or results) from right ones, the most informative rule first.
 
     Args:
         units: the features of each unit (one request of a result, or a whole result).
@@ -84,12 +85,12 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return a rule without tests that too few wrong results support. In a rule for fewer than `FEW` wrong results, a test is
-    kept only if it excludes at least `FEW` results, and at most one test per wrong result is kept.
+    """Return `rule` without uncertain literals (tests). If it holds for fewer than `FEW` wrong results, a literal must
+    exclude at least `FEW` results, and there is at most one literal per wrong result.
 
     Args:
         rule: a rule of `find_rules` for these units. If it has `FEW` wrong results or more, it is returned as it is.
-        units, wrong: as in `find_rules`.
+        units, wrong: the features of each unit (one request of a result, or a whole result), and whether it is wrong.
         result_of: int [len(units)], the number of the result to which each unit belongs.
     """
 
@@ -165,21 +166,21 @@ class _Search:
         return found
 
     def _inside(self, rules: Sequence[Chosen]) -> Bits:
-        """Return a mask of the groups of units for which at least one of the rules holds: bool [groups]."""
+        """Return a mask of the groups (units with equal literals) in which one of the rules holds: bool [groups]."""
         inside = np.zeros(len(self.bad), dtype=bool)
         for chosen in rules:
             inside |= self.holds[list(chosen)].all(axis=0)
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return the weight of the right units for which one of `rules` holds (false alarms), and of the wrong units for which
-        none holds (missed).
+        """Return the weight of right units (requests or results) for which one of `rules` holds, which are false
+        alarms, and the weight of wrong units for which none holds.
         """
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
-        """Return several rules. Each is searched among the units for which no earlier rule holds, as long as it saves bits."""
+        """Return rules, each found among the units (requests or results) outside earlier rules, if it saves bits."""
         rules: list[Chosen] = []
         left = np.ones(len(self.bad), dtype=bool)
         for worth in WORTHS:
@@ -194,13 +195,13 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units, by weight, among the units of the groups `left` for which `chosen` holds."""
+        """Return the share (by weight) of wrong units among the units in groups `left` for which `chosen` holds."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return the rule `chosen` without negated literals (such as `not sinks`) that it does not need, because they may
-        exclude only units that are right by chance. Its `_purity` among the groups `left` must stay at least `PURE`.
+        """Return the rule `chosen` without negated literals (such as `not sinks`) that it does not need, because they
+        may exclude only units that are right by chance. In the groups `left`, its `_purity` must stay at least `PURE`.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -209,8 +210,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest rule "feature is true" that holds for all wrong units, and excludes more right units than
-        chance explains. Return () if there is none.
+        """Return the rule of one literal "feature is true" with the lowest cost in bits that holds for all wrong units
+        (requests or results) and excludes more right ones than chance explains; () if there is none.
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
@@ -220,8 +221,8 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the cheapest rule of one literal that holds for all wrong and few right units; () if there is none. `costs`
-        has the cost of each literal, and infinity for literals that may not be used.
+        """Return the rule of one literal with the lowest cost that holds for all wrong and few right units (requests or
+        results); () if there is none. `costs` has the bits of each literal, or infinity to exclude it.
         """
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
@@ -230,7 +231,7 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the rule of at most three literals (tests of features) that reduces the description length most; () if none does.
+    """Return the rule of at most three literals (tests of features) that saves most bits; () if none saves any.
 
     Args:
         holds: bool [literals, groups], whether a literal holds for a group of units.
@@ -279,10 +280,10 @@ def _bits(bad: Any, good: Any) -> Any:
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some but not all units, an array of where they hold (bool [literals, units]), and the
-    cost of each literal in bits.
+    """Return the literals that hold for some but not all units (requests or results), where they hold (bool [literals,
+    units]), and the cost of each literal in bits.
 
-    If several literals hold for the same units, only the cheapest is kept; among equally cheap ones, the first in `FEATURES`.
+    If several literals hold for the same units, the one of least cost is kept; of these, the first in `FEATURES`.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}

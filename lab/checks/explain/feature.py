@@ -1,7 +1,7 @@
-"""The three kinds of features: conditions (true or false), numbers, and choices (one of several names).
+"""The three classes of features: `Condition` (true or false), `Number`, and `Choice` (one of several names).
 
-A feature is a named property of a case, a call or a request, such as `kv_len`. Rules that say where results are wrong consist
-of tests of features, such as `kv_len >= 64`. The text of a feature gives the words of a test: "a request has 64 keys or more".
+A feature is a named property of a case, a call or a request, such as `kv_len`. Failure rules consist of tests of
+features, such as `kv_len >= 64`. The text of a feature gives the words of a test: "a request has 64 keys or more".
 """
 
 import math
@@ -57,19 +57,17 @@ class Condition:
     cost: Cost = Cost.ARGUMENT
 
     def phrase(self, operator: str, value: Value) -> str:
-        """Return the test "is" or "is not" (`operator`) True (`value`) of this feature in words that can follow "wherever",
-        such as "a window is set".
+        """Return words that can follow "wherever": the text for true if `operator` is "is", such as "a window is set",
+        or the text for false if it is "is not". `value` is not used.
         """
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the values of this feature for several units as a bool array. A missing value (None) is False."""
+        """Return the values of this feature, one per unit (request or result), as bool [units]. None becomes False."""
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests of this feature that may separate units with the values in `column`, as (operator, value, cost in
-        bits).
-        """
+        """Yield both tests of this feature as (operator, True, cost in bits): "is" and "is not". `column` is unused."""
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
 
@@ -102,9 +100,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """A feature whose value is one of several names, such as a dtype. Its text is the subject in "wherever <text> is <name>".
+    """A feature with one of several names as its value, such as a dtype. In words: "wherever <text> is <name>".
 
-    If `kinds` is given, the names are those of its members; the text then shows a member's value, up to a colon.
+    If `kinds` is given, the names are its members' in lower case, and the words have a member's value, up to a colon.
     """
 
     text: str
@@ -133,7 +131,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a whole call (`shared`) and of its requests in one mapping. A condition is true if it is true for
+    """Return the features of a whole call: `shared`, and those of its requests. A condition is true if it is true for
     any request; a number is the largest among the requests.
     """
     found = dict(shared)

@@ -1,7 +1,7 @@
 """The table of all features of cases, calls and requests, with their texts.
 
-A feature is a named property, such as `kv_len`. Rules over features say where results are wrong. `call_features` reads the
-values. If two features of equal cost hold for the same results, a rule uses the one that comes first in `FEATURES`.
+A feature is a named property, such as `kv_len`. Rules over features say where results are wrong. `call_features` reads
+the values. If two features of equal cost hold for the same results, a rule uses the one that comes first in `FEATURES`.
 """
 
 from lab.checks.explain.feature import SMALL_SCALE, CaseFeature, Choice, Condition, Cost, Number
@@ -250,8 +250,8 @@ class UnknownFeatureError(LookupError):
 
 
 def feature_named(name: str) -> CaseFeature:
-    """Return the feature with this name. A name such as "page_size=32" is no row of `FEATURES`: it is the condition that this
-    parameter of a configuration has this value.
+    """Return the feature with this name. A name such as "page_size=32", which is not in `FEATURES`, gives a condition:
+    that the parameter `page_size` of a case has this value.
 
     Raises:
         UnknownFeatureError: no feature has the name.

@@ -1,1 +1,1 @@
-"""Run the judge: judge cases in worker processes, handle calls that a kernel refuses, and mark known failures."""
+"""Run the judge: judge cases in worker processes, repeat calls that a kernel refuses, and mark known failures."""

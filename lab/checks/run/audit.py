@@ -1,8 +1,8 @@
-"""The audit of a run: repeat some right cases with new data, and compare the outputs in a process without the kernel's code.
+"""Audit a run of the judge: make some right cases again with new data, and judge their outputs in another process.
 
-A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, the kernel's worker
-only sends the output as bytes, and another process computes the expected output. A worker cannot recognise an audited case,
-because it sends the first output of every case of `AUDITED_CHECKS`.
+A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, that
+process (a worker) only sends the output, and a process without the kernel's code judges it. A worker cannot recognise
+an audited case, because it sends the first output of every case of the checks in `AUDITED_CHECKS`.
 """
 
 import random
@@ -20,14 +20,14 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.forward_pass import build_forward
 
-AUDITED = 6  # cases of each function
+AUDITED = 6  # at most, of each function
 REFUSED_NOW = "its worker called a case right, and declined it with other contents: the kernel is dishonest"
 UNCONFIRMED = "it was called right, and no case of the audit could be judged: nothing confirms the right cases"
 NO_OUTPUT = "its worker called an audited case right and sent no output: the kernel is dishonest"
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Choose up to `AUDITED` right verdicts of each function at random, and give their cases new, secret seeds."""
+    """Return up to `AUDITED` random RIGHT verdicts of each function. Each case gets a new secret seed for its data."""
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -41,10 +41,10 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Audit some of the right cases in `verdicts`, and yield the audit's verdicts. Stop after the first once `is_over` is
-    True.
+    """Judge some right cases of `verdicts` again with new data, and yield the new verdicts. Judge at least one case;
+    before each further case, stop if `is_over()` is True.
 
-    If the lab could judge no case of the audit, the last verdict is FAILED, because nothing confirms the right cases.
+    If the lab could judge none of these cases, the last verdict is FAILED, because nothing confirms the right cases.
     """
     is_confirmed, again = False, chosen(verdicts)
     for number, verdict in enumerate(again, 1):
@@ -58,9 +58,9 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge in a worker a case of `chosen`, which has a new seed and was right with its old one. If it is right, judge the same
-    output again in a process without the kernel's code. If the kernel declines the case, the outcome is DISHONEST, because it
-    was right with other data.
+    """Judge the case of `verdict`, which was right with another seed, in a worker. If it is right again, return how a
+    process without the kernel's code judges the worker's output. If the kernel declines the case now, the outcome is
+    DISHONEST.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:
@@ -73,8 +73,8 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 def judge_output(case: Any, device: str, saved: SavedOutput | None) -> Judged:
     """Compare the output that a worker saved with the expected output of the case.
 
-    If none was saved (None), the outcome is DECLINED if the output is too large to be sent, else DISHONEST. If the memory does
-    not suffice for the expected output, the lab cannot judge the case, and the outcome is DECLINED.
+    If `saved` is None, the outcome is DECLINED if the output is larger than `MOST_SAVED_ELEMENTS`, which no worker
+    saves, else DISHONEST. If the memory does not suffice for the expected output, the outcome is DECLINED.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)

@@ -1,7 +1,7 @@
-"""Equivalent forms of a call: changes of its arguments that leave the expected result as it is.
+"""Equivalent forms: changes of a call's arguments that leave the expected result as it is, such as no `max_kv_len`.
 
-If a kernel refuses a call, the call is made in these forms (`lab.checks.run.support_protocol.KernelCalls`), so that the kernel
-can be judged nevertheless.
+If a kernel refuses a call, `lab.checks.run.support_protocol.KernelCalls` makes it again with such changes, so that the
+kernel can be judged nevertheless.
 """
 
 import functools
@@ -22,7 +22,7 @@ Arguments = dict[str, Any]  # of a call, by name
 
 @dataclass(frozen=True)
 class EquivalentForm:
-    """A change of a call's arguments that does not change the expected result. Refused calls are repeated with such changes."""
+    """A change of a call's arguments that keeps the expected result. A refused call is made again with it."""
 
     name: str  # words for "judged with ... instead"
     # Returns whether the change is possible and useful, given the function, the arguments and the sentence of the refusal.
@@ -32,8 +32,8 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call with several query rows per request that has no mask, though it may have one (block-sparse
-    calls may not). Some kernels require a causal mask then. The refusal is not read.
+    """Return True for a decode call with several query rows per request and no mask, unless it is block-sparse: such
+    calls take no mask. Some kernels refuse a call without a mask. `refusal` is not used.
     """
     several = (arguments.get("q_len_per_req") or 1) > 1
     takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
@@ -62,14 +62,14 @@ def _names(name: str, refusal: str) -> bool:
     return re.search(rf"\b{name}\b", refusal) is not None
 
 
-def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out the argument `name` if the call has it and the refusal's message names it. `words` and
-    `by_engines` are the fields `name` and `by_engines` of the form.
+def _left_out(argument: str, words: str, by_engines: bool = False) -> EquivalentForm:
+    """Return the form that removes `argument` from a call. It applies if the argument is not None and the kernel's
+    message about the refusal contains its name. `words` is the form's `name`; `by_engines` is its field.
     """
     return EquivalentForm(
         words,
-        lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
-        lambda interface, arguments: {other: value for other, value in arguments.items() if other != name},
+        lambda interface, arguments, refusal: arguments.get(argument) is not None and _names(argument, refusal),
+        lambda interface, arguments: {name: value for name, value in arguments.items() if name != argument},
         by_engines,
     )
 

@@ -1,6 +1,6 @@
-"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size, for each function and dtype.
+"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size.
 
-Each factor is a check of `lab.checks.properties.invariance`, which compares variants of a call bit for bit.
+Each factor is a check of `lab.checks.properties.invariance`, which compares the outputs of variants of a call.
 """
 
 import functools
@@ -39,8 +39,8 @@ class Answer(NamedEnum):
 
 @dataclass(frozen=True)
 class Dependence(CheckSummary):
-    """How the bits of one function's outputs, for one pair of dtypes, depend on one factor, such as the batch size. `check` is
-    the key of the factor.
+    """How the bits of one function's outputs, for one pair of query and key dtypes, depend on one factor, such as the
+    batch size. `check` is the key of the factor.
     """
 
     dtypes: str  # dtypes of query and keys, such as "bf16/e4m3"
@@ -55,14 +55,14 @@ class Dependence(CheckSummary):
 
     @property
     def required_answer(self) -> Answer:
-        """Return the answer for a factor that must not change bits: NOT_TRIED instead of SAME if a case was not tried."""
+        """Return `answer`, but NOT_TRIED instead of SAME if a case was not tried, so that SAME is certain."""
         not_tried = self.answer is Answer.SAME and self.answers[Answer.NOT_TRIED]
         return Answer.NOT_TRIED if not_tried else self.answer
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference of an output from that of the base call, in units in the last place of the largest
-        element of a vector.
+        """Return the largest difference between an output and that of its case's first call, in units in the last place
+        of the vector's largest element; 0 if all bits are equal.
         """
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
@@ -72,7 +72,7 @@ class Dependence(CheckSummary):
         return min(found, key=lambda verdict: (sum(verdict.case.kv_lens), verdict.case.head_dim), default=None)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the answer as JSON data. "smallest" has the number of the smallest case with each answer."""
+        """Return this object as JSON data. "smallest" has the number of the smallest case for each answer."""
         return {
             "function": self.interface.value,
             "dtypes": self.dtypes,
@@ -86,14 +86,14 @@ class Dependence(CheckSummary):
 
 @dataclass(frozen=True)
 class Invariance:
-    """The report of a run over factors, and the keys of those factors that are required to change no bit of an output."""
+    """A report on factors, such as the batch size, and the keys of those that are required to change no bit."""
 
     report: Report
     required: tuple[str, ...] = ()
 
     @functools.cached_property
     def dependences(self) -> tuple[Dependence, ...]:
-        """Return the verdicts grouped by factor, function and pair of dtypes."""
+        """Return the verdicts grouped by factor, function and pair of dtypes (query, keys)."""
         found: dict[tuple[Any, ...], list[CaseVerdict]] = {}
         for verdict in self.report.verdicts:
             dtypes = text_of((verdict.case.dtype, getattr(verdict.case, "kv_dtype", verdict.case.dtype)))
@@ -102,7 +102,9 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the required factors whose answer is not SAME, for functions and dtypes that the kernel accepts."""
+        """Return the dependences on required factors whose `required_answer` is not SAME. A function with a pair of
+        dtypes is left out if the kernel refuses all its calls.
+        """
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)
@@ -117,7 +119,9 @@ class Invariance:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return the report's exit status, but WRONG if a required factor changes bits or was not tried."""
+        """Return the report's exit status, or WRONG if a required factor changes bits, was not tried or has no case. A
+        run that is dishonest or interrupted keeps its status.
+        """
         status = self.report.exit_status
         is_over = status in (ExitStatus.REFUSED, ExitStatus.INTERRUPTED)
         is_unmet = self.unmet or (status is ExitStatus.DONE and self.without_cases)
@@ -132,16 +136,17 @@ class Invariance:
 def invariance(
     implementation: Any, *, factors: Sequence[str] = (), require: Sequence[str] = (), **settings: Any
 ) -> Invariance:
-    """Find out on which factors, such as the batch size or the workspace, the bits of an implementation's outputs depend.
+    """Find out on which factors, such as the batch size or the workspace, the bits of an implementation's outputs
+    depend.
 
     Args:
-        implementation: as in `judge`.
+        implementation: a module or object with attention functions, or its name.
         factors: keys of the factors to try, from `FACTORS`; all if empty.
         require: keys of the factors that must not change a bit. They are tried too.
         settings: other settings of `judge`, such as `level`, `ranges` and `functions`.
 
     Raises:
-        ValueError: there is no such factor; or as in `judge`.
+        ValueError: there is no such factor, a setting is invalid, or the implementation has no function to judge.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     known = {factor.key: factor for factor in FACTORS}

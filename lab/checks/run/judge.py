@@ -1,4 +1,4 @@
-"""Judge an implementation: run every check on every function that the implementation has."""
+"""Judge an implementation: run every check (one test of the judge) on every function that the implementation has."""
 
 import math
 import os
@@ -68,8 +68,8 @@ def judge(
     """Find out whether an implementation is right: run checks on its functions, and return the report.
 
     A check is one test of the judge. It judges many cases, which describe calls. An implementation may refuse a call
-    (`lab.checks.run.support_protocol`). The call is then made with equivalent arguments. If it is refused again, the case is
-    declined, which is no error. After Ctrl-C, the report has the verdicts so far.
+    (`lab.checks.run.support_protocol`), which is then made with equivalent arguments. If these are refused too, the
+    case is DECLINED, which is no error. After Ctrl-C, the report has the verdicts so far.
 
     Args:
         implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.INTERFACES`, or its
@@ -80,19 +80,20 @@ def judge(
         functions: the functions to judge, by FlashInfer's names or short ones such as "decode"; () for all that there are.
         device: the device to run on; None for a GPU if there is one, else the CPU.
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
-        workers: number of worker processes if `isolated`; or `Workers` with the implementation, device, limit and refusals.
+        workers: number of worker processes if `isolated`; or open `Workers` with the same implementation and settings.
         time_limit_s: time limit of one case if `isolated`.
-        most_seconds: no case is begun after this time or, if later, `min(most_seconds, 8)` after the first worker is ready.
-            Cases that run 2 seconds longer are left out. None: 17 at the quick level or `for_seconds` if more; else no limit.
+        most_seconds: seconds from the start after which no case is begun or, if this is later, `min(most_seconds, 8)`
+            from when the first worker is ready. A case that still runs 2 s after this end is left out. None: 17 at the
+            quick level, or `for_seconds` if that is more; no limit at other levels.
         drawn: number of random cases for each check and function; None for the number of the level.
-        refusals: the exceptions that count as refusals, or their names, instead of the default of `support_protocol.invoke`.
+        refusals: the exceptions that count as refusals, or their names; None for those of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out: file of the report, which is written during the run.
         fresh: judge all cases. Otherwise right and declined cases in the file `out` are not judged again, if the file is from a
             run with the same settings and the same sources of the implementation and the lab.
         first_failure: begin no case after the first wrong or failed case.
-        discover: if a function declines most cases, judge it also on the values in `ranges` that it accepts.
+        discover: if a function declines most cases, judge it again with only the parameter values that it accepts.
         seed: seed of random choices, instead of the seed in `ranges` (default 0).
         profile: name of an engine ("sglang" or "vllm"), to judge only the cases that this engine sends; "" for all cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
@@ -171,9 +172,9 @@ def judge_recorded(
         number: number of the case in the report, from 1.
         implementation: name of an implementation; None for the implementation of the report.
         device: a device; None for the device of the report.
-        isolated, time_limit_s: as in `judge`.
-        refusals: as in `judge`; None for the refusals of the report, which must be built-in exceptions or from the kernel's
-            package.
+        isolated, time_limit_s: judge in a worker process, within this time limit.
+        refusals: the exceptions that count as refusals; None for those of the report, which must be built-in exceptions
+            or from the kernel's package.
 
     Returns:
         The verdict. A known failure is WRONG here, because known failures are not looked up.
@@ -198,8 +199,8 @@ def _refusals(given: Sequence[type[BaseException]] | RefusalNames | None) -> Ref
 
 
 def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
-    """Return the names of exceptions that count as refusals in a report, or None. Raise ReportError for a name outside Python
-    and the package of `kernel`, because a report's file must not decide which modules are imported.
+    """Return the names of exceptions that the report at `path` counts as refusals, or None. Raise ReportError for a
+    name outside Python and the package of `kernel`: a report must not decide which modules are imported.
     """
     names = list(map(str, read_record(path).get("refusals") or ()))
     own = kernel.partition(":")[0]
@@ -221,8 +222,8 @@ def _offered(
     refusals: Refusals | RefusalNames | None,
     settings: tuple[Any, ...],
 ) -> tuple[list[Interface], Report]:
-    """Return the wanted functions that an implementation has, and `report` with its fields `refusals` and `run`. `run` is a
-    digest of the sources and all settings; it is "" unless the implementation is given by name (`is_named`).
+    """Return the wanted functions that an implementation has, and `report` with the fields `refusals` and `run` set.
+    `run` is a digest of the sources and all settings; it is "" unless the implementation is given by name (`is_named`).
 
     Raises:
         ValueError: the implementation has none of the wanted functions.
@@ -246,8 +247,8 @@ def _check_settings(
     profile: str,
     shard: str,
 ) -> None:
-    """Raise ValueError if an isolated implementation is no name, a number is out of range, there is no such profile or shard,
-    or a shard is combined with the quick level.
+    """Raise ValueError if `isolated` and the implementation is not given by name, a number is out of range, there is no
+    such profile or shard, or the quick level is divided into shards (parts).
     """
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")

@@ -23,7 +23,7 @@ from lab.checks.run.workers import Pending, Workers
 from lab.ranges import Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
-CASES_PER_WORKER = 8  # cases in a batch, times the number of workers
+CASES_PER_WORKER = 8  # cases that are submitted at once, per worker
 SMOKE_LONGEST = 200  # most keys of a short request at the smoke level
 MOST_SHRINKS = 60  # most cases that are judged to find a smaller wrong case
 MOST_KEPT = 2000  # most right random cases in the report
@@ -84,8 +84,8 @@ class Run:
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
         """Judge functions by the run's checks, and return the report. Write it to `path` during the run.
 
-        With `discovers`, a function that declines most cases is judged again with only the parameter values that it accepts.
-        After all other cases, random cases are judged until `random_until`, a time of `time.monotonic`.
+        If `discovers`, a function that declines most cases is judged again with only the parameter values that it
+        accepts. After all other cases, random cases are judged until `random_until`, a time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -109,7 +109,7 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """If a function declined most cases, find the parameter values that it accepts, and judge cases of only these."""
+        """If a function declined most cases, judge cases that have only the parameter values that it accepts."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in PAGED_CALLS or self.is_over or not is_mostly_declined(verdicts):
@@ -121,7 +121,7 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Repeat some right cases, and judge their outputs in a process without the kernel's code. Keep `BROKEN` verdicts."""
+        """Audit the run: judge some right cases again with new data. Add wrong, failed and dishonest verdicts."""
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         is_audited = self.pool.is_apart and not self.is_stopped
         for verdict in audited(self.pool, verdicts, lambda: self.is_over) if is_audited else ():
@@ -165,7 +165,7 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call the caller's `progress` with a verdict and the progress of the run. `is_new` is as in `Progress`."""
+        """Call `progress` with a verdict. `is_new`: it was judged in this run, not read from an earlier report."""
         self._num_new += is_new
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
@@ -202,7 +202,7 @@ class CheckRun:
 
     @property
     def is_telling(self) -> bool:
-        """Return True for check K18 at the quick level. It is judged first, because each of its cases contains many values."""
+        """Return True for check K18 at the quick level. It is judged first, as each of its cases has many values."""
         return self._run.report.level is Level.QUICK and bool(self._check.more)
 
     def plan(self, ranges: Ranges) -> Waits:
@@ -222,7 +222,7 @@ class CheckRun:
         return self._turns(self._planned(cases, is_divided=not rounds), rounds, samples)
 
     def rest(self) -> Waits:
-        """At the quick level, judge those cases of the smoke level that were not planned yet. At other levels, do nothing."""
+        """At the quick level, judge those cases of the smoke level that were not planned yet; else do nothing."""
         if self._run.report.level is Level.QUICK:
             yield from self._turns((), [self._of_smoke], ())
 
@@ -231,8 +231,8 @@ class CheckRun:
 
     @property
     def _ranges_of_cases(self) -> Ranges:
-        """Return the parameter values of the cases: those of the run, but below the full level with shorter longest requests,
-        and at the quick level with one size of long requests and one of large batches.
+        """Return the ranges of `plan` for the cases. Below the full level, their longest request is made shorter. At
+        the quick level, they keep only one size of long requests and one of large batches.
         """
         level, ranges = self._run.report.level, self._ranges
         if level is Level.FULL:
@@ -247,7 +247,7 @@ class CheckRun:
         return not profile or profiles()[profile].sends(self.interface, case)
 
     def _planned(self, cases: Iterable[Any], is_divided: bool = False) -> list[Any]:
-        """Return and count the cases that were not planned before; if `is_divided`, only those of this part of the run."""
+        """Return and count those of `cases` that were not planned before; if `is_divided`, only those of this shard."""
         new = [case for case in cases if repr(case) not in self._reprs and self._is_chosen(case)]
         self._reprs |= set(map(repr, new))
         new = list(self._shard.part(new, self._turn)) if is_divided else new
@@ -255,7 +255,7 @@ class CheckRun:
         return new
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[DrawnPoint]) -> Waits:
-        """Judge fixed cases, then `rounds`, each a function that chooses cases by the verdicts so far, then random cases."""
+        """Judge `cases`, then those that each function in `rounds` chooses by the verdicts so far, then `samples`."""
         yield from self._judge(cases, self.keep)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
@@ -276,10 +276,10 @@ class CheckRun:
             yield from self._judge_samples(chosen, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in batches: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all cases at once.
+        """Judge cases in groups: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all at once.
         No case is begun after the end of the run. `drawn` says that the cases are random.
 
-        `keep` is called with each verdict in the order of the cases, and with False if it was read from an earlier report.
+        `keep` gets each verdict in the order of the cases, and False if it was read from an earlier report.
         """
         first = self._run.pool.workers
         ends = [0, *(() if self.is_telling else range(first, len(cases), CASES_PER_WORKER * first)), len(cases)]
@@ -301,11 +301,10 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases and keep their verdicts, for at most `most_wrong` different wrong cases, each shrunk to a simpler
-        one.
+        """Judge random cases, and add their verdicts to the run. A wrong case is replaced by the simplest case that is
+        still wrong. At most `most_wrong` different ones are added: `wrong` has their reprs, and this method extends it.
 
-        Right verdicts of cases that were not planned are kept for at most `MOST_KEPT` cases. `wrong` has the reprs of the
-        wrong cases so far; this method adds further ones.
+        Unless `is_planned`, verdicts that are not wrong are added only for the first `MOST_KEPT` random cases.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
 
@@ -325,8 +324,8 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: DrawnPoint) -> CaseVerdict:
-        """Simplify a wrong random case, made from `sample`, as long as it stays wrong. Return the simplest wrong case's
-        verdict.
+        """Judge ever simpler versions of a wrong random case, which was made from `sample`. Return the verdict on the
+        simplest version that is still wrong.
         """
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
@@ -348,25 +347,27 @@ class CheckRun:
             raise
 
     def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
-        """Return the verdict of a case (random if `drawn`) before it is judged: DECLINED. It identifies the case."""
+        """Return a verdict for a case that is not judged yet (random if `drawn`). Its outcome is DECLINED."""
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
-        """Return an earlier report's right or declined verdict on the case of `blank`; else submit it, to begin by `end`."""
+        """Return the earlier report's verdict on the case of `blank` if it is right or declined; else submit the case,
+        and return its `Pending`. It is not judged if no worker begins it before `end`, a time of `time.monotonic`.
+        """
         earlier = self._run.earlier.get(blank.key)
         if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
             return earlier
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Wait until the case of `blank` is judged. Return its verdict: KNOWN if known failures explain what is wrong."""
+        """Wait until the case of `blank` is judged. Return its verdict: KNOWN if known failures explain its errors."""
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def keep(self, verdict: CaseVerdict, is_new: bool = True, is_planned: bool = True) -> None:
-        """Add a verdict to the run, and report it to the caller's `progress` (`is_new`: see `Progress`). Unless `is_planned`,
-        the case does not count as judged.
+        """Add a verdict to the run, and call `progress` with it. `is_new`: it was judged in this run, not read from a
+        report. Unless `is_planned`, the case is not counted in `judged`.
         """
         self.judged += is_planned
         self._run.show(verdict, is_new)

@@ -27,9 +27,8 @@ Named = TypeVar("Named")
 AUDITED_CHECKS = ("K1", "M1")  # checks whose cases `lab.checks.run.audit` repeats: the first output decides them
 ROUNDED = ("output", "LSE", "merged")  # kinds of results that are compared within a bound
 OF_DTYPES = ("dtype", "kv_dtype", "out_dtype")  # features of a call
-MOST_BY_TRUNCATION = (
-    16.0  # most error by truncation to bf16, over its bound: one truncation gives 4, and 10 in the bias test
-)
+# Most error by truncation to bf16, over its bound: one truncation gives 4, and 10 in the bias test
+MOST_BY_TRUNCATION = 16.0
 
 
 class Task(NamedTuple):
@@ -40,9 +39,8 @@ class Task(NamedTuple):
     device: str
     ranges: Ranges  # the values within which the check may vary the case
     refusals: Refusals | RefusalNames | None = None
-    end: float = (
-        math.inf
-    )  # the case is not begun after this time of `time.monotonic`, which all processes of a machine share
+    # The case is not begun after this time of `time.monotonic`, which all processes of a machine share.
+    end: float = math.inf
 
 
 def judge_case(
@@ -51,10 +49,10 @@ def judge_case(
     """Judge one case of one check in this process.
 
     Args:
-        implementation: as in `lab.checks.judge`.
+        implementation: a module or object with the functions that the case calls, or its name.
         check: key or name of the check.
         case: a case of this check, such as an `AttentionCase`. Its seed determines the data.
-        device: as in `lab.checks.judge`.
+        device: the device to run on; None for a GPU if there is one, else the CPU.
         ranges: the parameter values within which the check may vary the case.
     """
     where = device_of(device)
@@ -68,34 +66,34 @@ def judge_case(
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
     """Judge one forward pass, from each request's K/V history to a kernel's output, by check M1 (forward_modes).
 
-    The pool, the metadata and the kernel's arguments are built as an engine builds them, and all memory that must not be read
-    is poisoned. The expected output is computed from the histories, as they were written token by token, and never from a page
-    table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel.
+    The K/V pool, the metadata and the kernel's arguments are built as an engine builds them. All memory that must not
+    be read is poisoned. The expected output is computed from the histories, as they were written token by token, and
+    never from a page table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel.
 
     Args:
-        implementation: as in `lab.checks.judge`, with the functions that the pass calls.
+        implementation: a module or object with the functions that the pass calls, or its name.
         case: the pass.
-        device: as in `lab.checks.judge`.
+        device: the device to run on; None for a GPU if there is one, else the CPU.
     """
     return judge_case(implementation, "M1", case, device)
 
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the judge's functions and settings as they were at the first call, before a kernel could change them."""
+    """Return the judge's functions and settings as they were at the first call of `noted`, before a kernel ran."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
 
 
 def note_current() -> None:
-    """Make `noted` return the functions and settings of this moment: changes between two runs are not a kernel's."""
+    """Make `noted` return the present functions and settings, as changes between two runs are not a kernel's."""
     if not noted().is_current():
         noted.cache_clear()
         noted()
 
 
 def judge_task(implementation: Any, task: Task) -> Judged:
-    """Judge one case in this process. The outcome is DISHONEST if the kernel changed functions or settings of the judge.
+    """Judge one case in this process. The outcome is DISHONEST if the kernel changed the judge's functions or settings.
 
     Raises:
         TooLate: the task's end time has passed.
@@ -127,9 +125,9 @@ def _call_once(run: CaseRun) -> None:
 def run_case(
     implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
 ) -> Judged:
-    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check raised an
-    error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT. `refusals` is as in
-    `support_protocol.invoke`.
+    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check
+    raised an error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT. `refusals`
+    are the exceptions that count as refusals; None for the default of `support_protocol.invoke`.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     by_lab, bf16 = False, Bf16()
@@ -169,18 +167,18 @@ def run_case(
 
 
 def failure_of_the_lab(sentence: str) -> str:
-    """Return the sentence that says that a case is not judged because the lab itself raised the error `sentence`."""
+    """Return the reason why a case is not judged: the lab itself raised an error, which `sentence` describes."""
     return f"a part of the lab failed, and not the implementation: {sentence}"
 
 
 def is_of_memory(error: Exception) -> bool:
-    """Return True if an error says that the memory of the machine or GPU is exhausted. (torch: a RuntimeError on the CPU.)"""
+    """Return True if an error says that memory is exhausted. On a CPU, torch raises a RuntimeError in this case."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
-    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU. This can make the
-    numbers of bf16 calls wrong, but not their shapes.
+    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU, as `bf16`
+    records. Such a difference can make the numbers of bf16 calls wrong, but not their shapes.
     """
     wrong = [result for result in run.results if result.wrong and result.held != "return"]
     if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):
@@ -231,7 +229,7 @@ def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
 
 
 def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named`, a check for example (`kind`), that has this name. Raise ValueError if there is none."""
+    """Return the key of `named` (names by key) that has this name. ValueError says that there is no such `kind`."""
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
             return each

@@ -1,7 +1,7 @@
 """Known failures: which kernel is wrong in which cases on which GPU, and the page that describes the failure.
 
-The outcome of a wrong case becomes KNOWN if known failures explain every sentence about its errors. An entry names the kernel,
-the GPU, the releases if they matter, the checks, conditions on the case, and a pattern of the sentences that it explains.
+The outcome of a wrong case becomes KNOWN if known failures explain every sentence about its errors. An entry names the
+kernel, the GPU, the releases if they matter, the checks, predicates of the case, and a pattern of these sentences.
 """
 
 import re
@@ -24,12 +24,12 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, HeadPages
 from lab.workloads.interfaces import PAGED_CALLS
 
-# A condition on a case and on a sentence about one of its errors
-Condition = Callable[[Any, str], bool]
+# Returns whether something is true of a case and of a sentence about one of its errors
+Predicate = Callable[[Any, str], bool]
 
 
 class FailingKernel(NamedTuple):
-    """A kernel with a known failure: its implementations, the GPU on which it fails, and the releases in which it does."""
+    """A kernel with a known failure: its implementations, and the GPU and the releases in which it fails."""
 
     implementations: tuple[str, ...]  #: names of implementations that run the kernel
     #: (major, minor) of the GPU on which it failed, because other GPUs run other kernels; None: a CPU
@@ -38,22 +38,24 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if one of the failing releases is installed. A local version suffix, such as "+cu130", is ignored."""
+        """Return True if one of the failing releases is installed, ignoring a local suffix such as "+cu130".
+        `release_of` returns the installed release of a package, or None.
+        """
         release = release_of(self.package) if self.package else ""
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A known failure of a kernel: the checks that show it, and conditions on the cases and error sentences it explains."""
+    """A known failure of a kernel: the checks that show it, a pattern of error sentences, and predicates of cases."""
 
     kernel: FailingKernel  #: the kernel that fails
     checks: tuple[str, ...]  #: keys of the checks that show the failure, such as "K2"
     wrong: str  #: regular expression that is searched in the sentences that the entry explains
-    where: tuple[Condition, ...] = ()  #: conditions on the case and the sentence, which must all hold
+    where: tuple[Predicate, ...] = ()  #: predicates of the case and the sentence, which must all be true
 
     def explains(self, case: Any, sentence: str) -> bool:
-        """Return True if this failure explains an error sentence: it matches the pattern, and all conditions are true."""
+        """Return True if an error sentence matches this failure's pattern, and all its predicates are true."""
         return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
 
 
@@ -104,35 +106,35 @@ def wrong_requests(sentence: str) -> list[int]:
 
 def has_heads_without_pages(case: Any, _: str) -> bool:
     """Return True if the case is a block-sparse call in which some K/V heads of a request select no page."""
-    return getattr(call_of(case), "head_pages", None) is HeadPages.SOME_NONE
+    return getattr(case_of(case), "head_pages", None) is HeadPages.SOME_NONE
 
 
-def call_of(case: Any) -> Any:
+def case_of(case: Any) -> Any:
     """Return the attention case of a `Configuration` (a value for each parameter). Return any other case unchanged."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
-def of_case(holds: Callable[[AttentionCase], bool]) -> Condition:
-    """Return a `Condition` that is true if `holds` is true for the attention case. It does not read the error sentence."""
-    return lambda case, sentence: holds(call_of(case))
+def of_case(holds: Callable[[AttentionCase], bool]) -> Predicate:
+    """Return a `Predicate` that is true if `holds` is true for the attention case, whatever the error sentence is."""
+    return lambda case, sentence: holds(case_of(case))
 
 
-def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
-    """Return a `Condition` that is true if `is_so(case, request)` is true for at least one request of the case."""
+def some_request(is_so: Callable[[Any, int], bool]) -> Predicate:
+    """Return a `Predicate` that is true if `is_so(case, request)` is true for at least one request of the case."""
     return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
 
 
-def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
-    """Return a `Condition` that is true if `is_so(case, request)` is true for each request in the error sentence's list.
+def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Predicate:
+    """Return a `Predicate` that is true if `is_so(case, request)` is true for each request listed in the sentence.
 
-    If the sentence lists no request, the condition is false; with `some_if_unnamed`, it is then that of `some_request`.
+    If the sentence lists none, it is false; with `some_if_unnamed`, it is true if `is_so` is true for some request.
     """
 
     def holds(case: Any, sentence: str) -> bool:
         requests = wrong_requests(sentence)
         if not requests:
             return some_if_unnamed and some_request(is_so)(case, sentence)
-        return all(is_so(call_of(case), request) for request in requests)
+        return all(is_so(case_of(case), request) for request in requests)
 
     return holds
 
@@ -147,7 +149,7 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Return True if a request has at least 32 keys, but fewer than rows. FA2 then omits the causal mask for whole tiles."""
+    """Return True for 32 or more keys, but more query rows than keys: FA2 then omits the causal mask for tiles."""
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 
@@ -170,31 +172,31 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with several query rows per request. The case says so or, in check K11
-    (sensitivity), words such as "mask of 4 rows" in the error sentence.
+    """Return True if the wrong call is a decode call with several query rows per request. This is read from the case
+    or, in check K11 (sensitivity), from words such as "mask of 4 rows" in the error sentence.
     """
     mode = getattr(case, "mode", None)
     if mode is not None:  # a forward pass or a graph replay
         return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
     named = re.search("mask .*of [0-9]+ rows", sentence)
-    return is_decode(case, sentence) and (max(call_of(case).q_lens) > 1 or bool(named))
+    return is_decode(case, sentence) and (max(case_of(case).q_lens) > 1 or bool(named))
 
 
 def window_over_several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with a window and several rows per request."""
-    call = call_of(case)
+    """Return True if the wrong call is a decode call with a window and several query rows per request."""
+    call = case_of(case)
     windowed = getattr(call, "sliding_window", False) or getattr(call, "window_left", -1) >= 0
     return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
 
 
 def mask_over_e4m3(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with an e4m3 cache and a draft mask that is not causal."""
+    """Return True if a wrong decode call has several rows per request, an e4m3 cache and a non-causal draft mask."""
     if isinstance(case, Configuration):
         is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
     else:
         replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which passes a mask with several rows
         is_masked = bool(re.search(f"^(?!causal|no mask).*mask .*of [0-9]+ rows|{replayed}", sentence))
-    return is_masked and getattr(call_of(case), "kv_dtype", None) == E4M3 and several_rows(case, sentence)
+    return is_masked and getattr(case_of(case), "kv_dtype", None) == E4M3 and several_rows(case, sentence)
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
@@ -205,8 +207,8 @@ def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
-    """Return True if some sinks are minus infinity, and each request that the sentence lists as wrong has fewer keys than
-    rows. If the sentence lists none, one request of the case must have fewer keys than rows.
+    """Return True if some sinks are minus infinity, and each request that the sentence lists has fewer keys than query
+    rows. If the sentence lists none, at least one request of the case must have fewer keys than query rows.
     """
     has_axes = isinstance(case, Configuration)
     some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
@@ -232,7 +234,7 @@ def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
     Such calls have the contents TALL (logits that grow to hundreds) or SHADED (keys with weights of e**-9), or they are calls
     of check K11 (sensitivity) with a negative bmm1_scale or with logits that are far apart.
     """
-    call = call_of(case)
+    call = case_of(case)
     large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
     return call.kv_dtype == E4M3 and (call.contents in (Contents.TALL, Contents.SHADED) or bool(large))
 

@@ -1,4 +1,4 @@
-"""The exceptions that count as refusals of a call: classes, or names that are resolved where the kernel is loaded."""
+"""The exceptions that count as refusals of a call: classes, or names that only a process with the kernel imports."""
 
 import builtins
 from collections.abc import Iterable
@@ -30,8 +30,8 @@ class Refusals(tuple[type[BaseException], ...]):
 
 @dataclass(frozen=True)
 class RefusalNames:
-    """The names of exceptions that count as refusals of a call. `resolve` imports them, and so perhaps the kernel's module:
-    only processes that load the kernel may call it.
+    """The names of exceptions that count as refusals of a call. `resolve` imports their modules. One of them may be the
+    kernel's, so that only processes that load the kernel may call it.
     """
 
     names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
@@ -39,12 +39,12 @@ class RefusalNames:
 
     @classmethod
     def of(cls, names: str, kernel: str = "") -> "RefusalNames":
-        """Return the exceptions in a comma-separated list, such as "NotImplementedError,my/kernel.py:Unsupported".
+        """Return the names in a comma-separated list of exceptions, such as "ValueError,my/kernel.py:Unsupported".
 
         Args:
-            names: each name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or file
-                ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported").
-            kernel: name of the kernel. An exception of the kernel's module gets this name, so that the module is loaded once.
+            names: each name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or
+                file ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported").
+            kernel: name of the kernel, or "". Its module is imported by this name only, so that it is loaded once.
         """
         own, found = kernel.partition(":")[0], dict[str, str]()
         for name in filter(None, map(str.strip, names.split(","))):

@@ -35,8 +35,8 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the functions that an implementation has, and a digest of its sources and the lab's. The digest is "" if `name`
-    is "", because the sources are unknown then.
+    """Return the functions that an implementation has, and a digest of its sources and the lab's. `name` is the name of
+    the implementation; if it is "", the sources are unknown, and the digest is "".
     """
     return interfaces_of(implementation), _digest(name) if name else ""
 
@@ -81,8 +81,8 @@ def _digest(name: str) -> str:
 
 
 def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
-    """Return (relative path, index) of a file: its path within the innermost of the folders that contains it, and this
-    folder's index. Return the file's name and -1 if no folder contains it.
+    """Return (relative path, index) of a file: its path in the innermost of `folders` that contains it, and the index
+    of this folder. Return the file's name and -1 if no folder contains it.
     """
     there = path.resolve()
     places = enumerate(each.resolve() for each in folders)
@@ -128,7 +128,7 @@ def _files_of(folder: Path, name: str) -> Iterator[Path]:
 
 @functools.cache
 def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
-    """Return the imports of a Python source as (number of leading dots, name); () if it is not Python."""
+    """Return the imports of a Python source as (number of leading dots, name); () if it cannot be parsed."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
@@ -144,8 +144,8 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in a report's file, by key; {} if no readable report is there (or `path` is None), or its run had
-    another digest.
+    """Return the verdicts in the report at `path`, by `CaseVerdict.key`. Return {} if its run had another digest, there
+    is no readable report, `path` is None, or `digest` is "".
     """
     if path is None or not digest or not path.is_file():
         return {}

@@ -29,11 +29,8 @@ from lab.workloads.inputs.guards import same_bits
 TENSORS = (Tensor, torch.nn.Parameter)  # permitted types of results: another subclass could override comparisons
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
-FRAMEWORKS = (
-    "numpy",
-    "torch",
-    "triton",
-)  # packages whose errors are no refusals, because they know nothing of the call
+# Packages whose errors are no refusals, because they know nothing of the call
+FRAMEWORKS = ("numpy", "torch", "triton")
 LIBRARY = sysconfig.get_path("stdlib")
 # Words with which a function with **kwargs refuses an argument.
 _UNKNOWN = re.compile(
@@ -48,8 +45,8 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
     """The implementation refused a call, or does not have a parameter of the call.
 
     Attributes:
-        late: True if the implementation had already written to its output or, by a torch operation, to another argument than
-            the workspace.
+        late: True if the implementation had written to its output or, by a torch operation, to another argument than
+            the workspace before it refused the call.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -80,8 +77,8 @@ def invoke(
     By default, three kinds of errors are refusals. First, a NotImplementedError or ValueError that a statement of the
     implementation raised. Second, an AssertionError that a statement of the implementation raised before a launch: no given
     output was written, torch wrote to no argument except the workspace, no kernel was being launched, and the GPU reports no
-    error. Third, a TypeError that names an unknown or missing argument. In addition, a call with an argument that is not in the
-    signature is always refused.
+    error. Third, a TypeError that names an unknown or missing argument. In addition, a call whose arguments do not fit
+    the signature of the function is always refused.
 
     Args:
         function, args, arguments: the function, and its positional and keyword arguments.
@@ -166,8 +163,8 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
-    """Return True if an error is a refusal by the rules of `invoke`. `refusals` are as there; `signature` is that of the called
-    function, None if it has none. `late`: an argument was written before the error.
+    """Return True if `error` counts as a refusal: it is one of `refusals` or, if None, of the three kinds of `invoke`.
+    `signature` is that of the called function (None: unknown). `late`: an argument was written before the error.
     """
     packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
     if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
@@ -199,7 +196,7 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def _package_of(frame: FrameType) -> str:
-    """Return the package that contains a frame's code: `LIBRARY` for Python's own library, "" if it is not installed."""
+    """Return the package of a frame's code: `LIBRARY` for Python's own library, "" for code that is not installed."""
     package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
@@ -207,8 +204,8 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return the class of an error as a name for the option --refusals; "" for None, and if it is from another package than the
-    function.
+    """Return a name of the error's class for the option --refusals. Return "" if the error is None, or if its class is
+    defined in another package than `function` and is not an attribute of the module of `function`.
     """
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
@@ -217,8 +214,8 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError with the message `sentence` says that the function does not have a parameter for one of the
-    arguments or, if its signature is unknown (None) or has `**keywords`, that the call lacks a required argument.
+    """Return True if a TypeError with the message `sentence` says that the function has no parameter for an argument.
+    If `signature` is None (unknown) or has `**keywords`, also return True if a required argument is missing.
     """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
@@ -240,7 +237,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _of_arguments(error: TypeError) -> str:
-    """Return the message of a TypeError, after words that say whether an argument is unknown to the function or missing."""
+    """Return the message of a TypeError. Put words before it that say whether an argument is unknown or missing."""
     message = message_of(error)
     is_missing = _MISSING.search(message) is not None
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {message}"
@@ -257,7 +254,7 @@ def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> di
 
 
 class KernelCalls:
-    """Makes the calls of an implementation in one case. Makes a refused call again in the equivalent forms of `FORMS`.
+    """Makes the calls of an implementation in one case. Makes a refused call again, changed by forms in `FORMS`.
 
     Args:
         implementation: a module or object with the attention functions.
@@ -280,10 +277,10 @@ class KernelCalls:
         return function
 
     def make(self, prefix: str, interface: AttentionCall, arguments: Arguments, of_engine: bool = False) -> Any:
-        """Make a call and return its results. If `prefix` is "prepare_" or "plan_", return the callable that makes the call
-        instead. A refused call is made again in equivalent forms (`invoke`).
+        """Make a call and return its results; if `prefix` is "prepare_" or "plan_", return a callable that makes it. If
+        the call is refused, make it with equivalent arguments.
 
-        With `of_engine`, the call is one of an engine's pass, and leaves out arguments at their default.
+        If `of_engine`, the call is one of an engine's pass, without the arguments that equal FlashInfer's defaults.
         """
         function = self.offered(prefix + interface.value, Unsupported if of_engine else KernelError)
         once = functools.partial(self.prepared if prefix else self.once, function)
@@ -292,7 +289,7 @@ class KernelCalls:
         return self.invoke(interface, once, arguments, by_engine=of_engine and not prefix)
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
-        """Call a function of the implementation with exactly these arguments. Raise the errors of `support_protocol.invoke`."""
+        """Call `function` with just these arguments. Raise Unsupported if it refuses them, KernelError if it fails."""
         self.count += 1
         try:
             return invoke(function, args, arguments, self.refusals)
@@ -302,7 +299,7 @@ class KernelCalls:
             raise
 
     def prepared(self, prepare: Callable[..., Any], /, **arguments: Any) -> Callable[[], Any]:
-        """Call `prepare`, a `prepare_...` or `plan_...` function. Return the callable that it returned, wrapped like `once`."""
+        """Call `prepare`, and return the callable that it returned. A call of that callable is made by `once`."""
         return functools.partial(self.once, self.once(prepare, **arguments))
 
     def invoke(

@@ -22,7 +22,7 @@ from lab.checks.run.verdicts import BitDifference, CheckedResult, Judged, Outcom
 from lab.loading import LoadError
 from lab.workloads.interfaces import MetadataFunction
 
-# The classes of a case's findings, and of the values that `Workers.call` returns or raises.
+# The classes of a case's judgement, and of the values that `Workers.call` returns or raises.
 _SENT = (
     *(Judged, Outcome, BitDifference, CheckedResult, WrongVector, SavedOutput),
     *(AttentionCall, MetadataFunction, LoadError, TooLate, pickle.PicklingError),
@@ -32,7 +32,7 @@ _SENT = (
 
 
 class Foreign(Exception):  # noqa: N818 - it stands for any object
-    """The replacement of an unpickled object whose class is not permitted. As an exception, it can be raised."""
+    """What replaces an unpickled object of a class that is not permitted. As an exception, it can be raised."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__("its worker sent the judge an object that is part of no verdict")
@@ -83,7 +83,7 @@ def loads(data: Any) -> Any:
     """Unpickle data from a worker. Objects of classes that are not permitted become `Foreign`.
 
     Raises:
-        pickle.PicklingError: the data is damaged. This error ends the pool of the worker; other errors would not.
+        pickle.PicklingError: the data is damaged. This error ends the worker's pool, and no other error would end it.
     """
     try:
         return _Unpickler(io.BytesIO(data)).load()

@@ -1,6 +1,6 @@
-"""The verdict on a case, as data: its outcome, and the findings of the check.
+"""Verdicts as data: the verdict on a case has the case and its judgement (`Judged`), which is what a check found in it.
 
-A check is one test of the judge. A case describes the inputs of a call or pass. A check judges many cases.
+A check is one test of the judge. It judges many cases. A case describes the inputs of a call or of a forward pass.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 @dataclass(frozen=True)
 class WrongVector:
-    """A (row, head) vector of a wrong output or LSE: expected and computed values of the elements with the largest errors."""
+    """A wrong (row, head) vector of an output or LSE: expected and computed values where the errors are largest."""
 
     where: str  # row, request, head and elements in words
     expected: tuple[float, ...]  # the expected values of these elements
@@ -46,7 +46,7 @@ class WrongVector:
 
 @dataclass(frozen=True)
 class BitDifference:
-    """A call whose output has other bits than that of the case's first call (the base call), although both should be equal."""
+    """A variant of a case's first call (the base call) whose output should have the same bits, but has others."""
 
     what: str  # how the variant differs from the base call, such as "request 0 alone"
     ulps: float  # largest difference, in units in the last place of the vector's largest element; inf if not finite
@@ -58,7 +58,7 @@ IT_FAILED, RETURNED = "it failed", "what it returned"
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One comparison in a case, such as of a call's output with the expected output, and whether it found an error."""
+    """One compared result of a case, such as a call's output against the expected output, and whether it is wrong."""
 
     name: str  # name of the call within its check
     held: str  # the kind of comparison, a key of `lab.checks.explain.diagnosis.HELD` such as "output"
@@ -90,7 +90,7 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a check found in one case: the outcome, sentences about errors and refused calls, and the compared results."""
+    """The judgement of one case: the outcome, sentences about errors and refused calls, and the compared results."""
 
     outcome: Outcome
     wrongs: tuple[str, ...] = ()  # sentences about wrong results and failed calls
@@ -164,13 +164,13 @@ class CaseVerdict:
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return the findings with the outcome DISHONEST, and with `reason` instead of all sentences and results."""
+    """Return a DISHONEST judgement with the sentence `reason` and the numbers of `judged`, without its results."""
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the findings that a worker sent. Return DISHONEST instead if a kernel must have changed them: they are no
-    `Judged`, or they are RIGHT with an error above its bound. Only a process without the kernel's code may call this.
+    """Return the judgement that a worker sent. If a kernel must have changed it, because it is no `Judged`, or RIGHT
+    with an error above its bound, return a DISHONEST one. Only a process without the kernel's code may call this.
     """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))

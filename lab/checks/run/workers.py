@@ -51,9 +51,9 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class Pending:
-    """A case that was submitted for judging. Call this object to wait for its end and get the findings."""
+    """A case that was submitted for judging. Call this object to wait until it is judged, and to get the judgement."""
 
-    result: Callable[[], Judged]  # waits for the findings of the worker
+    result: Callable[[], Judged]  # waits for the judgement of the worker
     future: Future[Judged] | None = None  # None if the case is judged in this process, when `result` is called
 
     def __call__(self) -> Judged:
@@ -68,8 +68,8 @@ class Pending:
 class Workers:
     """The processes that judge cases: worker processes if the implementation is given by name, else this process.
 
-    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. A worker that
-    loses the CUDA context still reports its findings. Unless the device has an index, workers take turns on the visible GPUs.
+    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. With a
+    lost context, it still sends its judgement. Workers take turns on the GPUs if the device has no index.
     """
 
     def __init__(
@@ -169,20 +169,20 @@ class Workers:
             self._end_pools()
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Call `work` in a process that never loads the implementation. Return its findings; FAILED if it raises an error."""
+        """Return what `work` returns in a process without the kernel's code; FAILED if it raises an error there."""
         for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
                     self._pool_without_kernel = self._new_pool(1)
                 future = self._pool_without_kernel.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S)
                 return credible(future.result())
-            except Exception as error:  # an output may have any form
+            except Exception as error:  # an output may be anything
                 failed = Judged(Outcome.FAILED, (f"its output cannot be judged: {type(error).__name__}: {error}",))
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case for judging by the check with the key `check`, within `ranges` (None: those of this object). Return a
-        `Pending`. Its call raises TooLate if the case was not begun before `end`, a time of `time.monotonic`.
+        """Submit a case for judging by the check with the key `check`, within `ranges` (None: those of `self`). Calling
+        the returned `Pending` raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
@@ -242,8 +242,8 @@ class Workers:
 
 
 def _status_of(exitcode: int | None) -> int | None:
-    """Return the exit status with which a kernel ended its worker: 0 if the worker's own is `ENDED_WITH_0`, else the worker's
-    own (None if it is unknown).
+    """Return the exit status with which a kernel ended its worker, from the worker's own (`exitcode`), which is
+    `ENDED_WITH_0` instead of 0; None if it is unknown.
     """
     return 0 if exitcode == ENDED_WITH_0 else exitcode
 
@@ -279,7 +279,7 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
     noted()
     # If a kernel ends its worker with status 0, the pool would wait for the case until its time limit.
     os._exit = functools.partial(_end_with_another, os._exit)
-    # A fork of this worker, made by a kernel, must not send findings.
+    # A fork of this worker, made by a kernel, must not send a judgement.
     os.register_at_fork(after_in_child=functools.partial(os._exit, 1))
     torch.set_num_threads(1)  # cases are too small for several threads
     if device.type == "cuda" and device.index is None:
@@ -291,7 +291,7 @@ def _end_with_another(end: Callable[[int], NoReturn], status: int) -> NoReturn:
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
-    """Make the next visible GPU this worker's current CUDA device. `begun` counts the workers that have a GPU so far."""
+    """Make the next visible GPU this worker's current CUDA device. `begun` counts the workers that have taken one."""
     with begun.get_lock():
         turn, begun.value = begun.value, begun.value + 1
     torch.cuda.set_device(turn % torch.cuda.device_count())
@@ -308,9 +308,9 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case with the implementation `name` in a worker, which notes its innermost calls shortly before the time limit.
-    If the kernel has destroyed the CUDA context or used up all file descriptors, the worker can judge no later case: it writes
-    the errors to the file `last_words`, one per line, and ends with the exit status `SPOILED`.
+    """Judge a case with the implementation `name` in a worker. Shortly before the time limit, write the worker's stack
+    to a file. If the kernel destroyed the CUDA context or used up all file descriptors, the worker can judge no more:
+    it writes the errors to `last_words`, one per line, and ends with the exit status `SPOILED`.
     """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
@@ -332,8 +332,8 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
 
 
 def _lost(judged: Judged, where: torch.device) -> str:
-    """Return a sentence that says why this worker, which has judged a case on the device `where`, can judge no later case; ""
-    if it can.
+    """Return a sentence that says why this worker can judge no later case on the device `where`; "" if it can. `judged`
+    is the judgement of its last case.
     """
     if judged.outcome in BROKEN and where.type == "cuda":
         try:
@@ -352,8 +352,8 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words that name a worker's innermost function calls shortly before its time limit, from the file that belongs to
-    its `last_words`; "" if not recorded.
+    """Return words for the function calls in which a worker was shortly before its time limit, from the stack file that
+    belongs to `last_words`; "" if they were not recorded.
     """
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
