@@ -114,8 +114,8 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words that distinguish this case from other cases of check M1 in the same forward mode. They are spelled like the
-    options in names of scenarios.
+    """Yield words, such as "hnd", that distinguish this case from other cases of check M1 in the same forward mode. Names of
+    scenarios have the same words.
     """
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"

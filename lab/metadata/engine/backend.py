@@ -180,7 +180,7 @@ class Backend(Protocol[MetadataT]):
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Return a function that writes, in one launch, the metadata of one or several passes over a batch of the pool's requests.
 
-    For each of `passes`, the launch adds its ``seq_len_offset`` to the batch's lengths. In a ragged verification the requests
+    Each of `passes` has a ``seq_len_offset``, which the launch adds to the batch's lengths. In a ragged verification requests
     have different numbers of query rows: ``seq_len_offset`` must be 0, and the function adds each request's rows to its length
     by a torch operation before the launch.
 
@@ -211,8 +211,8 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` with which `prepare_passes` gets a batch's numbers of keys from ``seq_lens``: 0 in a ragged
-    verification, else `uncounted_tokens`. Only draft steps depend on `attention`.
+    """Return the ``seq_len_offset`` for `prepare_passes`: the number of keys per request that the batch's ``seq_lens`` does not
+    count (`uncounted_tokens`), but 0 in a ragged verification. Only draft steps depend on `attention`.
     """
     if batch.forward_mode.query_rows.are_bounded:
         return 0

@@ -144,7 +144,7 @@ class PlanStream:
     ============  ======================  ===============  =================================================================
     inputs final  before the draft, or    the plan         the plan reads lengths or slots before they are written
                   by the caller
-    draft ended   after the draft         the plan, only   nothing: it only delays the plan
+    draft ended   after the draft         the plan, only   nothing: the wait only delays the plan
                                           if AFTER_DRAFT
     planned       after the plan          the forward      verify reads the metadata of an earlier batch
                                           stream
@@ -158,8 +158,8 @@ class PlanStream:
     in order.
 
     The batch's tensors should be allocated on the forward stream, which waits for the plan before torch's allocator can reuse
-    their memory. On a tensor from another stream, call
-    ``record_stream(planner.stream)``. The buffers that a plan writes are never freed.
+    their memory. On a tensor from another stream, call ``record_stream(planner.stream)``. The buffers that a plan writes are
+    never freed.
 
     Args:
         backend: makes the plan and the fix-up.

@@ -109,7 +109,7 @@ def copy_selected_pages(
 
 
 def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (K, V) of a compact cache as the call's ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
+    """Return (K, V) of a cache of copied pages as the call's ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
     _, rows, heads, _, _, head_dim = compact.shape
     shape = ((rows - 1) * heads * NUM_PAGES + NUM_PAGES, heads, PAGE_SIZE, head_dim)
     stride = PAGE_SIZE * head_dim

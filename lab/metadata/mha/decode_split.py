@@ -72,8 +72,8 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The requests of one of the calls: their indices in the batch, copies of their inputs (`gathered`), and the call's
-    output.
+    """One of the calls into which a decode call is divided: the indices of its requests in the batch, copies of their inputs
+    (`gathered`), and its output.
     """
 
     requests: Tensor  #: ``[n]`` int64, indices in the batch, a view that each sort rewrites

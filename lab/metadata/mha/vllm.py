@@ -124,7 +124,7 @@ def _context_offsets(
     planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], page_size: int
 ) -> dict[str, Any]:
     """Return the offsets and `max_q_len` of the planned context call, whose `arguments` are those of `call_arguments`.
-    ``cum_seq_lens_kv`` counts pages of `page_size` keys (line 1763); for XQA `page_size` is 1, so that it counts keys.
+    ``cum_seq_lens_kv`` counts pages of `page_size` keys (`flashinfer.py`, line 1763). For XQA `page_size` is 1: it counts keys.
     """
     offsets = arguments["cum_seq_lens_q"]
     return {

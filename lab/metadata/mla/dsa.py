@@ -187,10 +187,10 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
 
 
 def count_entries(places: Tensor, top_k_lens: Tensor) -> None:
-    """Write the number of entries of each row of `places` to `top_k_lens`, the call's ``sparse_mla_top_k_lens``.
+    """Write how many elements of each row of `places` are not -1 to `top_k_lens`, the call's ``sparse_mla_top_k_lens``.
 
-    SGLang passes this argument for models without a rotary part. In a row, all places must precede the first -1. A row without
-    entries gets place 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
+    SGLang passes this argument for models without a rotary part. In a row, all places must precede the first -1. A row of -1
+    alone gets place 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
     """
     top_k_lens.copy_((places >= 0).sum(dim=1))
     places[:, 0].masked_fill_(top_k_lens == 0, 0)

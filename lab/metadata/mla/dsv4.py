@@ -94,7 +94,7 @@ class DSV4Cache:
         return self.pool.swa_num_pages * self.pool.page_size
 
     def write(self, slots: Tensor, entries: Tensor, compressed: Tensor) -> None:
-        """Store the entry of one token at each slot, and the compressed entry of each group whose last token is stored.
+        """Store one token's entry at each slot, and the compressed entry of each group of tokens whose last token is stored.
 
         Args:
             slots: ``[n]`` int64, slots of the full pool.
@@ -168,8 +168,8 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     """Build the metadata of one pass in new tensors (SGLang 0.5.23), without reading the device on the host.
 
     Each query row sees the tokens up to its own. A draft step sees only the tokens before the draft. In a draft extend a row
-    sees at least one token, also in a padding request (line 2424). Padding rows of a ragged verification see the first token of
-    the last request. Padding rows of other modes have no metadata.
+    sees at least one token, also in a padding request (`deepseek_v4_backend.py`, line 2424). Padding rows of a ragged
+    verification see the first token of the last request. Padding rows of other modes have no metadata.
 
     The page table has one column in a draft extend, because a draft model has no compressed entries. In a prefill it has
     columns for the pages of the longest request, and in other modes for the pages of ``max_context_len`` tokens.

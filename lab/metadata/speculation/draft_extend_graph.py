@@ -162,7 +162,7 @@ class DraftExtendGraph:
     draft-extend runner.
 
     Args:
-        spec_info: the number of rows per request, in the fields that `GraphMode.draft_extend_v2` reads.
+        spec_info: its `num_tokens_per_req`, or if that is not set the largest `num_accept_tokens`, is the rows per request.
         form: for which rows the graphs compute logits.
         place: where a replay's metadata is rebuilt.
         disable_padding: True: a batch runs only if its size is exactly a captured one.
