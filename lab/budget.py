@@ -193,10 +193,9 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the three errors that the module describes for requests whose K and V are stored in the setting's cache.
+    """Measure the errors of quantisation, of a right kernel (the control) and of `kernel`, for the setting's cache.
 
     Args:
-        requests: the requests before the cache stores them.
         setting: the cache and the dtypes.
         atol, rtol: the tolerance of a test.
         kernel: a function with the arguments of FlashInfer's decode call; None: no kernel is measured.

@@ -30,7 +30,7 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a launch by the interpreter's `GridExecutor.__call__`, and start with an empty set of patched modules."""
+        """Forget which modules are patched, then run a launch by the interpreter's `GridExecutor.__call__`."""
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)

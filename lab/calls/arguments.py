@@ -313,7 +313,9 @@ def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return a new tensor for `bmm1_scale`, and a function that sets it to `bmm1_scale_log2 * log(2)` before a run."""
+    """Return a new tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it. Call the
+    function before each run.
+    """
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 

@@ -161,7 +161,7 @@ class RaggedContextCall:
         return problem
 
     def host_lengths(self) -> tuple[list[int], list[int]] | None:
-        """Return the requests' (numbers of rows, numbers of keys) from the lengths on the host; None without these."""
+        """Return the lists `q_seq_lens_cpu` (rows) and `kv_seq_lens_cpu` (keys of each request); None if not given."""
         if self.q_seq_lens_cpu is None or self.kv_seq_lens_cpu is None:
             return None
         return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()

@@ -151,8 +151,8 @@ class Recorder:
         self._graphs.clear()
 
     def summary(self) -> str:
-        """Return a text with the numbers of recorded, judged and wrong calls, and with the logged sentences. Call this once,
-        at the end, because it adds one to the number of the process's calls.
+        """Return a text with the numbers of recorded, judged and wrong calls, and with the logged sentences. Call this
+        once, at the end, because it changes the counter of the calls.
         """
         words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self.out}"]
         words += [f"{len(self.judged)} judged, {len(self.wrong)} wrong"] if self.triggers.shadow else []

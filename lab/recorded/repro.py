@@ -32,7 +32,6 @@ def write_repro(
     into `repro.pt`. The folder is made if it does not exist.
 
     Args:
-        folder: the folder.
         call: a call with valid arguments.
         fault: why the result is wrong; None if it is right, or if this is not known.
         versions: the name of the GPU ("GPU") and the versions of the packages with which the result is wrong.
@@ -87,8 +86,8 @@ def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str,
 
 
 def _raises(call: RecordedCall, fault: Fault | None) -> str:
-    """Return a Python expression that is True if `error`, which the function raised, is the fault to be reproduced. If no
-    `fault` is known, this is so if the recorded call did not return.
+    """Return a Python expression that is True if `error`, which the function raised, is the fault to be reproduced.
+    Without a `fault` it is True if the recorded call did not return.
     """
     if fault is None:
         return str(call.out is None)

@@ -81,9 +81,9 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Compare an output and LSE (None: no LSE) with float64 arithmetic on the call's inputs, by the judge's bound for each
-    output vector. Return the fault; None if they are right. Requests that see a non-finite key are not compared. `arithmetic`
-    is as in `truth_of_problem`.
+    """Compare an output and LSE (None: no LSE) with float64 arithmetic on the call's inputs, by the judge's bound for
+    each output vector. Return the fault; None if they are right. Requests that see a non-finite key are not compared.
+    `arithmetic` is the dtype in which the bound's control computes; None: the query's.
     """
     truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)
     if not len(truth.expected):
@@ -112,7 +112,6 @@ def shrunk(
     until then is returned.
 
     Args:
-        call: a recorded call.
         find: returns why a call's result is wrong, None if it is right: `recorded_fault`, or a result of `fault_by_calling`.
         reductions: the reductions to try: `REDUCTIONS`, or `OF_OUTPUTS` if `find` is `recorded_fault`. With
             `recorded_fault` a call that did not return is not shrunk.

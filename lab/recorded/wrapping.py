@@ -24,7 +24,7 @@ def functions_of(names: Sequence[str], packages: Sequence[str]) -> dict[int, tup
 
 
 def replace_everywhere(new: Mapping[int, Function]) -> None:
-    """In all imported modules, replace each attribute whose object has an id() that is a key of `new`, by new[id]."""
+    """In all imported modules, replace each attribute whose value has its id() in `new`, by `new[id(value)]`."""
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", {})
         for name, value in list(space.items()):

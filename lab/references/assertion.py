@@ -164,7 +164,6 @@ def truth_of_problem(
     problem's page tables or offsets.
 
     Args:
-        problem: a problem of any of the calls.
         arithmetic: dtype of the operands of Q·K^T and of P·V in the low-precision computation that sets the error bound; None:
             the query's dtype.
         requests: the requests whose rows are computed, in this order; None: all.

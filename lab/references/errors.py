@@ -104,7 +104,7 @@ class Regression:
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
-        """Return a sentence with the factor by which the outputs of the group with the worst ratio are too large or small."""
+        """Return a sentence with the factor by which the outputs of the `worst_group` are too large or small."""
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
         size, limit = ("large", f"at most {1 + bound:.4f}") if slope > 1 else ("small", f"at least {1 - bound:.4f}")
@@ -252,7 +252,7 @@ def regress(
     )
     words: list[str] = []
     kinds = []
-    for kind_words, groups in _kinds(request_of_row, counted.shape[1]):
+    for kind_words, groups in _groupings(request_of_row, counted.shape[1]):
         kinds.append(len(words) + groups.expand_as(counted))
         words += kind_words
     labels = torch.stack(kinds)
@@ -272,7 +272,7 @@ def regress(
     return Regression(tuple(words), labels, 1 + total / count, bound)
 
 
-def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
+def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
     """Yield five groupings of the vectors: all; by head; by request; by row from a request's start; by row from its
     end. Each is (names of the groups, index of each vector's group, which broadcasts to [num_rows, num_heads]).
     """

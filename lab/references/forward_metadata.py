@@ -33,7 +33,7 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
         batch: an object with forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors:
             req_pool_indices, seq_lens and extend_seq_lens or extend_seq_lens_cpu, [batch_size] each, and out_cache_loc,
             [num_tokens].
-        pool: an object with req_to_token, int [num_rows, row_width], slots by position; page_size; max_context_len;
+        pool: an object with req_to_token, int [num_rows, row_width], K/V slots by position; page_size; max_context_len;
             full_to_swa, int [num_slots], or None; and optionally v2p, int [num_virtual_pages], or None.
 
     Raises:
@@ -206,7 +206,7 @@ def dsa_forward_metadata(
         batch, pool: as in `forward_metadata`. All requests with a draft have the same number of rows.
         topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Query rows after the last of these rows
             select no position.
-        index_topk: largest number of selected positions, in whole groups.
+        index_topk: largest number of positions that a row selects in whole groups.
         index_kpool: number of positions in a group. Positions after a request's last whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
@@ -229,8 +229,8 @@ def dsa_forward_metadata(
 
 @dataclass(frozen=True)
 class DSV4ForwardMetadata:
-    """The expected metadata of a forward pass on DeepSeek-V4's call, as Python lists. `request_lens` has one length per
-    request.
+    """The expected metadata of a forward pass on DeepSeek-V4's call, as Python lists. `seq_lens` and `sparse_indices`
+    have one item for each query row, `request_lens` one length for each request.
     """
 
     seq_lens: list[int]  # of each query row
@@ -279,7 +279,7 @@ def dsv4_forward_metadata(
 
 @dataclass(frozen=True)
 class BlockSparseForwardMetadata:
-    """The expected number of keys of each query row of a block-sparse decode, and their slots as [K/V head][query row][key]."""
+    """The expected K/V pool slots of a block-sparse decode, [K/V head][query row][key], and each row's number of keys."""
 
     seq_lens: list[int]
     slots: list[list[list[int]]]
@@ -288,8 +288,8 @@ class BlockSparseForwardMetadata:
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
     """Return the metadata of one decode or target verify of MiniMax-M3 (SGLang 0.5.23).
 
-    Each query row is a request. A length counts the tokens up to the row on its own page and on at most 15 pages before it. The
-    length of a row that sees no token is 1.
+    Each query row is a request. `seq_lens` counts the tokens up to a row on the row's page and on at most 15 pages
+    before it. It is 1 for a row that sees no token.
 
     Args:
         batch, pool: as in `forward_metadata`.

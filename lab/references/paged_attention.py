@@ -357,8 +357,8 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return K or V of a tile of whole `pages`, float64 [requests * num_kv_heads, keys, head_dim]. NVFP4 is dequantised;
-    `scale_factors` is None for other caches.
+    """Return the K or V (`cache`) of a tile, which has these whole `pages`, float64 [requests * num_kv_heads, keys,
+    head_dim]. NVFP4 is dequantised; `scale_factors` is None for other caches.
     """
     num_keys = tile.end - tile.start
 
@@ -390,7 +390,7 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
 
 
 def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
-    """Return V's NVFP4 scale factors in token order (not interleaved), or None for another cache."""
+    """Return V's NVFP4 scale factors in token order (not interleaved), or None if the cache is not NVFP4."""
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
     return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)

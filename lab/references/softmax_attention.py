@@ -131,9 +131,7 @@ def attention_by_tiles(
 
     Args:
         query: [batch, q_len, num_qo_heads, head_dim].
-        kv: K and V of the batch.
         visible: returns bool [batch, q_len or 1, kv_len]. It is called while a GPU computes the scores.
-        softmax: scales and sinks.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads

@@ -63,7 +63,6 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
         query: [num_rows, num_qo_heads, head_dim]. Rows after the requests' rows are padding, without expected results.
         histories: (K, V) of each request, [kv_len, num_kv_heads, head_dim]. V's head_dim may differ from K's.
         q_lens: number of query rows of each request, which belong to its newest tokens.
-        rules: the rules by which rows attend to keys.
     """
     pieces = list(solved_requests(query, histories, q_lens, rules, with_control=True))
     places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))
@@ -101,7 +100,7 @@ def truth_of_selected(
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return `truth`, computed with each row as a request, as the results of requests that have `q_lens` rows each."""
+    """Return `truth`, computed with each row as its own request, regrouped: request i has the next `q_lens[i]` rows."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
@@ -152,7 +151,7 @@ def solved_requests(
 
     Args:
         query, histories, q_lens, rules: as in `truth_of_requests`.
-        with_control: compute the control and `Truth.skipped` too; otherwise both are None.
+        with_control: compute also the control and what skip-softmax may change (`Truth.skipped`); else both are None.
 
     Yields:
         For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in

@@ -38,7 +38,6 @@ class TimedPasses:
     same input tensors and write separate outputs.
 
     Attributes:
-        forward: the forward pass or the recorded call.
         plain: draws new contents for the inputs of implementations that read lengths and page ids from the GPU.
         planned: draws new contents for the inputs of implementations that plan on the host. It has its own tensors, and does
             not change page ids and lengths.
@@ -148,7 +147,7 @@ def time_interleaved(
 
 
 def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
-    """Return the fields that describe a pass in a recorded row: mode, geometry or MLA's sizes, batch, dtypes and work."""
+    """Return the fields of a recorded row that describe a pass: mode, geometry or MLA's sizes, batch, dtypes and work."""
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),

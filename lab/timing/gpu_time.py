@@ -135,8 +135,6 @@ def measure_interleaved(
 
     Args:
         works: the calls by name. Each call is made before it is captured, so that objects that it builds at first use exist.
-        method: the method for all calls.
-        samples: number of samples of each call.
         seed: seed of the tensors' contents; None draws a seed. A recorded seed repeats the contents.
 
     Raises:
@@ -230,8 +228,8 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws new contents for the buffers (copies of the tensors) of timed calls, from one seed. The buffers are numbered in
-    order. A turn is one sample of every call; each turn has new contents.
+    """Draws new contents for the buffers (copies of the tensors) of timed calls, from one seed. The buffers are
+    numbered in order. A turn is a round of one sample of every call; each turn has new contents.
     """
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
@@ -257,15 +255,15 @@ class BufferContents:
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of the contents of buffer `number` in a turn. In some turns they shorten the requests of all
-        buffers.
+        """Return the seeds of the contents of buffer `number` in a round of samples (`turn`). In some rounds they
+        shorten the requests of all buffers.
         """
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
 
     def chosen(self, turn: int, buffers: Sequence[GpuWork]) -> int:
-        """Return the index of the buffer whose results are judged in this turn."""
+        """Return the index of the buffer whose results are judged in this round of samples (`turn`)."""
         return self._dice(turn).randrange(len(buffers))
 
     def _dice(self, turn: int) -> random.Random:
@@ -296,7 +294,7 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Prepare for the sample of a turn: run the call once untimed, draw new inputs, and fill L2.
+    """Prepare for a call's sample of one round (`turn`): run the call once untimed, draw new inputs, and fill L2.
 
     The untimed run leaves the code caches and L2 as between consecutive runs. Its results cannot be reused, because all queries
     are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be

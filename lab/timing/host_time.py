@@ -47,7 +47,6 @@ def host_time(
     measured, because it may build objects at first use.
 
     Args:
-        calls: the calls by name.
         batches: number of samples of each call, at least 1.
         calls_per_batch: number of calls in one sample, at least 1; all their launches must fit into the driver's queue.
         timer: a clock in nanoseconds.

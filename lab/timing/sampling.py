@@ -50,7 +50,7 @@ class RefusedTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """The time of one sample, measured by two clocks."""
+    """The time of one sample in µs: `us` by the method's clock; `host_us` by the host's, None if not measured."""
 
     us: float  # by the method's clock
     host_us: float | None  # by the host's clock; None if the host read the GPU's state during the sample

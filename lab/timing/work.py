@@ -23,7 +23,7 @@ class Redraw(Protocol):
         """Draw K and V from the seed, and write them to other pages of the pool."""
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw queries, lengths and some tokens from the seeds, so that every result changes, and fill the output with NaN."""
+        """Draw queries, lengths and some K/V from the seeds, so that every result changes. Fill the output with NaN."""
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
         """Return a copy of the results: of all if `whole`, else of the part that the seeds choose."""
