@@ -147,7 +147,7 @@ class Diagnosis:
         return f"{self.answer} {self.broken}".strip()
 
     def as_record(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON data with the keys `sentence`, `regions`, `smallest` and `follows`."""
+        """Return JSON data: `sentence`, `reach`, `regions`, `smallest` (if there is a region) and `follows`."""
         record: dict[str, Any] = {
             "sentence": self.sentence,
             "reach": self.reach,
@@ -217,9 +217,7 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """The data in which failure rules are searched. A unit is one request of a result, or a whole result if its
-    requests were not compared separately.
-    """
+    """The units among which rules are searched: requests of results, or results whose requests were not compared."""
 
     results: list[CaseResult]
     features: list[Features]  # of each unit
@@ -325,7 +323,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result with the smallest case. Prefer cases that an engine sends, and results with an example."""
+    """Return the wrong result with the smallest case, if possible one that an engine sends, and with an `example`."""
 
     def size(each: CaseResult) -> tuple[bool, bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
@@ -375,7 +373,7 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     """Return for each function a sentence that names checks without an error of their own: in each of their wrong
-    cases, already the first call, which the check has not varied yet, is wrong.
+    cases, the first call is wrong already. A first call that fails does not count.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

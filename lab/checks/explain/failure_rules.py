@@ -180,7 +180,7 @@ class _Search:
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
-        """Return rules, each found among the units (requests or results) outside earlier rules, if it saves bits."""
+        """Return rules, each found among the units (requests or results) outside earlier rules, if bits are saved."""
         rules: list[Chosen] = []
         left = np.ones(len(self.bad), dtype=bool)
         for worth in WORTHS:

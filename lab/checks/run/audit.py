@@ -59,7 +59,7 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
     """Judge the case of `verdict`, which was right with another seed, in a worker. If it is right again, return how a
-    process without the kernel's code judges the worker's output. If the kernel declines the case now, the outcome is
+    process without the kernel's code judges the worker's output. If the kernel refuses the call now, the outcome is
     DISHONEST.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()

@@ -64,7 +64,7 @@ def _names(name: str, refusal: str) -> bool:
 
 def _left_out(argument: str, words: str, by_engines: bool = False) -> EquivalentForm:
     """Return the form that removes `argument` from a call. It applies if the argument is not None and the kernel's
-    message about the refusal contains its name. `words` is the form's `name`; `by_engines` is its field.
+    message about the refusal contains its name. `words` (as `name`) and `by_engines` become fields of the form.
     """
     return EquivalentForm(
         words,

@@ -103,7 +103,7 @@ class Invariance:
     @property
     def unmet(self) -> tuple[Dependence, ...]:
         """Return the dependences on required factors whose `required_answer` is not SAME. A function with a pair of
-        dtypes is left out if the kernel refuses all its calls.
+        dtypes is left out if no call of it was judged.
         """
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
@@ -119,8 +119,8 @@ class Invariance:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return the report's exit status, or WRONG if a required factor changes bits, was not tried or has no case. A
-        run that is dishonest or interrupted keeps its status.
+        """Return the report's exit status. It becomes WRONG if a required factor changes bits or was not tried, and
+        from DONE also if one has no case. REFUSED (dishonest) and INTERRUPTED stay as they are.
         """
         status = self.report.exit_status
         is_over = status in (ExitStatus.REFUSED, ExitStatus.INTERRUPTED)

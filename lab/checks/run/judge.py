@@ -93,7 +93,7 @@ def judge(
         fresh: judge all cases. Otherwise right and declined cases in the file `out` are not judged again, if the file is from a
             run with the same settings and the same sources of the implementation and the lab.
         first_failure: begin no case after the first wrong or failed case.
-        discover: if a function declines most cases, judge it again with only the parameter values that it accepts.
+        discover: if most cases of a function are declined, judge it again with the parameter values that it accepts.
         seed: seed of random choices, instead of the seed in `ranges` (default 0).
         profile: name of an engine ("sglang" or "vllm"), to judge only the cases that this engine sends; "" for all cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
@@ -180,7 +180,7 @@ def judge_recorded(
         The verdict. A known failure is WRONG here, because known failures are not looked up.
 
     Raises:
-        lab.checks.record.ReportError: there is no such report or case, or its refusals are not of the kernel's package.
+        lab.checks.record.ReportError: there is no such report or case, or a refusal in it is not of the kernel's package.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     was = read_case(Path(path), number)

@@ -84,8 +84,8 @@ class Run:
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
         """Judge functions by the run's checks, and return the report. Write it to `path` during the run.
 
-        If `discovers`, a function that declines most cases is judged again with only the parameter values that it
-        accepts. After all other cases, random cases are judged until `random_until`, a time of `time.monotonic`.
+        If `discovers`, a function whose cases are mostly declined is judged again with only the parameter values that
+        it accepts. After all other cases, random cases are judged until `random_until`, a time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -109,7 +109,7 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """If a function declined most cases, judge cases that have only the parameter values that it accepts."""
+        """If most cases of a function were declined, judge cases with only the parameter values that it accepts."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in PAGED_CALLS or self.is_over or not is_mostly_declined(verdicts):
@@ -174,7 +174,7 @@ class Run:
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def noted(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return a verdict with `sent_by` set: the engines that send its case. Remember whether the verdict stops the run."""
+        """Return a verdict with `sent_by` set: the engines that make its call. Remember whether it stops the run."""
         sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
@@ -202,7 +202,7 @@ class CheckRun:
 
     @property
     def is_telling(self) -> bool:
-        """Return True for check K18 at the quick level. It is judged first, as each of its cases has many values."""
+        """Return True for check K18 at the quick level. It is judged first, as its cases combine many values."""
         return self._run.report.level is Level.QUICK and bool(self._check.more)
 
     def plan(self, ranges: Ranges) -> Waits:

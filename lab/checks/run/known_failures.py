@@ -38,9 +38,7 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if one of the failing releases is installed, ignoring a local suffix such as "+cu130".
-        `release_of` returns the installed release of a package, or None.
-        """
+        """Return True if `release_of(package)`, without a suffix such as "+cu130", is one of the failing releases."""
         release = release_of(self.package) if self.package else ""
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 
@@ -149,7 +147,7 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Return True for 32 or more keys, but more query rows than keys: FA2 then omits the causal mask for tiles."""
+    """Return True if a request has 32 or more keys, and more rows than keys: FA2 omits the causal mask for tiles."""
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 

@@ -163,8 +163,9 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
-    """Return True if `error` counts as a refusal: it is one of `refusals` or, if None, of the three kinds of `invoke`.
-    `signature` is that of the called function (None: unknown). `late`: an argument was written before the error.
+    """Return True if `error` counts as a refusal: it is one of `refusals` or, if these are None, of the kinds in
+    `invoke`. `signature` is that of the called function (None: unknown). `late`: an argument was written before the
+    error.
     """
     packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
     if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
