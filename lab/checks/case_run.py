@@ -239,8 +239,8 @@ class CaseRun:
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
         """Return an object with the implementation's attention functions as methods, for an engine to call.
 
-        If `form` is PREPARED or PLANNED, the object also has a method `prepare_...` for each function that has this form. All
-        calls share one workspace. Arguments at their default are not passed to the implementation.
+        With a `form` of PREPARED or PLANNED, it also has a method `prepare_<name>` for each function that the implementation
+        offers in this form. All calls share one workspace. Arguments at their default are not passed to the implementation.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -252,8 +252,8 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make a call of an engine's forward pass with this workspace. With the `prefix` "prepare_" or "plan_", return the
-        prepared call. Errors are recorded with the lengths of the whole pass, which may make two calls.
+        """Make a call of an engine's forward pass with this workspace. With the `prefix` "prepare_" or "plan_", only prepare
+        or plan the call, and return it. Errors are recorded with the lengths of the whole pass, which may make two calls.
         """
         if not prefix:
             of_call = self.note_call(interface, arguments)
@@ -345,7 +345,7 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record the comparison `found` of a result named `what`. `expect` documents `kind` and `call`."""
+        """Record the comparison `found` of a result named `what`. `call` has the features of its call; None: of the last."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):

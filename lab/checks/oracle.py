@@ -67,7 +67,7 @@ def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
 
 
 def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
-    """Compare two outputs bit for bit. `failure` names the rows that differ."""
+    """Compare two outputs bit for bit. The `failure` of the returned comparison names the rows that differ."""
     if out.shape != other.shape:
         return OutputComparison(_other_shape(out, other))
     left, right = as_integers(out), as_integers(other)

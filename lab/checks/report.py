@@ -61,7 +61,7 @@ class CheckSummary:
 
     @property
     def declines(self) -> tuple[str, ...]:
-        """Return the different sentences about refused calls, the most frequent first."""
+        """Return the distinct sentences about refused calls, the most frequent first."""
         counts = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         return tuple(reason for reason, _ in counts.most_common())
 

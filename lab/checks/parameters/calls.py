@@ -117,7 +117,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _plain_values(call: BuiltCall) -> None:
-    """Set each argument of the call whose parameter of the same name has a number, a bool or None that is not the default."""
+    """Set each argument of the call to its configured value if this is a number, a bool or None, and not the default."""
     for name, argument in CALL_TYPES[call.interface].__dataclass_fields__.items():
         value = call.forms.get(name, argument.default)
         if (value is None or isinstance(value, int | float)) and value != argument.default:
@@ -202,7 +202,7 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Set the call's `out_dtype`, or `out` to an unwritten buffer. Memory around a buffer that is a view must not change."""
+    """Set `out_dtype`, or `out` to an unwritten buffer, as configured. If this is a view, memory around it must not change."""
     form: Output = call.forms["out"]
     if form == Output.NONE:
         return
@@ -217,7 +217,7 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Set the call's `return_lse`, and `lse` to an unwritten buffer. The memory around it and in its gaps must not change."""
+    """Set `return_lse`, and `lse` to an unwritten buffer, as configured. Memory around it and in its gaps must not change."""
     form: Lse = call.forms.get("lse", Lse.NONE)
     query = call.given["query"]
     if form == Lse.NONE:

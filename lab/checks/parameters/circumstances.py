@@ -65,19 +65,19 @@ def at_limits(model: Model) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Circumstance:
-    """A situation for which kernels have separate code, such as a long request: a model that only has calls in it."""
+    """Calls for which kernels have separate code, such as those with a long request: a model that permits only such calls."""
 
     model: Model
     chosen: int  # number of axes of a case that may have other values than the default
 
     def has(self, point: Point) -> bool:
-        """Return True if a point (a value for each axis) is in this situation: `model` has each value of the point."""
+        """Return True if a point (a value for each axis) describes such a call: `model` has each value of the point."""
         return all(point[name] in values for name, values in self.model.axes.items())
 
     @property
     def goals(self) -> list[Values]:
-        """Return the values and pairs that the cases in this situation must contain: each value with which a call computes
-        something, and the window `WINDOW` with each position of the longest request. Those of other shards are left out.
+        """Return the values and pairs that cases of such calls must contain: each value with which a call computes something,
+        and the window `WINDOW` with each position of the longest request; none that another shard (part of the run) judges.
         """
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
@@ -90,7 +90,7 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield the circumstances that the axes and rules of a model permit; none for the model of a metadata builder.
+    """Yield the circumstances, for which kernels have separate code, that a model permits. A metadata builder has none.
 
     There are three with one query row per request, and three with several rows:
     1. A request has thousands of keys, and at most `FEW` of the `DECISIVE` axes have other values than the default.

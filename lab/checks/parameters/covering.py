@@ -347,7 +347,7 @@ class Model:
 
 
 class _Left:
-    """The goals (combinations of values) that no point contains yet, counted down while points are built."""
+    """The goals (combinations of values) that no point contains yet. The caller removes those of each new point."""
 
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)

@@ -48,7 +48,7 @@ class MetadataCase(PassLens):
     rows: int = 1  # query rows per request in a verification; needed for an empty batch
 
     def later(self, how: Later) -> "MetadataCase":
-        """Return the lengths in the second pass of the case. `how` says in what the second pass differs from this one."""
+        """Return the lengths in a second pass, which differs from this pass as `how` says."""
         prefix_lens, q_lens, half = self.prefix_lens, self.q_lens, len(self.q_lens) // 2
         if how == Later.LONGER:
             prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
@@ -111,7 +111,7 @@ def builder_of(
 
     Args:
         run: the run of the case.
-        interface: the metadata function whose builder is returned.
+        interface: the metadata function that the builder computes.
         what: name of the metadata in error messages.
         features: features (named properties) of the pass, for the diagnosis; None: of the last call.
     """
@@ -236,7 +236,7 @@ def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int
 
 
 def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
-    """Admit the requests of a pass to the pool, and return the batch with the padding and dtypes of a configuration."""
+    """Give the requests of the pass `case` slots of the pool. Return their batch, with the padding and dtypes of `of`."""
     if case.q_lens:
         requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
         if of.get("window", "none") in ("evicted", "evicted as -1"):

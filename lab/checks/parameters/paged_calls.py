@@ -120,7 +120,7 @@ def q_lens_of(of: Chosen) -> tuple[int, ...]:
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
-    """Return the number of query rows of each request in a context or ragged call: the axis "rows" of a configuration."""
+    """Return the number of query rows of each request in a context or ragged call, as the axis "rows" of `of` says."""
     unequal = CONTEXT_ROWS if of["requests"] <= REQUESTS else (1, 2, 3)
     rows = {Rows.UNEQUAL: unequal, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     q_lens = [rows[request % len(rows)] for request in range(of["requests"])]
@@ -164,8 +164,8 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Return a number of keys for each request: drawn from the `edge_lengths` for pages or tiles of `tile` keys or, in a batch
-    of more than `REQUESTS` requests, not drawn and 0 to 46 more than the request's number in `least`.
+    """Return a number of keys for each request, drawn from the `edge_lengths` for pages or tiles of `tile` keys. In a batch of
+    more than `REQUESTS` requests it is not drawn: it is the request's number in `least` plus 0 to 46.
     """
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
@@ -221,7 +221,7 @@ def redrawn_paged(
 
 
 def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
-    """Return the inputs with the strides of the cache, and the form of the page table, of the configuration `of`."""
+    """Return the inputs with the cache strides and the form of the page table that the configuration `of` names."""
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
     form, case, k_pages, v_pages = of["cache"], inputs.case, inputs.k_pages, inputs.v_pages
@@ -258,7 +258,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Set the call's `backend` unless it is "auto", hints that select a kernel, and the counter buffer of an engine."""
+    """Set the call's `backend` (unless it is "auto"), hints (which select a kernel), and the counter buffer of an engine."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]

@@ -1,9 +1,9 @@
-"""Find a call that is right in a unit test and wrong in an engine's pass: all forward modes, from token histories to outputs.
+"""Find a call that is right in a unit test and wrong in an engine's forward pass.
 
-A call gets the arguments that an engine passes: its pool, its metadata, its padding and its offsets. The smoke level judges a
-small synthetic geometry. The full level also judges every geometry of the ranges, whole and as a tensor-parallel slice, at
-every page size, on full and sliding-window layers, with random and needle inputs. It covers every pair of these settings, and
-every combination of mode, geometry and page size.
+The check makes passes in all forward modes, from token histories to outputs. Calls get an engine's pool, metadata, padding and
+offsets. The smoke level judges a small synthetic geometry. The full level also judges every geometry of the ranges, whole and
+as a tensor-parallel slice, at every page size, on full and sliding-window layers, with random and needle inputs. It covers
+every pair of these settings, and every combination of mode, geometry and page size.
 """
 
 import itertools

@@ -35,7 +35,7 @@ def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, 
     `turn` varies among the pairs; a caller uses it to choose further settings, such as the sliding window.
 
     The full level has every sequence in every mode, with all numbers of query rows per request and several draft steps. The
-    smoke level has each sequence in two modes. Nothing is yielded if the ranges lack bfloat16. `more` are further modes.
+    smoke level has each sequence in two modes. Nothing is yielded if the ranges lack bfloat16. `more` are modes to add.
     """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:

@@ -1,4 +1,4 @@
-"""Whether the bits of an output depend on a factor, such as the batch size: one check for each factor.
+"""Test whether the bits of an output depend on a factor, such as the batch size, with one check for each factor.
 
 A case makes a base call, and variants of this call that differ only in the factor. A variant with other bits is recorded as a
 `BitDifference`; it is wrong only if its error exceeds the bound. All calls of a case have the same host bound of the keys,

@@ -4,7 +4,7 @@ An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB
 again after it. The scratch after the counters may hold anything, and so may the output. A test that zeroes both before each
 call finds no error. A call with another workspace must not write to the workspace of earlier calls. FlashInfer's trtllm-gen
 kernels use the separate argument `multi_ctas_kv_counter_buffer` for their counters, and may write the workspace from its first
-byte on. If a call passes both, both must be zero after the call.
+byte on. If a call passes this argument and a workspace with counters, the counters of both must be zero after the call.
 """
 
 from collections.abc import Iterator

@@ -70,8 +70,8 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> AttentionInputs:
-    """Return the inputs with a common prefix: each request begins with full pages of the longest request. The requests have, in
-    turn, as many of these pages as the numbers in `num_pages`.
+    """Return the inputs with a common prefix: request r begins with the first `num_pages[r % len(num_pages)]` full pages of
+    the longest request, or with all its full pages if it has fewer.
     """
     page_size, lengths = inputs.case.page_size, inputs.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])

@@ -204,8 +204,8 @@ def _short(largest: Lens, waits: bool) -> Lens:
 
 
 def shrunk(largest: Lens) -> Lens:
-    """Return the lengths of a batch with the row counts of `largest` in reversed order, and with half the keys of each of its
-    requests, but at least one key per row.
+    """Return the lengths of a batch of as many requests as `largest` has: its row counts in reversed order, and half of each of
+    its numbers of keys, but at least one key per row.
     """
     q_lens = largest.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in largest.kv_lens))), q_lens)
@@ -271,7 +271,7 @@ class Replay:
         first: the batch with which the call is captured, prepared or planned.
         make: returns a function that makes the call by a graph, eagerly, prepared or planned.
 
-    The methods raise the errors of `CaseRun.call`.
+    The methods raise Unsupported if the call is refused, and KernelError if it fails.
     """
 
     def __init__(

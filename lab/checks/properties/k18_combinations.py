@@ -51,7 +51,7 @@ E4M3_QUERIES = DtypePair("e4m3/e4m3")  # a value of the axis "dtypes"
 
 
 class UsualRanges(Ranges):
-    """Parameter values without the unusual ones that K18 adds to default ranges and that kernels often decline."""
+    """Parameter values without the unusual ones that the check K18 adds to default ranges and that kernels often decline."""
 
     def widened(self, name: str) -> tuple[Any, ...]:
         values: tuple[Any, ...] = getattr(self, name)
@@ -82,7 +82,7 @@ def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> 
 
 
 def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    """Return a function's model (parameters with their values). Only the combinations of this shard (part of the run) count."""
+    """Return a function's model (parameters with their values), of which cases must cover only this shard (part of the run)."""
     model = MODELS[interface](ranges)
     return model if shard == model.shard else replace(model, shard=shard)
 

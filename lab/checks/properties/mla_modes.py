@@ -1,7 +1,7 @@
-"""Find a call that is right in a unit test and wrong in an engine's MLA pass: all modes, from token histories to outputs.
+"""Find a call that is right in a unit test and wrong in an engine's MLA forward pass.
 
-A serving backend passes arguments that a unit test does not: a block table that ends in -1, lengths of a draft extend that
-count padding rows, and lengths of a draft step that do not count the draft.
+The check makes passes in all modes, from token histories to outputs. They have arguments that unit tests lack: a block table
+that ends in -1, lengths of a draft extend that count padding rows, and lengths of a draft step that do not count the draft.
 """
 
 import itertools
