@@ -89,7 +89,7 @@ class DSV4DecodeCall:
         kv_layout: "HND" or "NHD", of both pools.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths.
         max_q_len: int, upper bound of the rows of a request, required with `cum_seq_lens_q`. Without `cum_seq_lens_q`
-            it is None or q_len_per_request.
+            it must be None or q_len_per_request.
         sparse_indices_are_storage_offsets: None or False: `sparse_indices` are places as above. If the tokens of a pool
             are not contiguous, it must be False (2751).
 

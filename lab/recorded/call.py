@@ -97,8 +97,8 @@ def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) ->
 
 
 class ListedCall(NamedTuple):
-    """A recorded call before its tensors are read: its file, function, time, graph replay and layer, as in
-    `lab.recorded.case.RecordedCase`. `function` is the name of the called function; "" if the record is damaged.
+    """A recorded call before its tensors are read: its file, the name of the function ("" if the record is damaged),
+    its time, the number of the graph replay (0 for an eager call), and the model's layer (None if unknown).
     """
 
     path: Path
@@ -125,7 +125,7 @@ class RecordedCall:
         module: the module of the called function; "" if it was not recorded.
         pages: the engine's id of each page in `kv_cache`, if only some pages of the pool were recorded; else None.
         drawn: names of the arguments whose recorded contents were replaced by random values.
-        time, replay, layer: as in `lab.recorded.case.RecordedCase`. They are set only while the recorder has the call.
+        time, replay, layer: its time, graph replay (0: none) and model layer; set only while the recorder has it.
         number: the number of the call in the engine's process. It is set only while the recorder has the call.
     """
 
@@ -257,8 +257,8 @@ def size_bytes(layout: Tensor) -> int:
 
 
 def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
-    """Return a tensor of zeros with the shape, strides and dtype of `layout`, and with the alignment of `address`: its own
-    address is equal to it modulo ALIGNMENT_BYTES.
+    """Return a tensor of zeros with the shape, strides and dtype of `layout`, and with the alignment of `address`: its
+    own address and `address` are equal modulo ALIGNMENT_BYTES.
     """
     memory = torch.zeros(size_bytes(layout) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     own = memory[(address - memory.data_ptr()) % ALIGNMENT_BYTES :][: size_bytes(layout)]

@@ -239,7 +239,7 @@ def regress(
         out, expected, control: [num_rows, num_heads, head_dim]: the judged output; the expected output in float64; the output
             of plain low-precision torch operations (`Truth`).
         lse_log2: float64 [num_rows, num_heads].
-        request_of_row: int64 [num_rows], the request of each row. Rows of a request are consecutive.
+        request_of_row: int64 [num_rows], the request of each row. Rows of a request must be consecutive.
         arithmetic: dtype of the operands with which the control was computed.
     """
     size = expected.square().sum(dim=-1)

@@ -73,7 +73,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
     requests, then their back blocks, each block as one request.
 
     Args:
-        batch, pool: as in `forward_metadata`. The mode is a prefill.
+        batch, pool: as in `forward_metadata`. The mode must be a prefill.
         num_ranks, rank: number of ranks in the group, and this rank.
     """
     blocks = 2 * num_ranks
@@ -203,7 +203,7 @@ def dsa_forward_metadata(
     Each query row is a request that sees only selected entries. Padding rows select no entry.
 
     Args:
-        batch, pool: as in `forward_metadata`. All requests with a draft have the same number of rows.
+        batch, pool: as in `forward_metadata`. All requests with a draft must have equally many rows.
         topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Query rows after the last of these rows
             select no position.
         index_topk: largest number of positions that a row selects in whole groups.
@@ -249,7 +249,7 @@ def dsv4_forward_metadata(
     fewer entries. If an entry represents 4 or 128 tokens, a row without compressed entries has one column with -1.
 
     Args:
-        batch, pool: as in `forward_metadata`. The mode is not DRAFT_EXTEND.
+        batch, pool: as in `forward_metadata`. The mode must not be DRAFT_EXTEND.
         compress_ratio: number of tokens of a compressed entry; 0: there are no such entries.
         topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row uses its first n
             numbers, where n is the number of entries without a token after the row. None: a row uses all n entries.

@@ -50,8 +50,8 @@ def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Ten
 
 
 def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
-    """Return V's scale factors, uint8 or e4m3 [num_pages, num_kv_heads, page_size, S], in the order that trtllm-gen reads;
-    page_size is a multiple of 4. Within a page of one head, factor s of token t lies at (t // 4) * 4 S + 4 s + t % 4.
+    """Return V's scale factors, uint8 or e4m3 [num_pages, num_kv_heads, page_size, S], in the order that trtllm-gen
+    reads. 4 must divide page_size. In a page of one head, factor s of token t lies at (t // 4) * 4 S + 4 s + t % 4.
     """
     grouped = scale_factors.unflatten(2, (-1, INTERLEAVED_TOKENS))
     return grouped.transpose(3, 4).reshape(scale_factors.shape).contiguous()

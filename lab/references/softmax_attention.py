@@ -61,7 +61,7 @@ def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def unchecked_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse_log2) as `lab.references.attention` does, without checks of the arguments."""
+    """Return (out, lse_log2) of `lab.references.attention`, both float64, without checks of the arguments."""
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
 

@@ -49,7 +49,7 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
     """Run the steps, each (a preparation or None, a timed run), in order, and return the activities of each timed run, sorted
     by start.
 
-    The device is idle before each run. The activities of a preparation are not returned.
+    Before each run, the function waits until the device is idle. The activities of a preparation are not returned.
 
     Raises:
         RuntimeError: cupti-python 13 or later is not installed, another profiler holds CUPTI, or a run has no activity.

@@ -7,7 +7,9 @@ from lab.named_enum import NamedEnum
 
 
 class Clock(NamedEnum):
-    """The clock of a GPU time (`_CLOCKS` describes each). The value is its name on the command line."""
+    """The clock of a GPU time: CUDA events around a graph's replay, CUPTI's records of it, or events around an eager
+    call. The value is its name on the command line.
+    """
 
     GRAPH = "graph"
     CUPTI = "cupti"
