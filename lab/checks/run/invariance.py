@@ -119,8 +119,8 @@ class Invariance:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return the report's exit status. It becomes WRONG if a required factor changes bits or was not tried, and
-        from DONE also if one has no case. REFUSED (dishonest) and INTERRUPTED stay as they are.
+        """Return the report's exit status, or WRONG if a required factor changes bits or was not tried. DONE also
+        becomes WRONG if a required factor has no case. REFUSED (dishonest) and INTERRUPTED never change.
         """
         status = self.report.exit_status
         is_over = status in (ExitStatus.REFUSED, ExitStatus.INTERRUPTED)

@@ -229,7 +229,7 @@ def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
 
 
 def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named` (names by key) that has this name. ValueError says that there is no such `kind`."""
+    """Return the key of `named` (names by key) with this name, else raise ValueError. `kind` is its word for a key."""
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
             return each

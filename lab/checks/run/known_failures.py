@@ -38,7 +38,7 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if `release_of(package)`, without a suffix such as "+cu130", is one of the failing releases."""
+        """Return True if no package is named, or if `release_of(package)` without a suffix like "+cu130" is listed."""
         release = release_of(self.package) if self.package else ""
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 
