@@ -196,7 +196,6 @@ def budget(
     """Measure the errors of quantisation, of a right kernel (the control) and of `kernel`, for the setting's cache.
 
     Args:
-        setting: the cache and the dtypes.
         atol, rtol: the tolerance of a test.
         kernel: a function with the arguments of FlashInfer's decode call; None: no kernel is measured.
 
@@ -257,7 +256,6 @@ def explain(
     least `LEVEL` in the simulation. Otherwise it is "cannot be told".
 
     Args:
-        setting: the cache and the dtypes.
         batches: requests with values as in the test, because a difference is proportional to V.
         mismatched: number of elements that exceeded the tolerance.
         elements: number of elements in the test.

@@ -323,7 +323,6 @@ def options_of(ranges: Ranges, prefix: str = "--") -> str:
     """Return the options that narrow the default ranges to the given ranges. This is the inverse of `ranges_of`.
 
     Args:
-        ranges: the ranges to express as options.
         prefix: prefix of each option; pytest's options begin with "--lab-".
     """
     usual, words = Ranges(), []

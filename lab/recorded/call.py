@@ -113,7 +113,6 @@ class RecordedCall:
     """The arguments of one call of an engine, and the output and LSE of its kernel.
 
     Attributes:
-        function: the function that was called.
         given: the arguments by name. Their tensors are on the CPU if the call was read from a file. For `out` and `lse` only
             dtype, shape and strides are meaningful.
         out: the output after the call; None if the call did not return.

@@ -35,7 +35,6 @@ class Fault:
     """The reason why the result of a call is wrong, with details.
 
     Attributes:
-        reason: why the result is wrong.
         sentence: the worst vectors with their errors, the bias, or the exception that was raised.
         error: the name of the exception's type; "" if none was raised.
         vector: the place and the first elements of the worst output vector, as text; "" if no output vector is wrong.

@@ -76,7 +76,6 @@ class RecordedPass:
     that it can be timed like one.
 
     Attributes:
-        case: the sizes of the call.
         given: the arguments, with `out`. Kernels get copies of these tensors, so their contents stay as recorded.
         deviations: the standard deviations of the recorded query, K and V.
     """

@@ -65,7 +65,6 @@ def eager_attention(
     Args:
         query, keys, values, visible, softmax: as in `attention`.
         arithmetic: dtype of the operands of Q·K^T and of P·V: float16, bfloat16, e4m3 or float32.
-        out_dtype: dtype of the result.
 
     Returns:
         [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.

@@ -27,7 +27,6 @@ class DeviceState:
     """Readings of a GPU while work ran on it; a field is empty if NVML does not report it.
 
     Attributes:
-        sm_clocks_mhz, memory_clocks_mhz, powers_w, temperatures_c: the readings.
         throttled_by: the reasons for reduced clocks, in words; None while it is unknown whether they were reduced.
     """
 
