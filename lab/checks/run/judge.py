@@ -180,7 +180,7 @@ def judge_recorded(
         The verdict. A known failure is WRONG here, because known failures are not looked up.
 
     Raises:
-        lab.checks.record.ReportError: there is no such report or case, or its refusals are of a foreign package.
+        lab.checks.record.ReportError: there is no such report or case, or the report has refusals of another package.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     was = read_case(Path(path), number)
