@@ -31,11 +31,11 @@ def bench(
     ] = "",
     calls: TimedCalls = None,
 ) -> None:
-    """Time the default scenarios, or recorded calls, on the GPU. Without a GPU, judge the scenarios' passes and time nothing.
+    """Time the default scenarios, or recorded calls, on the GPU. Without a GPU, check the scenarios' results and time nothing.
 
-    The samples of several implementations are interleaved within a scenario. All other options go to pytest: options of pytest
-    and of pytest-benchmark, and the lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace
-    (docs/time.md). The recording is written to .benchmarks/last_run.json, or to the file of --benchmark-json.
+    The samples of several implementations are interleaved within a scenario. All other options go to pytest: its own, those of
+    pytest-benchmark, and the lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace (docs/time.md).
+    The times are written to .benchmarks/last_run.json, or to the file of --benchmark-json.
     """
     from lab.extras import require
 

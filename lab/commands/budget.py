@@ -1,5 +1,5 @@
-"""Define `lab budget`, which shows the errors of quantised K/V caches and of right kernels, and says whether the failure of a
-test is noise or a bug.
+"""Define `lab budget`, which shows how large the rounding errors of quantised K/V caches and of right kernels are, and says
+whether the failure of a test is noise or a bug.
 """
 
 import re
@@ -75,10 +75,10 @@ def budget(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show the errors of K/V caches and of right kernels, and the judge's bound; or tell if a test's failure is noise or a bug.
+    """Show rounding errors of K/V caches and right kernels, and the judge's bound; or if a test's failure is noise or a bug.
 
     With --mismatched and --elements, a test's failure is compared with simulated right kernels. Exit status: 0 noise, 1 bug,
-    125 if it cannot be told.
+    125 undecided.
     """
     prepare_machine(device)
     from lab import budget as computed

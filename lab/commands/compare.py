@@ -32,7 +32,7 @@ Significance = Annotated[float, typer.Option(help="level of the rank test, and e
 
 
 def _rule(minimum_effect_percent: float, significance: float) -> "Rule":
-    """Return the rule that says when two times differ. End the command if a number is out of range."""
+    """Return the rule by which two times count as different. End the command if a number is out of range."""
     from lab.timing.statistics import Rule
 
     with refusing_errors():
@@ -59,8 +59,8 @@ def compare(
 ) -> None:
     """Compare two recorded runs, two reports of the judge, or two implementations or settings within one run.
 
-    Exit status: 1 if a row is SLOWER or missing, or a case is newly wrong or declined; 125 if a row or case could not be
-    compared.
+    Exit status: 1 if a row is SLOWER or missing, or a case is newly wrong or newly refused by the kernel; 125 if a row or case
+    could not be compared.
     """
     from lab.reports.changed_verdicts import compare_verdicts, has_report
     from lab.reports.compare import compare as compare_files
@@ -88,8 +88,8 @@ def releases(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show for each finding and release whether it is present, absent or not reachable, and the changes between consecutive
-    releases.
+    """Show in which releases of a package each known failure (finding) is present, absent or "not reachable" (its cases have no
+    result), and the changes between consecutive releases.
 
     Exit status: 125 if the reports have different settings.
     """
@@ -126,8 +126,8 @@ def ab(
 ) -> None:
     """Compare two kernels, or two settings, on this GPU, with interleaved samples in one process.
 
-    Exit status: 1 if the second side is SLOWER; 3 if a time is refused because a result is wrong, the GPU cannot reach the
-    time, two clocks disagree, or a kernel changed functions that time or judge it; 125 if the sides could not be compared.
+    Exit status: 1 if the second side is SLOWER; 3 if a time is refused because a result is wrong, it is shorter than the GPU
+    can reach, two clocks disagree, or a kernel changed functions that time or judge it; 125 if the sides could not be compared.
     """
     from lab.integrity import ChangedBindingsError, bindings
     from lab.reports.ab import ab_report, measure_sides

@@ -31,9 +31,9 @@ def dry_run(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show which kernel would run on a GPU, with its grid, its bytes and its floor, or the refusal. No kernel is run.
+    """Show which kernel would run on a GPU, its grid, bytes and least possible time, or why no kernel can. No kernel is run.
 
-    Exit status: 1 if a pass ran other kernels in the run of --recorded; 125 if no pass could be compared.
+    Exit status: 1 if a forward pass ran other kernels in the run of --recorded; 125 if none could be compared.
 
     The passes are the default scenarios of `lab bench`, and each forward mode of the judge's checks M1 and M2. For SM100 and
     SM103, FlashInfer's own launcher selects the kernels if FlashInfer and CUDA's nvcc are installed. The launcher is compiled

@@ -207,8 +207,8 @@ def judge(
 def _judge_of_calls(
     calls: str, implementation: str | None, refusals: str | None, settings: dict[str, Any]
 ) -> "Callable[..., Report]":
-    """Return a function that judges the recorded calls of a folder: the recorded outputs or, unless it is None, outputs of
-    `implementation`. `refusals` is the option --refusals, and `settings` are arguments of `judge_calls`.
+    """Return a function that judges the recorded calls of a folder: the outputs of `implementation`, or the recorded outputs if
+    it is None. `refusals` is the option --refusals, and `settings` are arguments of `judge_calls`.
     """
     from lab.checks.run.judge import judge_calls
 
@@ -219,8 +219,8 @@ def _judge_of_calls(
 
 
 def refusals_named(named: str | None, kernel: str) -> "NamesOfRefusals | None":
-    """Return the names of exceptions in the option --refusals, for the kernel with this name; None if the option was not given.
-    The names are resolved later, in a worker process, because this may import the kernel's module.
+    """Parse the option --refusals, the exceptions by which `kernel` says that it does not support a call; None if it was not
+    given. The exceptions are imported later, in a worker process, because this may import the kernel's module.
     """
     from lab.checks.run.refusals import RefusalNames
 
@@ -286,8 +286,8 @@ def _judge_case(
 
 
 def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, console: Console) -> ExitStatus:
-    """Call `judge_it` while its progress is shown, print its report, and return the exit status. `shows_coverage` also prints
-    which parameter values check K18 judged.
+    """Call `judge_it` while its progress is shown, print its report, and return the exit status. If `shows_coverage`, also
+    print which parameter values check K18 judged.
     """
     from lab.reports.judgement import show as show_report
 

@@ -30,9 +30,7 @@ def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
 
 
 def refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
-    """End the command with `sentence` if an option was given whose parameter is not in `allowed`, because it would be
-    ignored.
-    """
+    """End the command with the message `sentence` if an option outside `allowed` was given, because it would be ignored."""
     sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     if given:
@@ -93,7 +91,7 @@ def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
-    """Return the keyword parameter of a command for the option of one field of `Ranges`."""
+    """Return the keyword parameter of a command that stands for `option`, the option of field `name` of `Ranges`."""
     spelt, words, kind = f"--{name.replace('_', '-')}", option.help, option.kind
     default: Any = None if option.is_several else getattr(Ranges, name)
     annotation: Any = Annotated[list[str] | None, list_option(kind.read, words, kind.metavar, RANGES_PANEL)]

@@ -49,12 +49,13 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """A wrapper of an implementation that plans on the host. With it, `prepare` does the host's work of a call once, and not in
-    each run.
+    """A wrapper of an implementation whose functions read lengths on the host. With it, `prepare` reads them once, not in each
+    run.
 
-    A function `<name>` that reads lengths and page tables on the host has a twin `plan_<name>` in its module, which takes the
-    same arguments, reads them once, and returns a function that runs the call. This class offers the twin as `prepare_<name>`.
-    Lengths, numbers of rows and page ids must then not change between runs; they do not between the layers of one forward pass.
+    In addition to a function `<name>` that reads them, the implementation has `plan_<name>` with the same arguments, which
+    reads lengths and page tables once and returns a function that runs the call. This class offers it as `prepare_<name>`.
+    Lengths, numbers of rows and page ids must not change between runs; they do not change between the layers of one forward
+    pass.
     """
 
     def __init__(self, implementation: Any) -> None:
@@ -99,8 +100,8 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for which the function has a parameter. `name` is the name of FlashInfer's call. All other arguments
-    must have FlashInfer's default.
+    """Return those of `arguments` for which `function` has a parameter. Check that the others have the default of FlashInfer's
+    call `name`.
 
     Raises:
         NotImplementedError: the function has no parameter for an argument that differs from FlashInfer's default.

@@ -11,9 +11,9 @@ Ready = Callable[[], Any]  # a call, ready to be made
 
 
 def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
-    """Return the functions `<kind>_<name>`, which prepares a call, and `<name>`, which runs it at once.
+    """Return two functions for FlashInfer's call `<name>`: `<kind>_<name>` prepares the call, `<name>` runs it at once.
 
-    Both have FlashInfer's parameters and the docstring of `make_ready`, and handle calls without query rows themselves.
+    Both have FlashInfer's parameters and the docstring of `make_ready`. For calls without query rows they do not call it.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).

@@ -35,10 +35,10 @@ class PreparedCall:
     Attributes:
         function: the installed function, of FlashInfer or of another package.
         arguments: the function's keyword arguments.
-        refreshes: functions that are called before `function` in each run and compute arguments from the contents of other
-            tensors: a contiguous page table, fmha_v2's table of K and V as halves of one allocation, and XQA's scale from
+        refreshes: functions that each run calls before `function`. Each computes one of the arguments from the contents of
+            other tensors: a contiguous page table, fmha_v2's page table for K and V in one allocation, or XQA's scale from
             `bmm1_scale_log2`.
-        returned: the result that each run returns; None: what `function` returns.
+        returned: the result of each run; None: a run returns the result of `function`.
     """
 
     function: Callable[..., Any]
@@ -54,7 +54,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call without query rows: it launches nothing and returns `returned` of the problem's output and LSE."""
+    """Return the prepared form of a call without query rows: it launches no kernel and returns `returned(out, lse)`."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -118,7 +118,7 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments, updated by `changes`, but only those that differ from their default, because an older
+    """Return those arguments of a call, after they are updated by `changes`, that differ from their default, because an older
     FlashInfer may not have all arguments.
     """
     defaults = _defaults(call.__class__)
@@ -199,8 +199,8 @@ def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the `workspace_buffer` argument of a call that runs XQA on `device`, and None as the argument for trtllm-gen's
-    counters.
+    """Return two arguments of a call that XQA runs on `device`: the checked workspace, and None for the counters, which only
+    trtllm-gen uses.
     """
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
@@ -211,8 +211,8 @@ def trtllm_gen_memory(
     """Return the arguments for workspace and counters of a call that runs trtllm-gen. `problem` has the call's checked
     arguments.
 
-    If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. FlashInfer would
-    allocate and zero counters in each call.
+    If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. Without them
+    FlashInfer would allocate and zero counters in each call.
     """
     # A decode kernel's partial results come after the statistics; the launcher does not check that they fit.
     statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)
@@ -227,8 +227,8 @@ def trtllm_gen_memory(
 def takes_counters() -> bool:
     """Return True if the installed FlashInfer takes trtllm-gen's counters in a separate buffer.
 
-    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), have the counters of all four calls in the first 8 MiB of
-    the workspace, which must be zero.
+    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), use the first 8 MiB of the workspace as counters, which
+    must be zero.
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
     return "multi_ctas_kv_counter_buffer" in signature.parameters
@@ -245,7 +245,7 @@ def takes_kv_pairs() -> bool:
 def _statistics_bytes(problem: PagedAttention) -> int:
     """Return the number of workspace bytes for trtllm-gen's softmax statistics, 0 in a call without LSE.
 
-    Each request, head and row has two float32, with rows padded to a multiple of 256; then 1 MiB follows
+    There are two float32 per request, head and row; the number of rows is rounded up to a multiple of 256. 1 MiB follows them
     (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
     """
     if problem.lse is None and not problem.return_lse:
@@ -254,15 +254,15 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace after the semaphores, uint8, which a kernel may write without resetting it. The
+    """Return the part of a call's workspace after the semaphores, uint8, in which a kernel may leave any contents. The
     arguments are those of `workspace_for`.
     """
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the workspace argument of a ragged call: only the scratch, or the whole workspace if the installed FlashInfer
-    keeps its counters there (`takes_counters`). The arguments are those of `workspace_for`.
+    """Return the workspace argument of a ragged call: the part after the semaphores, or the whole workspace if the installed
+    FlashInfer has its counters in it (`takes_counters` is False). The arguments are those of `workspace_for`.
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace

@@ -25,7 +25,7 @@ BY_ITS_HEURISTIC = 0  # value of `num_splits`
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
+    """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
 
     Raises NotImplementedError with the reason if FlashAttention-4 does not support the call (`lab.kernels.support.why_not`).
     """
@@ -46,7 +46,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [num_rows, ...] as FlashAttention-4 takes them: [batch_size, q_len, ...] without offsets, else unchanged."""
+    """Return rows [num_rows, ...] as they are if the call has `cu_seqlens_q`, else as a view [batch_size, q_len, ...]."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

@@ -8,7 +8,7 @@ the fork that SGLang 0.5.23 uses, which keeps the kernels for SM90 under the nam
 The kernel stops at a number of columns for each row. One small launch writes these numbers before each call, so that the host
 reads no length. It reads whole 128 columns: a table of another width is copied before each call. The kernel has no `out`: its
 result is copied, and a call's time includes the copy. Its LSE is a natural logarithm without the sink, and +inf for a row
-without entries: more launches convert it to the lab's.
+without entries: more launches convert both.
 """
 
 import math
@@ -29,7 +29,7 @@ BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 
 
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
-    """Prepare an MLA decode call that selects entries. `lab.calls.MLADecodeCall` documents parameters and errors.
+    """Return an MLA decode call that selects entries, ready to run. `lab.calls.MLADecodeCall` documents parameters and errors.
 
     Raises NotImplementedError with the reason if FlashMLA does not support the call (`lab.kernels.support.why_not`).
     `workspace_buffer` is not used.

@@ -22,8 +22,8 @@ WRAPPER = "BatchMLAPagedAttentionWrapper"
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
     """Check and plan an MLA decode call. Return a function that runs it. `lab.calls.MLADecodeCall` documents shapes and errors.
 
-    `problem` has the checked arguments, and `backend` is as in `supported_backend`. FlashInfer's planner raises ValueError for
-    some calls that `lab.kernels.support.why_not` accepts.
+    `problem` has the checked arguments, and `backend` is "fa2", "fa3", or "" for the GPU's default. FlashInfer's planner raises
+    ValueError for some calls that `lab.kernels.support.why_not` accepts.
     """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)

@@ -33,7 +33,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
     """Check and plan a decode or context call. Return a function that runs it.
 
     `lab.calls.DecodeCall` and `ContextCall` document shapes and errors. `problem` has the checked arguments, and `backend` is
-    as in `supported_backend`.
+    "fa2", "fa3", or "" for the GPU's default.
     """
     out, lse = problem.results()
     decodes = _is_plain_decode(problem)
@@ -112,8 +112,8 @@ def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
     """Return constructor arguments of FlashInfer's prefill wrapper for `backend`, "fa2" or "fa3". With them it applies sinks,
     without them it ignores sinks.
 
-    FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` passes the same arguments. But its name of the JIT-compiled
-    module lacks the head_dim and the dtype of K/V, so that different kernels have the same name in the cache.
+    FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` passes the same arguments. But its name for the JIT-compiled
+    module lacks the head_dim and the dtype of K/V, so that different kernels have one name in the cache.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
     declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl

@@ -22,8 +22,8 @@ WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Callable[[], Any]:
     """Check and plan a ragged context call. Return a function that runs it.
 
-    `lab.calls.RaggedContextCall` documents shapes and errors. `problem` has the checked arguments, and `backend` is as in
-    `supported_backend`.
+    `lab.calls.RaggedContextCall` documents shapes and errors. `problem` has the checked arguments, and `backend` is "fa2",
+    "fa3", or "" for the GPU's default.
     """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)

@@ -34,7 +34,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
+    """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
 
     Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`).
     `workspace_buffer` is not used.

@@ -101,8 +101,8 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True if the Gluon kernel can serve a call: the GPU is SM90, a request may have at least `least_rows` rows (query
-    token and head) per K/V head, and TMA can load the tiles from `caches`.
+    """Return True if the Gluon kernel can serve a call: the GPU is SM90, `max_q_len` query tokens are at least `least_rows`
+    rows (token and head) per K/V head, and TMA can load the tiles from `caches`.
     """
     if triton_interprets():  # the interpreter does not run Gluon
         return False
@@ -136,7 +136,7 @@ def hopper_launches(
         results: the output and the LSE, or None, that the launches write.
         tile: one of `hopper_tiles`.
         shares: how the keys are divided among programs; None: one program reads all keys of a block of rows and a K/V head.
-        least_q_len: as in `with_merge`.
+        least_q_len: the launches serve only requests of at least this number of query tokens; None: all requests.
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 

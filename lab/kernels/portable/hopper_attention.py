@@ -117,8 +117,8 @@ def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE:
 @gluon.jit
 def _produce(
     pools,  # (TMA descriptor of K, of V, block tables of K and V, their row strides)
-    walk,  # as in `hopper_pieces`, like `batch`
-    batch,
+    walk,  # where the program's work begins; a comment in `hopper_pieces` describes this tuple
+    batch,  # the lengths and sizes of the batch, described there too
     rings,  # `Rings` of tiles in the cache's dtype
     PAGE_SIZE: gl.constexpr,
     SHARED: gl.constexpr,  # True: programs divide the keys
@@ -146,11 +146,11 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until `slot` is empty (`barriers`: full, empty), and load the K or V tile of a `Piece` that begins at key `begin`
-    into it.
+    """Wait until `slot` is empty, and load the K or V tile that begins at key `begin` of `piece` into it. `barriers` is (full,
+    empty).
 
-    `descriptor` is the TMA descriptor of the pool, `table` the request's row of the page table, and `parity` that of the slot's
-    turn: the wait for the empty slot uses the opposite parity.
+    `descriptor` is the TMA descriptor of the pool, `table` the request's row of the page table, and `parity` (0, 1, 0, ...)
+    counts the uses of the slot: the wait for the empty slot uses the opposite parity.
     """
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
@@ -167,8 +167,8 @@ def _consume(
     queries,  # (pointer to the query, its strides of rows and of heads)
     q_slots,  # shared memory of the query rows, [consumers, CONSUMER_ROWS, head_dim]
     terms,  # (sinks, scales, results, partials)
-    walk,  # as in `hopper_pieces`, like `batch`
-    batch,
+    walk,  # where the program's work begins; a comment in `hopper_pieces` describes this tuple
+    batch,  # the lengths and sizes of the batch, described there too
     rings,  # `Rings` of tiles in the dtype of products
     WHICH: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -296,7 +296,7 @@ def hopper_attention_kernel(
     batch_size,
     num_kv_heads,
     num_shares,  # 0 if not SHARED
-    least_tiles,  # smallest number of key tiles of a share
+    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     query_strides,  # (of rows, of heads)
     table_strides,  # (of K, of V), elements from row to row
     GROUP: gl.constexpr,  # query heads per K/V head

@@ -12,8 +12,8 @@ from lab.kernels.portable.hopper_pieces import piece_at
 
 @gluon.jit
 def convert(
-    walk,  # as in `hopper_pieces`, like `batch`
-    batch,
+    walk,  # where the program's work begins; a comment in `hopper_pieces` describes this tuple
+    batch,  # the lengths and sizes of the batch, described there too
     loaded,
     rings,
     WHICH: gl.constexpr,  # 0: K; 1: V
@@ -44,8 +44,8 @@ def _convert_tile(loaded, converted, barriers, slot, parity):
     float16 to `converted`, the memory of this slot.
 
     `barriers` is (full and empty of all slots of the e4m3 ring, full and empty of all slots of the float16 ring), and `parity`
-    that of the slot's turn. A warp loads half a tile before it writes the first element, so that it waits for shared memory
-    only twice per tile.
+    (0, 1, 0, ...) counts the uses of the slot. A warp loads half a tile before it writes the first element, so that it waits
+    for shared memory only twice per tile.
     """
     DIMS: gl.constexpr = loaded.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])

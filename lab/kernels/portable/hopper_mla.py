@@ -73,8 +73,9 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory for K/V tiles (`Columns`), used in turn, and the barriers of its slots, [stages, 1] each. `full` completes
-    when the columns have arrived, `empty` when they have been read. The rope and left columns of a slot have the same barriers.
+    """Slots for K/V tiles in shared memory (`Columns`, [stages, keys, elements]), and their barriers, [stages, 1] each. `full`
+    completes when the columns have arrived, `empty` when they have been read. The rope and left columns of a slot have the same
+    barriers.
     """
 
     tiles: Any
@@ -97,8 +98,8 @@ class Message(NamedTuple):
 
 @gluon.jit
 def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride).
-    `walk` and `batch` are as in `hopper_pieces`; HEADS is the number of query heads.
+    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride). A
+    comment in `hopper_pieces` describes `walk` (the program's work) and `batch`; HEADS is the number of query heads.
     """
     boxes, block_table, table_stride = pool
     tiles = ring.tiles
@@ -132,8 +133,8 @@ def _consume_left(
     query,  # (pointer, strides of rows and of heads)
     q_slots,  # `Columns` for the query rows
     terms,  # (sinks, scales, results, partials)
-    walk,  # as in `hopper_pieces`, like `batch`
-    batch,
+    walk,  # where the program's work begins; a comment in `hopper_pieces` describes this tuple
+    batch,  # the lengths and sizes of the batch, described there too
     ring,  # `Ring`
     message,  # `Message`
     PAGE_SIZE: gl.constexpr,
@@ -261,8 +262,8 @@ def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE:
     """Run consumer 1: compute the right half of each output row over all tiles of the program (`ring`) with weights from
     `message`, and write it.
 
-    `terms` is (sinks, scales, results, partials); `walk` and `batch` are as in `hopper_pieces`. HEADS is the number of query
-    heads.
+    `terms` is (sinks, scales, results, partials); a comment in `hopper_pieces` describes `walk` (the program's work) and
+    `batch`. HEADS is the number of query heads.
     """
     HALF: gl.constexpr = ring.tiles.right.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -308,7 +309,7 @@ def hopper_mla_kernel(
     max_q_len,
     batch_size,
     num_shares,
-    least_tiles,  # smallest number of key tiles of a share
+    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     query_strides,  # (of rows, of heads)
     table_stride,  # elements from a row of `block_table` to the next
     HEADS: gl.constexpr,  # query heads

@@ -30,9 +30,9 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """One step of a program's work: some key tiles of one request and K/V head, and the block of query rows that sees them.
+    """One step of a program's work: key tiles of a request and K/V head, and block number `q_block` of the rows that see them.
 
-    They are tiles `first_tile` to `end_tile` - 1 of the `num_tiles` that at least one row of the request may see. `keys` is the
+    The tiles are `first_tile` to `end_tile` - 1 of the `num_tiles` that at least one row of the request may see. `keys` is the
     `KeyRange` of the block. The request has `kv_len` keys, and `q_len` query tokens from row `q_start` on.
     """
 
@@ -56,11 +56,11 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the start of the program's work as the tuple `walk`, which a comment above describes.
+    """Return the tuple `walk`, a position in the program's work, at its start.
 
-    `batch` is described there too; GROUP is the number of query heads per K/V head. With SHARED, a program computes consecutive
-    key tiles of the batch, one of `num_shares` equal parts with at least `least_tiles` tiles each. Without SHARED, it computes
-    one block of rows and K/V head in each turn.
+    A comment above describes `walk` and `batch`; GROUP is the number of query heads per K/V head. With SHARED, a program
+    computes consecutive key tiles of the batch, one of `num_shares` equal parts of at least `least_tiles` places
+    (`key_shares`). Without SHARED, it computes one block of rows and K/V head after another.
     """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
@@ -152,7 +152,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange`, in an order in which tiles that need a mask come first."""
+    """Return the first key of the `number`-th tile of a `KeyRange`. Tiles that need a mask are numbered before all others."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -169,8 +169,8 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
     """Return, for each score column of the tile that begins at key `begin`, the index of its key; NO_KEY if it must be masked.
     `column` is arange(KEYS), and the request has `kv_len` keys.
 
-    `copy_boxes` loads a tile as TMA boxes. A box that would reach beyond the request's last key is loaded from that many keys
-    earlier. Its first columns are then zeros or keys of an earlier box: they are NO_KEY.
+    `copy_boxes` loads a tile as TMA boxes. A box that would reach n keys beyond the request's last key is loaded from n keys
+    earlier. Its first n columns are then zeros or keys of an earlier box: they are NO_KEY.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
@@ -207,8 +207,8 @@ def copy_boxes(
     barrier.
 
     A box has BOX_BYTES of each key of the tile that lies in one page. Keys after the request's last key are not read: a box
-    that would reach beyond it begins that many keys earlier, at keys that `tile_keys` hides or before the page, where TMA
-    writes zeros. A box before every row's window is copied from before its page, because the page may belong to another
+    that would reach n keys beyond it begins n keys earlier. `tile_keys` hides its first n keys; TMA writes zeros for those
+    before the page. A box before every row's window is copied from before its page, because the page may belong to another
     request.
     """
     KEYS: gl.constexpr = slot.shape[0]
@@ -263,7 +263,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (absolute value of `logit_scale`, at least LEAST_SCALE; True if `logit_scale` is negative).
+    """Return (the absolute value of the logits' scale, at least LEAST_SCALE; True if the scale is negative).
 
     `softmax_step` requires a positive scale. `load_query` negates the query instead.
     """

@@ -10,9 +10,9 @@ The contents of a tensor on a GPU are not read. So calls with the same key pass 
 addresses only. A call has no key if a tensor is not on a GPU, if a check might read an argument's contents, or if `out` or
 `lse` has the storage of another tensor.
 
-The second call with a key is cached if it consists of launches only: the kernels with all arguments except addresses, and the
-shapes of the tensors that the call allocates, but no tensor. The first call is not cached, because many keys occur only once. A
-call that raises an error is not cached, so that the next call with its key raises it again.
+The second call with a key is cached if it consists of launches only. The cache then has its kernels with all arguments except
+addresses, and the shapes of the tensors that the call allocates, but no tensor. The first call is not cached, because many keys
+occur only once. A call that raises an error is not cached, so that the next call with its key raises it again.
 """
 
 import functools
@@ -37,7 +37,7 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call cannot be cached: it has no key, or a launch takes a tensor that is no argument, no new tensor and no view."""
+    """A call cannot be cached: it has no key, or a launch takes memory that the call was neither passed nor allocates."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
@@ -73,7 +73,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
     """Raise NotKeptError if `out` or `lse` has the storage of another tensor: whether they overlap depends on their addresses,
-    which the key does not have. Raise it also if one of these may be a positional argument.
+    which the key does not have. Raise it also if `out` or `lse` may be among the positional `args`.
     """
     if len(args) > MOST_POSITIONAL:
         raise NotKeptError
@@ -118,7 +118,7 @@ class KeptCall:
     Args:
         device: the GPU of the call.
         new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
-        views: (index of a given or new tensor, bytes after its address) for each view that the launches take.
+        views: (index of a given or new tensor, distance from its address in bytes) for each view that the launches take.
         launches: functions that launch a kernel from a list of addresses: of the given tensors, then of the new tensors, then
             of the views.
         returned: picks the results from the list of given and new tensors.
@@ -189,9 +189,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Find in `sources` the tensor itself, or the tensor whose view it is, and return its index.
+    """Return the index in `sources` of a tensor or, if the tensor is a view, of the tensor that it views.
 
-    If several sources lie in the tensor's allocation, only one at the same address fits.
+    If several sources lie in the tensor's allocation, only one at the tensor's address fits.
 
     Args:
         memory, address: the address of the tensor's allocation, and the address of the tensor.

@@ -60,7 +60,7 @@ class Shares:
 
     Attributes:
         count: number of shares (parts of the work). Each block of query rows has one program per share.
-        least_tiles: smallest number of key tiles in a share.
+        least_tiles: smallest number of places in a share, which are key tiles or, before each unit's tiles, empty.
         lanes: number of lengths that a program of a small batch reads at once, WARP_REQUESTS or BLOCK_REQUESTS; 0: the batch is
             not small.
         merges_at_once: True if the last program that stores a partial result of a request and K/V head merges them
@@ -79,7 +79,7 @@ def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.d
     Args:
         tile: the launch's tile; `tile.per_multiprocessor` programs run on a multiprocessor at the same time.
         q_blocks: blocks of query rows per request; each block has its own programs.
-        least_keys: smallest number of keys in a share.
+        least_keys: smallest share, in keys; an empty place counts as a tile of keys.
     """
     if device.type != "cuda":
         return Shares(1)
@@ -119,9 +119,9 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the number of places of one K/V head of each request `start + lanes`, int32: START_PLACES plus its key tiles.
+    """Return how many places (positions in the sequence of work) a K/V head of each request `start + lanes` has, int32.
 
-    `batch` is the tuple that a comment above describes. The number is 0 for requests that the launch does not serve (`kind`).
+    They are START_PLACES and its key tiles; none if the launch does not serve the request. A comment above describes `batch`.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
@@ -135,7 +135,7 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
     """Return the number of places (positions in the sequence of work) of the whole batch, and of one program's share.
 
-    A share has at least `least_tiles` places. A comment above describes the tuple `batch`.
+    A share has at least `least_tiles` places. They are key tiles, or empty START_PLACES. A comment above describes `batch`.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -162,8 +162,8 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the request to which a place belongs, and the first place of this request. A comment above describes the tuple
-    `batch`, and the glossary START_PLACES.
+    """Return the request to which a place (position in the sequence of work) belongs, and the first place of this request. A
+    comment above describes the tuple `batch`, and the glossary START_PLACES.
     """
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
@@ -182,8 +182,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
     """Return the places (positions in the sequence of work) that the program number `share` computes.
 
-    `batch`, `num_shares` and `least_tiles` (smallest number of key tiles of a share) are as in `places_per_share`. The result
-    is (first place, end, number of places in a share, request of the first place, first place of this request).
+    A share has at least `least_tiles` places. A comment above describes `batch`. The result is (first place, end, number of
+    places in a share, request of the first place, first place of this request).
     """
     total, share_places = places_per_share(batch, num_shares, least_tiles, TILE)
     place = share * share_places
@@ -194,8 +194,8 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return the result of `begin_share`, with the same arguments. If the first place is one of the empty START_PLACES of a
-    unit, it is replaced by the place of the unit's next key tile.
+    """Return the places of a share as `begin_share` does: (first place, end, number of places in a share, request, its first
+    place). If a share begins at one of the empty START_PLACES of a unit, its first place is that of the unit's first key tile.
     """
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
@@ -208,15 +208,15 @@ def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return three things for program `number` of `num_shares` in a small batch: the result of `begin_at_tile`, the number of
-    the program's share, and the number of places of a unit (0 if units have different numbers). `batch` and `least_tiles` are
-    as in `begin_share`.
+    """Return the work of program `number` of `num_shares` in a small batch: the five values of `begin_at_tile`, the number of
+    the program's share, and the number of places of a unit (0 if units have different numbers). A share has at least
+    `least_tiles` places.
 
     If the requests are about equally long, each request and K/V head is cut into equal parts, as many as there are programs for
     it. Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every
     part has the same time to begin and end. The numbers of the request and of the part do not depend on the lengths, so that
     they are computed while the lengths are read. Programs of the last parts, which are never empty in the longest request, have
-    the first numbers: the GPU places these on different multiprocessors.
+    the first numbers, because the GPU runs these on different multiprocessors.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -253,10 +253,10 @@ def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.conste
 
 @triton.jit
 def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return the result of `begin_in_small_batch`, with the same arguments.
+    """Return the work of program `number`; if SMALL, the result of `begin_in_small_batch`.
 
-    If the batch is not SMALL, it is the result of `begin_at_tile` for share `number`, followed by `number`, and by 0 because
-    units have different numbers of places.
+    Otherwise it is the result of `begin_at_tile` for share `number`, followed by `number`, and by 0 because units have
+    different numbers of places.
     """
     if SMALL:
         return begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
@@ -276,8 +276,8 @@ def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
 
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
-    """Return the K/V head to which a place belongs, and the place's index in this head. `request_begin` is the first place of
-    the request, `unit_places` the number of places of each of its heads.
+    """Return the K/V head to which a place belongs, and the place's index among the places of this head. `request_begin` is the
+    first place of the request, `unit_places` the number of places of each of its heads.
 
     A division of 32 bits, which takes fewer instructions than a division of 64 bits, is enough for 2**31 keys of 31 K/V heads
     in tiles of 16 keys.
@@ -293,7 +293,7 @@ def next_unit(place, request, request_begin, request_end, batch_size, kind, STAR
     request).
 
     The current unit belongs to `request`, whose places are `request_begin` to `request_end` - 1, and ends at `place`. Requests
-    that the launch does not serve (`kind`) are left out. The next one may lie after the end of the program's share; another
+    that the launch does not serve (`kind`) are skipped. The next unit may lie after the end of the program's share; another
     program then computes it.
     """
     if place == request_end:

@@ -120,8 +120,8 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return constants for `merge_if_last`, powers of two: (rows of a request and K/V head, partial results read at a time).
-    `num_shares` is the number of programs among which the keys are divided.
+    """Return two powers of 2 for `merge_if_last`: (at least the rows of a request and K/V head; partial results read at a
+    time). `num_shares` is the number of programs among which the keys are divided.
     """
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
@@ -251,7 +251,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the result of `merged`. LANES groups of threads divide the partial results among them."""
+    """Merge partial results and return the softmax state as `merged` does. LANES groups of threads divide them among them."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -68,14 +68,14 @@ WINDOW = tl.constexpr(WINDOW_COLUMNS)
 
 @takes(MLADecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
-    """Prepare latent attention (MLA, after absorption) of each request's last query tokens over its paged cache.
+    """Return a prepared call: MLA, after absorption, of each request's last query tokens over its paged cache.
 
     `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the
     kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths and page ids are not read: call
     `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
     `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Output rows after the last request's rows
-    are not written. If a call has `cum_seq_lens_q` and no `max_q_len`, the preparation reads the largest number of rows from
-    the offsets.
+    are not written. If a call has `cum_seq_lens_q` and no `max_q_len`, the host reads the largest number of rows from
+    `cum_seq_lens_q`.
 
     Returns:
         A function that runs the call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16
@@ -154,8 +154,8 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return the attention launch and, if programs divide a request's keys, the merge. They write `results`. `window` is the
-    argument of `_mla_kernel`, None unless the problem is DeepSeek-V4's.
+    """Return the launches that write `results`: attention and, if programs divide a request's keys, a merge. `window` describes
+    DeepSeek-V4's second pool (`_mla_kernel`); None: an MLA problem.
     """
     device = problem.query.device
     is_selected = problem.selected is not None
@@ -256,7 +256,7 @@ def _mla_kernel(
     max_q_len,
     batch_size,
     num_shares,
-    least_tiles,  # smallest number of key tiles of a share
+    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     query_strides,  # (of rows, of heads)
     cache_strides,  # (of pages, of tokens)
     table_stride,  # elements from a row of `block_tables` to the next

@@ -80,7 +80,7 @@ MOST_FEW_ROWS = 64
 
 @takes(DecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
-    """Prepare attention of each request's last query tokens over its paged K/V: decode, verify and draft extend.
+    """Return a prepared call: attention of each request's last query tokens over its paged K/V (decode, verify, draft extend).
 
     `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the
     kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths and page ids are not read: call
@@ -100,10 +100,10 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
-    """Prepare attention of each request's newest tokens over its paged K/V: extend and prefill.
+    """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill).
 
-    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. Everything else is as in
-    `prepare_trtllm_batch_decode_with_kv_cache`.
+    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. The result, unread lengths and NotImplementedError
+    are as in `prepare_trtllm_batch_decode_with_kv_cache`.
     """
     return _prepare(call.problem())
 
@@ -168,11 +168,11 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the largest number of query tokens of a request of the first kind; None if one launch should serve all requests.
+    """Return the most query tokens of a request in the first of two launches; None if one launch should serve all requests.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. A
-    request is of the first kind if its rows fit the tile for that equal number. A wrong guess costs only time.
+    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. The
+    first launch serves requests whose rows fit the tile for that equal number. A wrong guess costs only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -187,7 +187,7 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return the first launch's `shares` with fewer programs, at least half, so that programs of both launches run together.
+    """Return the `shares` of the first of two launches with fewer programs (at least half), so that both launches run together.
 
     A multiprocessor with a program of each launch reads keys for one while it multiplies for the other. `shares` is returned
     unchanged if a program of the second launch needs a whole multiprocessor, and if the second launch is the Gluon kernel's,

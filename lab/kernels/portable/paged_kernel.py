@@ -78,7 +78,7 @@ def _attention_kernel(
     batch_size,
     num_kv_heads,
     num_shares,  # 0 if not SHARED
-    least_tiles,  # smallest number of key tiles of a share
+    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     strides,  # `Strides`
     GROUP: tl.constexpr,  # query heads per K/V head
     HEAD_DIM: tl.constexpr,
@@ -214,8 +214,8 @@ def _attention_kernel(
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
     """Return (request, K/V head, index in this unit) of a place, which is a position in the sequence of work.
 
-    `request` and `request_begin` are as in `place_in_unit`, and a unit has `unit_places` places. With BY_HEAD, `request` is an
-    index among all pairs of K/V head and request, head by head.
+    The place is in `request`, whose first place is `request_begin`; a unit has `unit_places` places. With BY_HEAD, the argument
+    `request` is K/V head * `batch_size` + request.
     """
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:

@@ -72,7 +72,7 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Wait in the last program until the previous launch ends. A third launch that waits for this one waits for both."""
+    """Let this launch's last program wait for the end of the previous launch. A launch that waits for this one awaits both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 

@@ -34,7 +34,7 @@ from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
 @takes(RaggedContextCall)
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
-    """Prepare attention over K/V that is not paged, for new tokens or a chunk of a prefix: MLA's prefill before absorption.
+    """Return a prepared call: MLA's prefill before absorption, over unpaged K/V of new tokens or of a chunk of a prefix.
 
     `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if
     the kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths are not read: call

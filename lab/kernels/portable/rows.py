@@ -25,8 +25,8 @@ class KeyRange(NamedTuple):
         first_key: the first key that some row sees.
         begin, end: the first key of the first tile, and the end of the keys that the program reads.
         num_tiles: number of tiles from `begin` to `end`.
-        num_before, num_common: the first `num_before` tiles need a mask. In the next `num_common` tiles every row sees every
-            key. All later tiles need a mask.
+        num_before, num_common: in tiles `num_before` to `num_before + num_common - 1` every row sees every key. All other tiles
+            need a mask.
     """
 
     q_position: Any
@@ -65,7 +65,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
     """Return the number of query tokens of each request in `requests` (indices, of any shape); 0 if its index is at least
-    `batch_size`, or if the launch does not serve it (`kind`).
+    `batch_size`, or if the launch does not serve it: `kind` is (cu_seqlens_q, least_q_len, max_q_len).
     """
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
@@ -164,9 +164,7 @@ def row_bounds(
     window_left,  # -1: no window
     CAUSAL: tl.constexpr,  # True: a row sees no key after its position
 ):
-    """Return the first key that each row sees, and the end of its keys, int32 [rows] each, without a draft mask. `position` are
-    the rows' positions.
-    """
+    """Return the first key that each row sees, and the end of its keys, int32 [rows] each. There is no draft mask."""
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0
     if CAUSAL:

@@ -96,11 +96,11 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V (`caches`). If it makes the conversion to float16 faster, e4m3 pools are viewed as int16, two
-    elements in one.
+    """Return the pools of K and V (`caches`): e4m3 pools viewed as int16, two elements in one, if that makes their conversion
+    to float16 faster, else as they are.
 
-    It is faster in tiles of fewer than 64 rows, whose products take K/V from registers: one permutation of bytes sorts four
-    loaded elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved one by one.
+    The conversion is faster in tiles of fewer than 64 rows, whose products take K/V from registers: one permutation of bytes
+    sorts four loaded elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:

@@ -138,9 +138,9 @@ class TritonCall:
     """A prepared call (`lab.kernels.prepare`). Calling this object launches its kernels on the current stream, and returns the
     results.
 
-    If no `out` was given, every run writes the same output tensor. Run it on the stream on which it was prepared, or on one
-    that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled yet:
-    make it before a capture.
+    If no `out` was given, every run writes the same output tensor. Run the call on the stream on which it was prepared, or on
+    one that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled
+    yet, so it must come before a capture.
 
     Args:
         device: the device of all tensors of the call.
@@ -189,7 +189,7 @@ def prepared(
         problem: the checked arguments of a call, one of `lab.calls.Problem`.
         steps: takes the output and the LSE (or None), and returns the `steps` of `TritonCall`.
         returned: takes the output and the LSE (or None), and returns the call's result; by default `problem.returned`.
-        reads_contents: as in `TritonCall`.
+        reads_contents: True if the preparation has read contents of GPU tensors on which the steps depend.
 
     Raises:
         NotImplementedError: the kernel does not support the problem; `lab.kernels.support.why_not` gives the reason.

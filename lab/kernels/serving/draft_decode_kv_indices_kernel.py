@@ -154,8 +154,8 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position, in a prefix of `length` tokens, of the prefix token that is the list's `token`-th. FORM is the
-    `ListsForm` of the launch.
+    """Return the position in a prefix of `length` tokens of the token at index `token` of a K/V list. FORM is the `ListsForm`
+    of the launch.
     """
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
@@ -199,8 +199,9 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
     its stores are aligned.
 
     The list begins at index `list_start` of its step's row, which has `capacity` columns and begins at element `step_start` of
-    `kv_indices`. `row`, `row_width` and `v2p` are as in `_load_slots`; the prefix has `length` tokens. A whole block is stored
-    without a mask, because masked stores would be narrower than 16 bytes. FORM is the `ListsForm` of the launch.
+    `kv_indices`. `row` is the request's row of `req_to_token`, `row_width` its entries, and `length` the tokens of the prefix.
+    A whole block is stored without a mask, because masked stores would be narrower than 16 bytes. FORM is the `ListsForm` of
+    the launch.
     """
     lanes = tl.arange(0, FORM.block_tokens)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
@@ -225,7 +226,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
     """Return the slots of the tokens that a branch drafts in all steps after a prefix of `length` tokens, `[block_steps]`; 0
-    for a position beyond the row. The other arguments are as in `_load_slots`.
+    for a position beyond `row`, the request's row of `req_to_token` with `row_width` entries. FORM is the launch's `ListsForm`.
     """
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
@@ -269,8 +270,8 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return the sum over `lengths[:end]` of the number of prefix tokens in a list (`_kept`), int64. FORM is the `ListsForm` of
-    the launch.
+    """Return how many prefix tokens (`_kept`) the lists of prefixes with `lengths[:end]` tokens have together, int64. FORM is
+    the `ListsForm` of the launch.
     """
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)

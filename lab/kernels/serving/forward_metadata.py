@@ -74,7 +74,7 @@ def prepare_write_forward_metadata(
     full_to_swa: Tensor | None = None,
     v2p: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Prepare one launch that writes the metadata of one or several passes over the same requests. A CUDA graph can capture it.
+    """Return a function that writes the metadata of passes over the same requests in one launch. A CUDA graph can capture it.
 
     Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window
     pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. If given, ``v2p`` maps the page for
@@ -95,7 +95,7 @@ def prepare_write_forward_metadata(
         v2p: ``[num_virtual_pages]`` int64, the page of each virtual page, below 0 for none; None if slots are not virtual.
 
     Returns:
-        A function that launches. It can be called any number of times, and the tensors' contents may change between the calls.
+        A function without arguments. It may be called any number of times; the tensors' contents may change between calls.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -31,8 +31,8 @@ paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEX
 
 
 def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why FlashAttention-4 does not support a call, or None (`_flash_attn_fwd`, documentation of
-    `flash_attn_varlen_func`).
+    """Return why FlashAttention-4 does not support a call, else None. Sources: `_flash_attn_fwd`, the documentation of
+    `flash_attn_varlen_func`.
     """
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
@@ -67,7 +67,7 @@ FLASH_ATTENTION_4 = paged_kernel(
 
 
 def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why `flex_attention` does not support a call, or None. On a GPU torch counts elements in 32 bits
+    """Return why `flex_attention` does not support a call, else None. On a GPU torch numbers elements in 32 bits
     (pytorch/pytorch#185264).
     """
     for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
@@ -100,7 +100,7 @@ FLEX_ATTENTION = paged_kernel(
 
 
 def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why SGLang's kernels do not support a call, or None (`decode_attention.py`, `extend_attention.py`)."""
+    """Return why SGLang's kernels do not support a call, else None. Sources: `decode_attention.py`, `extend_attention.py`."""
     if problem.bmm1_scale == 0:
         return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
     if problem.window_left == 0:
@@ -126,7 +126,7 @@ SGLANG_TRITON = paged_kernel(
 
 
 def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return an error sentence if K and V have a scale over another cache than e4m3, which vLLM would not apply, else None."""
+    """Return an error sentence if K and V have a scale but are not e4m3, because vLLM would not apply it; else None."""
     if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
         return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     return None
@@ -148,7 +148,7 @@ VLLM_TRITON = paged_kernel(
 
 
 def _flash_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why FlashMLA does not support a call, or None (`sparse_prefill.cpp`, `sm90/prefill/sparse/phase1.cuh`)."""
+    """Return why FlashMLA does not support a call, or None. Sources: `sparse_prefill.cpp`, sm90/prefill/sparse/phase1.cuh."""
     if problem.selected is None:
         return "reads entries chosen for each row: sparse_mla_top_k must not be 0"
     sides = (("query", problem.query), ("K", problem.k_cache))

@@ -27,7 +27,7 @@ class StoredCache:
 
     @property
     def is_stacked(self) -> bool:
-        """Return True if K and V are one contiguous tensor [num_pages, 2, ...], in which V's page follows K's page."""
+        """Return True if K and V are one contiguous tensor [num_pages, 2, ...]: each page of K is followed by that of V."""
         step_bytes = self.k.stride(0) * self.k.element_size()
         follows_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
         return follows_each and self.k[:1].is_contiguous() and self.k.stride() == self.v.stride()
@@ -50,7 +50,7 @@ class StoredCache:
 
 
 def stored_cache(problem: PagedAttention) -> StoredCache:
-    """Return the memory layout of a call's K/V cache. `layout` is undefined for pages with gaps."""
+    """Return the memory layout of a call's K/V cache. `layout` has no meaning if pages have gaps."""
     layout, k, v = "HND", problem.k_cache, problem.v_cache
     # With one head both layouts are the same memory, and the result is NHD, like an engine's pool.
     if k.stride(2) == k.shape[1] * k.shape[3]:

@@ -146,8 +146,8 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return, as text, those values of `built` (dtypes, head_dims, page sizes, masks) that do not fit a call. `fits` says which
-    of the four fit.
+    """Return, as text, the values of `built` that do not fit a call. `fits` says of its dtypes, head_dims, page sizes and
+    masks, in this order, whether they fit.
     """
     words = (
         " or ".join(
@@ -161,8 +161,8 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _not_skipped(problem: Problem) -> str | None:
-    """Return an error sentence if the call has `skip_softmax` and no kernel for its dtypes supports it
-    (`mSkipsSoftmaxWhenPossible`), else None.
+    """Return an error sentence if the call has `skip_softmax` and no kernel for its dtypes supports it, else None. Source:
+    `mSkipsSoftmaxWhenPossible`.
     """
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
@@ -181,7 +181,7 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Return an error sentence if TMA cannot load a tensor of the call (`buildNdTmaDescriptor`), else None."""
+    """Return an error sentence if TMA cannot load a tensor of the call, else None. Source: `buildNdTmaDescriptor`."""
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -220,8 +220,8 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Return an error sentence if no MLA kernel has the call's number of query heads, else None (mla/_core.py,
-    `selectMlaGenerationKernel`).
+    """Return an error sentence if no MLA kernel has the call's number of query heads, else None. Sources: mla/_core.py,
+    `selectMlaGenerationKernel`.
     """
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
@@ -233,8 +233,7 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def _selected(problem: PagedAttention) -> str | None:
-    """Return an error sentence if no MLA kernel supports the call's selected entries, or a call without selected entries, else
-    None.
+    """Return an error sentence if no MLA kernel has the call's dimensions with, or without, selected entries; else None.
 
     The kernels of selected entries need a contiguous cache (kernelParams.h 756).
     """

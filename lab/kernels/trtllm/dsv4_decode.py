@@ -7,7 +7,7 @@ from lab.kernels.flashinfer_call import PreparedCall, but_defaults, prepared, su
 
 
 def _prepare(call: DSV4DecodeCall, problem: TwoPools) -> PreparedCall:
-    """Prepare FlashInfer's sparse MLA call of DeepSeek-V4: decode, verify, draft extend and prefill.
+    """Return FlashInfer's sparse MLA call of DeepSeek-V4, ready to run. It serves decode, verify, draft extend and prefill.
 
     `lab.calls.DSV4DecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
     kernel does not support the call (`lab.kernels.support.why_not`). If `multi_ctas_kv_counter_buffer` is None, the first bytes

@@ -25,11 +25,11 @@ from lab.kernels.support.xqa import XQA_MLA
 
 
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
-    """Prepare FlashInfer's MLA decode call: decode, verify and draft extend.
+    """Return FlashInfer's MLA decode call, ready to run. It serves decode, verify and draft extend.
 
     `lab.calls.MLADecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
-    kernel does not support the call (`lab.kernels.support.why_not`). `workspace_buffer` and `multi_ctas_kv_counter_buffer` are
-    as in `prepare_trtllm_batch_decode_with_kv_cache`.
+    kernel does not support the call (`lab.kernels.support.why_not`). A `workspace_buffer` must begin with 8 MiB of zeros; None:
+    the lab's own. The zeros are XQA's semaphores, or trtllm-gen's counters if `multi_ctas_kv_counter_buffer` is None.
     """
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)

@@ -38,12 +38,12 @@ from lab.kernels.support.xqa import XQA
 
 
 def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
-    """Prepare FlashInfer's decode call over paged K/V: decode, verify and draft extend.
+    """Return FlashInfer's decode call over paged K/V, ready to run. It serves decode, verify and draft extend.
 
     `lab.calls.DecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
     kernel does not support the call (`lab.kernels.support.why_not`). Without a `mask`, verify rows are causal on every GPU.
     Without a `workspace_buffer`, the lab's own is used, one per device and stream. A given workspace must begin with 8 MiB of
-    zeros, followed by scratch. It may serve calls of both backends in turn: the zeros are XQA's semaphores, and trtllm-gen's
+    zeros, followed by scratch. Calls of both backends may use it in turn: the zeros are XQA's semaphores, and trtllm-gen's
     counters if `multi_ctas_kv_counter_buffer` is None.
     """
     kernel = supported_kernel(problem, call.backend)
@@ -67,13 +67,13 @@ def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
 
 
 def _prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall:
-    """Prepare FlashInfer's context call over paged K/V: extend and prefill.
+    """Return FlashInfer's context call over paged K/V, ready to run. It serves extend and prefill.
 
     `lab.calls.ContextCall` documents parameters, shapes and errors. On SM90, SM120 and SM121 the call runs
-    `trtllm_fmha_v2_prefill`, which takes K and V as one tensor [num_pages, 2, ...], or as halves of one allocation. With halves
-    one small launch writes a [B, 2, M] page table before each run. It is left out if the caller passes this table with
-    `uses_shared_paged_kv_idx=False`, and the whole allocation [2 * num_pages, ...] as both K and V. On these GPUs
-    `cum_seq_lens_kv` must count keys, not pages. The decode call's `workspace_buffer` may be used: its first 8 MiB stay zero.
+    `trtllm_fmha_v2_prefill`, which takes K and V as one tensor [num_pages, 2, ...], or as two halves of one allocation. For
+    halves, a small launch writes a [B, 2, M] page table before each run. To avoid this launch, pass such a table with
+    `uses_shared_paged_kv_idx=False`; K and V must then both be the whole allocation [2 * num_pages, ...]. On these GPUs
+    `cum_seq_lens_kv` must count keys, not pages. `workspace_buffer` may be that of the decode call: its first 8 MiB stay zero.
     """
     if supported_kernel(problem) is FMHA_V2:
         arguments, refreshes = _fmha_v2_arguments(call, problem)
@@ -92,9 +92,8 @@ prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache =
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Convert the call's arguments for K/V (to a pair of HND views), page tables and window to forms that every kernel of
-    FlashInfer 0.7.2 reads correctly. `problem` has the checked arguments. Return (the converted arguments, the `refreshes` of
-    `PreparedCall`).
+    """Return (the call's arguments for K/V, page tables and window, converted so that every kernel of FlashInfer 0.7.2 reads
+    them correctly; the `refreshes` of `PreparedCall`). K/V becomes a pair of HND views. `problem` has the checked arguments.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -111,10 +110,11 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
 def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
     """Return XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
 
-    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. The mask is cached per device, q_len and power of two of the batch.
+    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. The mask is cached per device, q_len and next power of 2 of
+    batch_size.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, and the mask would exist only inside the graph.
+        RuntimeError: a CUDA graph is being captured, and the mask is not cached: it would exist only inside the graph.
     """
     rows = 1 << max(batch_size - 1, 0).bit_length()
     return _causal_mask(rows, q_len, device)[:batch_size]

@@ -24,13 +24,13 @@ from lab.kernels.flashinfer_call import (
 
 
 def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
-    """Prepare FlashInfer's ragged call, MLA's prefill before absorption: new tokens attend to themselves or to a part of the
-    cached prefix.
+    """Return FlashInfer's ragged call, ready to run: MLA's prefill before absorption, in which new tokens attend to themselves
+    or to a part of the cached prefix.
 
     `lab.calls.RaggedContextCall` documents shapes and errors. Raises NotImplementedError with the reason if the kernel does not
     support the call (`lab.kernels.support.why_not`). Without a `workspace_buffer` the lab's own is used, one per device and
-    stream. The decode call's may be used: its first 8 MiB stay zero. The launches that write rows without keys are left out if
-    the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
+    stream. It may be the decode call's: its first 8 MiB stay zero. Rows without keys are written by launches of their own,
+    unless the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
     """
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
@@ -74,7 +74,7 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the results of rows that see no key to `out` and, if not None, to `lse`, without reading the device on the host.
+    """Write the results of rows that see no key to `out` and, if not None, to `lse`. The host reads nothing from the device.
 
     The output is 0, and the LSE the sink's logit in base 2, or -inf without a sink.
     """
@@ -87,7 +87,7 @@ def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: tor
 
 
 def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
-    """Return bool [num_rows], True for a row that sees no key. Padding rows are undefined."""
+    """Return bool [num_rows], True for a row that sees no key. The values of padding rows are undefined."""
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)

@@ -30,7 +30,7 @@ class FixUp(NamedEnum):
 
 
 class PlanStart(NamedEnum):
-    """When the planning of a verify pass starts. SGLang 0.5.13, which starts before the inputs are ready, is not modelled."""
+    """When the planning of a verify pass starts. SGLang 0.5.13, which does not wait for the inputs, is not modelled."""
 
     IN_LINE = "in line"  # on the forward stream, after the draft: SGLang's default
     AFTER_DRAFT = "after the draft"  # on a second stream, after the draft: SGLang 0.5.11, 0.5.12 and 0.5.23
