@@ -58,7 +58,7 @@ class HeadDims(str):
 
 
 class Lengths(TextEnum):
-    """How many keys the requests have. LONGER, AS_ROWS and OF_THE_NEXT are only for the ragged call."""
+    """How many keys the requests have. LONGER (than the query rows), AS_ROWS and OF_THE_NEXT are only for ragged calls."""
 
     UNEQUAL = "unequal"
     EQUAL = "equal"
@@ -69,7 +69,7 @@ class Lengths(TextEnum):
 
 
 class Without(TextEnum):
-    """Which requests of a batch are empty: they have no query rows (a value of "offsets") or no keys (a value of "lengths").
+    """Which requests are empty: without query rows as a value of the axis "offsets", without keys as a value of "lengths".
 
     `requests(n)` returns the indexes of the empty requests in a batch of n requests.
     """

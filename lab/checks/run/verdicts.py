@@ -103,7 +103,7 @@ class Judged:
     remarks: tuple[str, ...] = ()  # notes for the reader, which do not change the outcome
     by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
     suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong
-    differences: tuple[BitDifference, ...] = ()  # only of cases of `lab.checks.invariance`
+    differences: tuple[BitDifference, ...] = ()  # only of cases of `lab.checks.properties.invariance`
 
     def __post_init__(self) -> None:
         for name in ("wrongs", "declines", "remarks", "suspicions"):  # the sentences quote messages of the kernel
