@@ -72,8 +72,8 @@ WITH_BLOCK_SPARSE: Reasons = {
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for a value of argument `name` that only FlashInfer supports. `remedy` says what to pass
-    instead.
+    """Raise NotImplementedError for a value of argument `name` that FlashInfer supports and the lab does not. `remedy` says
+    what to pass instead.
     """
     raise NotImplementedError(f"{name}={_shown(value)} is not modelled by the lab; {remedy}")
 
@@ -109,8 +109,8 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 
 def check_combination(call: Any, argument: str, required: Reasons) -> None:
-    """Raise ValueError if one of the call's arguments in `required` does not have a value that `required` allows. `argument`,
-    such as "cp_world=2", is the argument that requires these values, for the message.
+    """Raise ValueError if one of the call's arguments in `required` does not have a value that `required` allows. The
+    message names `argument`, such as "cp_world=2", as the one that requires these values.
     """
     for name, (allowed, why) in required.items():
         value = getattr(call, name)

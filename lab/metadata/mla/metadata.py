@@ -126,8 +126,8 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of an eager pass: a prefill by `build_mla_prefill_metadata`, else by `build_mla_decode_metadata`.
-    These functions document the arguments.
+    """Build the metadata of a prefill by `build_mla_prefill_metadata`, and of any other pass, which is eager, by
+    `build_mla_decode_metadata`. These functions document the arguments.
     """
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
@@ -232,7 +232,7 @@ def build_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLAPrefillMetadata:
-    """Build the metadata of one eager EXTEND, MIXED, SPLIT_PREFILL or DLLM_EXTEND (SGLang 0.5.23).
+    """Build the metadata of one EXTEND, MIXED, SPLIT_PREFILL or DLLM_EXTEND (SGLang 0.5.23), eager or in a CUDA graph.
 
     The new tokens of a request attend to each other. Separate calls attend to the cached prefixes in chunks, and the LSE merges
     the results.
