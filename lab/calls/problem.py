@@ -1,5 +1,5 @@
-"""Attention problems: the checked arguments of any of FlashInfer's calls in one form. References and kernels compute a problem.
-`lab.calls.features` lists what a kernel must support to compute it.
+"""Attention problems: a call's checked arguments, with the same field names for all of FlashInfer's functions. References
+and kernels compute a problem. `lab.calls.features` lists what a kernel must support to compute it.
 """
 
 import itertools

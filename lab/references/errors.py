@@ -223,12 +223,11 @@ def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dty
 def regress(
     out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
 ) -> Regression:
-    """Return the mean slope of the output vectors of each group, and the largest allowed distance of this mean from 1.
-
-    A vector's slope is sum(vector * expected) / sum(expected ** 2). `Regression` names the groups. For a group of n vectors::
+    """Return the mean slope of the output vectors of each group (`Regression`), such as a head's, and the largest allowed
+    distance of this mean from 1. A vector's slope is sum(vector * expected) / sum(expected ** 2). For a group of n vectors::
 
         bound = COMMON + |mean control slope of the group - 1| + DEVIATIONS * deviation / sqrt(n)
-        deviation = ROUNDING_DEVIATION * eps / 2 + sqrt(mean of (control slope - 1) ** 2 over all vectors)
+        deviation = ROUNDING_DEVIATION * eps / 2 + sqrt(mean of (control slope - 1) ** 2 over all vectors of the output)
 
     Here eps is the larger one of the eps of `arithmetic` and the eps of the control's dtype. In n, vectors with equal LSEs
     count as one, because their weights, and so their rounding errors, may be equal. Vectors that are expected to be zero are in

@@ -195,8 +195,8 @@ def _pairs(before: Files, after: Files) -> list[tuple[RecordedFile, RecordedFile
 
 
 def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
-    """Yield a sentence for each release that lacks a report of the first release's ranges of parameters, and for each report
-    whose settings differ from the first release's report with the same ranges.
+    """Yield a sentence for each release whose reports do not cover the same ranges of parameters as the first release's, and
+    for each report whose other settings differ from the first release's report of the same ranges.
     """
     (first, first_files), *later = releases.items()
     for version, files in later:

@@ -100,7 +100,9 @@ class LongestRequest(TextEnum):
 
 @functools.cache
 def empty_requests(without: Any, requests: int) -> frozenset[int]:
-    """Return the indexes of the empty requests in a batch of `requests` requests; none if `without` is no `Without`."""
+    """Return the indexes of the requests in a batch of `requests` that `without` (`Without`) makes empty: without query rows or
+    without keys. Any other value of the axis makes none empty.
+    """
     return frozenset(without.requests(requests) if isinstance(without, Without) else ())
 
 

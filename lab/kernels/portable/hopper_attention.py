@@ -146,8 +146,8 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until `slot` is empty, and load the K or V tile that begins at key `begin` of `piece` into it. `barriers` is (full,
-    empty).
+    """Wait until `slot` is empty, and load into it the K or V tile of a request that begins at its key `begin`. `piece` says
+    which of the request's keys the program computes. `barriers` is (full, empty).
 
     `descriptor` is the TMA descriptor of the pool, `table` the request's row of the page table, and `parity` (0, 1, 0, ...)
     counts the uses of the slot: the wait for the empty slot uses the opposite parity.

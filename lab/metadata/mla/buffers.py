@@ -40,7 +40,8 @@ def new_block_table(
     cells of its requests' pages. Later cells of a row keep the values of earlier replays.
 
     Returns:
-        ``[max_batch_size, width]`` int32, wide enough for ``max_context_len`` tokens and the padding rows of a request.
+        ``[max_batch_size, width]`` int32, wide enough for the pages of ``max_context_len`` tokens, plus as many
+        tokens as a request of a padded layout has query rows.
 
     Raises:
         ValueError: the backend does not support the pool, the attention or the size.

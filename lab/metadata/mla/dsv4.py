@@ -167,17 +167,17 @@ class DSV4Metadata:
 def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     """Build the metadata of one pass in new tensors (SGLang 0.5.23), without reading the device on the host.
 
-    Each query row sees the tokens up to its own. A draft step sees only the tokens before the draft. In a draft extend a row
+    Each query row sees the tokens up to its own. A draft step sees only the tokens before the draft. In DRAFT_EXTEND_V2 a row
     sees at least one token, also in a padding request (`deepseek_v4_backend.py`, line 2424). Padding rows of a ragged
     verification see the first token of the last request. Padding rows of other modes have no metadata.
 
-    The page table has one column in a draft extend, because a draft model has no compressed entries. In a prefill it has
+    The page table has one column in DRAFT_EXTEND_V2, because a draft model has no compressed entries. In a prefill it has
     columns for the pages of the longest request, and in other modes for the pages of ``max_context_len`` tokens.
 
     Raises:
-        ValueError: the mode is DRAFT_EXTEND or PREBUILT, batch and pool are on different devices, the pool has no
-            sliding-window pages, has virtual slots, or its pages are no multiple of 128 tokens, or the batch lacks a number
-            that the mode needs.
+        ValueError: the mode is DRAFT_EXTEND or PREBUILT; batch and pool are on different devices; the pool has no
+            sliding-window pages, or has virtual slots (`KVPool`); its pages are no multiple of 128 tokens; or the batch lacks
+            a number that the mode needs.
     """
     check_dsv4(pool)
     check_attends(batch, pool)

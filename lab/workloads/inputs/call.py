@@ -89,7 +89,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 class Form(NamedEnum):
-    """An optional argument or result of a call, named by its text. `rewritten` changes the contents of arguments."""
+    """An optional argument or result of a call. The value is its name in reports."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"

@@ -84,7 +84,7 @@ def _without_tensor(value: Any) -> Any:
 
 
 def _restored(value: Any, device: torch.device) -> Any:
-    """Return the value from which `_without_tensor` made `value`. A tensor gets new memory on the device."""
+    """Return a tensor on the device from its (dtype, shape, bytes); any value that is no tuple unchanged."""
     if not isinstance(value, tuple):
         return value
     dtype, shape, data = value
