@@ -8,7 +8,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ def _digest(name: str) -> str:
     of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
     roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
     own |= _imported(own - of_lab, roots, without=of_lab)
-    named, digests, folders = set[str](), list[tuple[str, int, str]](), (*roots, Path(lab.__file__).parents[1])
+    named, digests = set[str](), list[tuple[str, int, str]]()
+    folders = (*roots, Path(lab.__file__).parents[1].resolve())
     for path in filter(Path.is_file, own | of_lab):
         content = path.read_bytes()
         digests.append((*_within(path, folders), hashlib.sha256(content).hexdigest()))
@@ -81,12 +82,12 @@ def _digest(name: str) -> str:
 
 
 def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
-    """Return (relative path, index) of a file: its path in the innermost of `folders` that contains it, and the index
-    of this folder. Return the file's name and -1 if no folder contains it.
+    """Return (relative path, index) of a file: its path in the innermost of `folders`, which have no symbolic links, that
+    contains it, and the index of this folder. Return the file's name and -1 if no folder contains it.
     """
     there = path.resolve()
-    places = enumerate(each.resolve() for each in folders)
-    found = [(str(there.relative_to(each)), index) for index, each in places if there.is_relative_to(each)]
+    around = {*there.parents}
+    found = [(str(there.relative_to(each)), index) for index, each in enumerate(folders) if each in around]
     return min(found, key=lambda each: len(each[0]), default=(there.name, -1))
 
 
@@ -101,6 +102,7 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
     are searched in the folders `roots`. Files in `paths` and `without` are left out.
     """
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
+    names_in = functools.cache(_names_in)  # of this digest alone: files change between two
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
         path = left.pop()
@@ -110,20 +112,35 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
             for level, name in imports
             for folder in (path.parents[level - 1 : level] if level else roots)
         }
-        files = {file for folder, name in wanted - tried for file in _files_of(folder, name) if file.is_file()}
+        names = {file for folder, name in wanted - tried for file in _files_of(str(folder), name, names_in)}
+        new = {file for file in map(Path, names) if file.is_file()} - paths - found - without
         tried |= wanted
-        new = files - paths - found - without
         found |= new
         left += new
     return found
 
 
-def _files_of(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the paths that an import of the dotted `name` may read in a folder: the module and the packages around it."""
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        stem = folder.joinpath(*parts[:depth])
-        yield from (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
+def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]]) -> Iterator[str]:
+    """Yield the paths that an import of the dotted `name` may read in a folder: the module and the packages around it.
+    `names_in` is `_names_in`, or a copy with a cache.
+    """
+    for part in name.split("."):
+        names = names_in(folder)
+        if f"{part}.py" in names:
+            yield f"{folder}/{part}.py"
+        if part not in names:
+            return
+        folder = f"{folder}/{part}"
+        if "__init__.py" in names_in(folder):
+            yield f"{folder}/__init__.py"
+
+
+def _names_in(folder: str) -> frozenset[str]:
+    """Return the names of the files and folders in a folder; none if it cannot be listed, as Python's own import does."""
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:
+        return frozenset()
 
 
 @functools.cache
