@@ -16,7 +16,7 @@ from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.cake import CAKE
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.packages import FLASH_MLA, FLEX_ATTENTION, SGLANG_TRITON
-from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA
+from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA, split_head_dim
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
@@ -88,6 +88,7 @@ MASK = torch.ones(2, 2, 2, dtype=torch.uint16)
 # Pools of pages as the plain call's are: 2 K/V heads, 16 tokens, head_dim 64, bf16.
 POOL, WIDE_POOL = torch.zeros(6, 2, 16, 64, dtype=BF16), torch.zeros(6, 2, 16, 128, dtype=BF16)[..., :64]
 STACKED, THREE = torch.zeros(3, 2, 2, 16, 64, dtype=BF16), torch.zeros(3, 3, 2, 16, 64, dtype=BF16)
+DENSER_V = STACKED.as_strided((3, 2, 16, 64), (4096, 64, 64, 1), 2048)  # begins where V begins in STACKED
 STACKED_NHD = torch.zeros(3, 2, 16, 2, 64, dtype=BF16).transpose(2, 3)
 # Two allocations, V's whole pages after K's by chance.
 MEMORY = bytearray(6 * 4096)
@@ -299,6 +300,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM90, ONE_POOL, "needs K and V to be one contiguous [num_pages, 2, ...] tensor, or contiguous halves"),
         (SM90, {"k_cache": STACKED[:, 0], "v_cache": STACKED[:, 1]}, None),
         (SM90, {"k_cache": STACKED_NHD[:, 0], "v_cache": STACKED_NHD[:, 1]}, None),
+        (SM90, {"k_cache": STACKED[:, 0], "v_cache": DENSER_V}, "halves of one allocation"),
         (SM90, {"k_cache": STACKED[:, 1], "v_cache": STACKED[:, 0]}, "V -4096 bytes after K, pages of 4096 bytes"),
         (SM90, {"k_cache": THREE[:, 0], "v_cache": THREE[:, 1]}, "V 4096 bytes after K"),
         (SM90, {"k_cache": POOL[:3], "v_cache": POOL[3:]}, None),
@@ -413,6 +415,16 @@ def test_which_kernel_an_engine_runs(capability: Capability, decode: Kernel, con
     assert kernel_for(AttentionCall.CONTEXT, capability) is context
     assert why_not(decode, capability, problem(decode)) is None
     assert why_not(context, capability, problem(context)) is None
+
+
+def test_a_gpu_without_flashinfers_kernels_has_the_rows_of_those_without_trtllm_gen() -> None:
+    for capability in (SM80, (6, 0)):
+        assert kernel_for(AttentionCall.DECODE, capability) is XQA
+        assert kernel_for(AttentionCall.CONTEXT, capability) is FMHA_V2
+
+
+def test_a_head_dim_is_divided_into_a_power_of_two_and_the_rest() -> None:
+    assert [split_head_dim(size) for size in (64, 96, 192)] == [(64, 0), (64, 32), (128, 64)]
 
 
 def test_cute_dsl_has_no_row() -> None:

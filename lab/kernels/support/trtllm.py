@@ -1,7 +1,7 @@
 """The kernel that runs each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA or fmha_v2 on GPUs without trtllm-gen."""
 
 from lab.calls.problem import AttentionCall
-from lab.gpus import Capability, family_of
+from lab.gpus import Capability, trtllm_backend_of
 from lab.kernels.support.cake import CAKE
 from lab.kernels.support.dsv4 import TRTLLM_GEN_DSV4
 from lab.kernels.support.fmha_v2 import FMHA_V2
@@ -31,7 +31,4 @@ def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto
         )
     if of_one_rank and call is AttentionCall.DECODE:
         return CAKE
-    if backend == "auto":
-        family = family_of(capability)
-        backend = "xqa" if family is None or family.trtllm_backend is None else family.trtllm_backend
-    return (TRTLLM_GEN if backend == "trtllm-gen" else ELSEWHERE)[call]
+    return (TRTLLM_GEN if trtllm_backend_of(capability, backend) == "trtllm-gen" else ELSEWHERE)[call]

@@ -134,6 +134,7 @@ NUMBERS = (("==", 1.25), (">=", 0), ("<=", 1.25))  # the tests of a number, and 
         ({"bmm2_scale": 0.5}, {"bmm2_scale_not_1": True}),
         ({"bmm2_scale": 3}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
         ({"bmm2_scale": 0.0}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True, "bmm2_scale_small": True}),
+        ({"bmm2_scale": 0.001}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
         ({"bmm2_scale": 2.0**-9}, {"bmm2_scale_not_1": True}),
         (
             {"bmm2_scale": -(2.0**-10)},
