@@ -13,7 +13,7 @@ Ready = Callable[[], Any]  # a call, ready to be made
 def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
     """Return two functions for FlashInfer's call `<name>`: `<kind>_<name>` prepares the call, `<name>` runs it at once.
 
-    Both have FlashInfer's parameters and the docstring of `make_ready`. For calls without query rows they do not call it.
+    Both have FlashInfer's parameters and the docstring of `make_ready`, which they call only if a call has query rows.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).

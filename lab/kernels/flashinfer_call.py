@@ -74,7 +74,7 @@ def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple
     """Return a `PreparedCall` of the installed FlashInfer's function `module.name` with these keyword arguments and
     `refreshes`.
 
-    Raises the errors of `installed_taking`.
+    Raises NotImplementedError if the installed version has no such function, or takes other arguments.
     """
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
@@ -254,23 +254,23 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace after the semaphores, uint8, in which a kernel may leave any contents. The
-    arguments are those of `workspace_for`.
+    """Return the part of a call's workspace after the semaphores, uint8, in which a kernel may leave any contents. None stands
+    for the lab's workspace; errors are those of `workspace_for`.
     """
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     """Return the workspace argument of a ragged call: the part after the semaphores, or the whole workspace if the installed
-    FlashInfer has its counters in it (`takes_counters` is False). The arguments are those of `workspace_for`.
+    FlashInfer has its counters in it (`takes_counters` is False). A `workspace_buffer` of None stands for the lab's own.
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured on the device. `what` names the memory that cannot be allocated
-    then, because later calls use it too.
+    """Raise RuntimeError if a CUDA graph is being captured on the device. `what` names the memory that must not be allocated in
+    the graph, because later calls use it too.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (`flash-attn-4`, CuTe DSL) as FlashInfer's decode and context calls: SM90, SM100 and SM103.
+"""FlashAttention-4 (`flash-attn-4`, CuTe DSL) under the names of FlashInfer's decode and context calls: SM90, SM100, SM103.
 
 The package is imported at the first call. A call that differs from earlier ones in more than lengths compiles for some seconds.
 A prepared call reads the current lengths and page ids on the device, also in a CUDA graph. On SM100 and SM103

@@ -8,7 +8,7 @@ the fork that SGLang 0.5.23 uses, which keeps the kernels for SM90 under the nam
 The kernel stops at a number of columns for each row. One small launch writes these numbers before each call, so that the host
 reads no length. It reads whole 128 columns: a table of another width is copied before each call. The kernel has no `out`: its
 result is copied, and a call's time includes the copy. Its LSE is a natural logarithm without the sink, and +inf for a row
-without entries: more launches convert both.
+without entries: more launches add the sink, and convert the base and +inf.
 """
 
 import math
@@ -35,7 +35,7 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
     `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
+        ModuleNotFoundError, TypeError: FlashMLA is not installed, or its function takes other arguments.
     """
     out, lse = problem.results()
     refuse_unsupported(FLASH_MLA, problem)

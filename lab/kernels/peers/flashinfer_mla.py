@@ -1,5 +1,5 @@
-"""FlashInfer's `BatchMLAPagedAttentionWrapper` as FlashInfer's MLA decode call, for GPUs for which trtllm-gen and XQA have no
-MLA kernel.
+"""FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call, for GPUs without an MLA kernel of
+trtllm-gen or XQA.
 
 The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
 backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.

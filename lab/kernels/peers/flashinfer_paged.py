@@ -1,4 +1,4 @@
-"""FlashInfer's decode and prefill wrappers over a paged cache, with FA2 or FA3, as FlashInfer's decode and context calls.
+"""FlashInfer's decode and prefill wrappers (FA2, FA3) over a paged cache, under the names of the decode and context calls.
 
 `BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 does.
 `BatchPrefillWithPagedKVCacheWrapper` serves all other calls: several rows, masks, sinks, V with other strides than K. The

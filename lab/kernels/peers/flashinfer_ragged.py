@@ -1,4 +1,4 @@
-"""FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` as FlashInfer's ragged context call, for GPUs without trtllm-gen.
+"""FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call, for GPUs without trtllm-gen.
 
 The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
 backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.

@@ -1,4 +1,4 @@
-"""torch's `flex_attention` over a paged cache, as FlashInfer's decode and context calls.
+"""torch's `flex_attention` over a paged cache, under the names of FlashInfer's decode and context calls.
 
 The whole pool is one sequence of tokens, and one page is one block of keys. The mask function looks a token's position in its
 request up in a table, as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). Pages that

@@ -1,4 +1,4 @@
-"""FlashInfer's own wrappers, which plan on the host from the lengths, as FlashInfer's TRT-LLM calls."""
+"""FlashInfer's own wrappers, which plan on the host from the lengths, under the names of its TRT-LLM calls."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ class PlannedWrapper:
         """
 
         def planned(call: Any, problem: Any) -> Ready:
-            """Check and plan a call. Return a function that runs it. Its class in `lab.calls` documents shapes and errors."""
+            """Check and plan a call. Return a function that runs it. `call`'s class documents shapes and errors."""
             return plan(call, problem, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module

@@ -1,4 +1,4 @@
-"""SGLang's Triton attention as FlashInfer's decode and context calls.
+"""SGLang's Triton attention under the names of FlashInfer's decode and context calls.
 
 The installed SGLang has the kernels and is imported at the first call; the lab is written for 0.5.23. A call with one row per
 request runs `decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
@@ -65,7 +65,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
+        ModuleNotFoundError, TypeError: SGLang is not installed, or its function takes other arguments.
         NotImplementedError: the kernels do not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph
             is being captured, or a row sees no key.
     """

@@ -1,4 +1,4 @@
-"""vLLM's Triton attention, `unified_attention`, as FlashInfer's decode and context calls.
+"""vLLM's Triton attention, `unified_attention`, under the names of FlashInfer's decode and context calls.
 
 The installed vLLM has the kernels and is imported at the first call; the lab is written for 0.33.0. A call is one launch, or
 two if vLLM splits the keys into 16 segments, for few requests with few rows. vLLM's `TritonAttentionMetadataBuilder` has the
@@ -40,7 +40,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
+        ModuleNotFoundError, TypeError: vLLM is not installed, or its function takes other arguments.
     """
     out, _ = problem.results()
     refuse_unsupported(VLLM_TRITON, problem)

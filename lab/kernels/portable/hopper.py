@@ -79,7 +79,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the paged Gluon kernel for a call, or None if the kernel does not support it or would be slower."""
+    """Return the paged Gluon kernel's tiles for a call; None if it does not support the call or the Triton kernel is faster."""
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim or problem.is_block_sparse:
@@ -91,7 +91,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of MLA's Gluon kernel for a call, or None if the kernel does not support it or would be slower."""
+    """Return the tile of MLA's Gluon kernel for a call; None if it does not support the call or the Triton kernel is faster."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     if tile is None or problem.k_cache.dtype != problem.query.dtype or problem.selected is not None:
         return None
@@ -133,7 +133,7 @@ def hopper_launches(
     keys.
 
     Args:
-        results: the output and the LSE, or None, that the launches write.
+        results: the output, and the LSE or None, that the launches write.
         tile: one of `hopper_tiles`.
         shares: how the keys are divided among programs; None: one program reads all keys of a block of rows and a K/V head.
         least_q_len: the launches serve only requests of at least this number of query tokens; None: all requests.

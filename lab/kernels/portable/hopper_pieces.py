@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the tuple `walk`, a position in the program's work, at its start.
+    """Return the tuple `walk` at the start of the program's work. `walk` is a position in this work.
 
     A comment above describes `walk` and `batch`; GROUP is the number of query heads per K/V head. With SHARED, a program
     computes consecutive key tiles of the batch, one of `num_shares` equal parts of at least `least_tiles` places

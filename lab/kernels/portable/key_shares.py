@@ -268,8 +268,8 @@ def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SM
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return the number of places that a unit (request and K/V head) has before its key tiles.
 
-    `num_tiles` is the number of these tiles, and `unit_places` the last item of the result of `begin_program`: 0 means
-    START_PLACES.
+    `num_tiles` is the number of these tiles, and `unit_places` the number of places of a unit. It is 0 if units have different
+    numbers: each then has START_PLACES before its tiles.
     """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 

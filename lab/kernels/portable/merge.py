@@ -251,7 +251,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Merge partial results and return the softmax state as `merged` does. LANES groups of threads divide them among them."""
+    """Merge partial results and return the softmax state, as `merged` does. LANES groups of threads divide the work."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -102,8 +102,8 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
     """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill).
 
-    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. The result, unread lengths and NotImplementedError
-    are as in `prepare_trtllm_batch_decode_with_kv_cache`.
+    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. For the result, checks and NotImplementedError see
+    `prepare_trtllm_batch_decode_with_kv_cache`.
     """
     return _prepare(call.problem())
 

@@ -65,7 +65,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
     """Return the number of query tokens of each request in `requests` (indices, of any shape); 0 if its index is at least
-    `batch_size`, or if the launch does not serve it: `kind` is (cu_seqlens_q, least_q_len, max_q_len).
+    `batch_size`, or if the launch does not serve it. `kind` is (cu_seqlens_q, least_q_len, max_q_len).
     """
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
@@ -164,7 +164,7 @@ def row_bounds(
     window_left,  # -1: no window
     CAUSAL: tl.constexpr,  # True: a row sees no key after its position
 ):
-    """Return the first key that each row sees, and the end of its keys, int32 [rows] each. There is no draft mask."""
+    """Return the first key that each row sees, and the end of its keys, int32 [rows] each. The call has no draft mask."""
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0
     if CAUSAL:

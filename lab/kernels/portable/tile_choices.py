@@ -46,7 +46,7 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
     allow, and two programs on a multiprocessor hide each other's waits. With more rows, SM90 is bound by the time from a tile's
     arrival to its products: its tiles have 128 rows, for two warp groups. TMA loads these tiles, which saves registers for
-    addresses, and tiles of up to 32 rows, because a program then reads its first keys sooner.
+    addresses. It also loads tiles of up to 32 rows, because a program then reads its first keys sooner.
 
     Args:
         head_dim: elements of a head of K and of V.
@@ -98,10 +98,10 @@ def choose_prefill_tile(
     """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows.
 
     The programs of a request's blocks run at the same time and find each other's keys in L2. So blocks of 64 rows read no more
-    from memory than blocks of 128 rows, and mask fewer keys in their last tiles. On SM90 they were slower where TMA does not
-    load the tiles, with pages of 16 tokens. On SM100 one product takes 128 rows, so tiles have 128 rows if they do not spill. A
-    block of up to 32 rows sees few keys (a short window or prompt): with two warps a multiprocessor has room for four programs,
-    which hide each other's waits for their first keys.
+    from memory than blocks of 128 rows, and mask fewer keys in their last tiles. On SM90 blocks of 64 rows were slower with
+    pages of 16 tokens, whose tiles TMA does not load. On SM100 one product takes 128 rows, so tiles have 128 rows if they do
+    not spill. A block of up to 32 rows sees few keys (a short window or prompt): with two warps a multiprocessor has room for
+    four programs, which hide each other's waits for their first keys.
 
     Args:
         tile: the result of `choose_tile`.

@@ -14,7 +14,7 @@ CUMULATIVE_ROWS = -1  # `cu_seqlens_q` is the running sum of a tensor with the q
 
 
 def check_matrix(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the value if it is a tensor [rows, columns] of one of `dtypes` whose rows are contiguous; else raise TypeError or
+    """Return `value` if it is a tensor [rows, columns] of one of `dtypes` whose rows are contiguous; else raise TypeError or
     ValueError. There may be gaps between the rows. Errors name the argument `name`.
     """
     tensor = check_tensor(name, value, dtypes)

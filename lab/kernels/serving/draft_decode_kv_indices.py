@@ -94,8 +94,8 @@ def generate_draft_decode_kv_indices(
         paged_kernel_lens: ``[num_requests]`` int32 or int64, tokens of each prefix.
         kv_indices: ``[num_steps, capacity]`` int32 or int64, written in place: a row of lists for each step.
         kv_indptr: int32 or int64, at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
-        positions: ``[num_requests * topk]`` int32 or int64, as in the reference. ``kv_indptr[step]`` is the running sum of
-            ``positions + step + 1``; a window limits ``positions`` to ``window_size + sink_size``.
+        positions: ``[num_requests * topk]`` int32 or int64, each prefix length ``topk`` times. ``kv_indptr[step]`` is the
+            running sum of ``positions + step + 1``; a window limits ``positions`` to ``window_size + sink_size``.
         topk: branches per request.
         page_size: tokens per page.
         window_size: number of tokens at a prefix's end that a list has; 0: the whole prefix.

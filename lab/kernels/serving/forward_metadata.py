@@ -46,8 +46,8 @@ class PassBuffers:
         swa_page_table: like ``page_table``, with pages of the sliding-window pool, or None.
         out_cache_loc: read: ``[at most num_tokens]`` int64, the write locations of the query rows in the full pool; None if
             ``swa_out_cache_loc`` is None.
-        swa_out_cache_loc: ``[num_tokens]`` int64 or None; becomes the same locations in the sliding-window pool, then 0. A
-            location of -1 stays -1.
+        swa_out_cache_loc: ``[num_tokens]`` int64 or None; becomes the locations of ``out_cache_loc`` in the sliding-window
+            pool, then 0. A location of -1 stays -1.
         seq_len_offset: tokens of each request that ``seq_lens`` does not count, 0 or more.
         query_rows: read: the number of query rows, an int of 1 or more for all requests, or a tensor ``[num_requests]`` int32
             or int64. None: ``cu_seqlens_q`` is not written.
@@ -132,7 +132,7 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return a function that launches the kernel. The arguments are those of `prepare_write_forward_metadata`. The batch must
+    """Return a function that launches the kernel with the checked arguments of `prepare_write_forward_metadata`. The batch must
     have at least one request.
     """
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
@@ -217,13 +217,13 @@ def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    """Encode the address of each tensor as `_encode_numbers` does; None stays None."""
+    """Return 2 n + 3 for the address n of each tensor, as `_encode_numbers` does; None stays None."""
     return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
 
 
 def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Encode addresses, numbers of columns and row strides (in elements) of page tables as `_encode_numbers` does. Return
-    (addresses, numbers of columns, strides).
+    """Return (addresses, numbers of columns, row strides in elements) of page tables, each number n as 2 n + 3
+    (`_encode_numbers`).
     """
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
     return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)

@@ -107,7 +107,7 @@ def _int64s(passed):
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
     """Return the number of page table columns to write for a request of `length` tokens: its pages, at most the table's width.
 
-    `passed_width` is the encoded width.
+    `passed_width` is 2 * width + 3.
     """
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 

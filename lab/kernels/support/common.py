@@ -69,7 +69,7 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the first error sentence of `misaligned` for these (name, tensor) pairs, or None."""
+    """Return the first error sentence of `misaligned` for these (name, tensor) pairs, None if all are aligned."""
     return next((words for name, tensor in tensors if (words := misaligned(name, tensor)) is not None), None)
 
 

@@ -68,7 +68,7 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` with the supported values `among`. The error sentence has `words` and these values."""
+    """Return `Sizes` for the supported values `among`. Its error sentence has `words`, and then lists `among`."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
@@ -83,11 +83,11 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
     return sizes(words, lambda problem: problem.head_dim, *among)
 
 
-def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for pairs of dimensions, such as (576, 512). `of` takes a call's problem and returns its pair; `what` is
-    the pair's name, and `among` are the supported pairs.
+def dims(names: str, pair_of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
+    """Return `Sizes` for pairs of dimensions, such as (576, 512). `pair_of` takes a call's problem and returns its pair;
+    `names` are the names of a pair, and `among` the supported pairs.
     """
-    return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
+    return Sizes(f"has kernels for {names} {' or '.join(map(str, among))}", pair_of, among)
 
 
 def mla_dims(problem: PagedAttention) -> tuple[int, int]:

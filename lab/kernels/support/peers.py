@@ -86,7 +86,7 @@ FA3_RAGGED = _ragged("FA3", (SM90,))
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why FA2 or FA3 does not support a paged call, else None. Sources: wrappers, `AttentionSink`, loads of kernels."""
+    """Return why FA2 or FA3 does not support a paged call, else None. Sources: the wrappers, `AttentionSink`, the kernels."""
     if problem.sinks is not None and problem.mask is not None:  # the `LogitsMask` of `AttentionSink` ignores the mask
         return "reads no mask where it has sinks"
     if problem.sinks is not None and problem.query.dtype == E4M3:

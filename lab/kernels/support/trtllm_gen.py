@@ -119,7 +119,7 @@ UNPACKED_LOAD_BYTES = 32  # alignment if TMA unpacks 4-bit values: decode over N
 
 
 def _mask(problem: Problem) -> MaskKind:
-    """Return the kind of mask by which `selectKernel` chooses a kernel. A window of all keys counts as no window."""
+    """Return the kind of mask by which `selectKernel` of FlashInfer selects a kernel. A window of all keys is no window."""
     if not problem.causal:
         return MaskKind.FULL
     return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL
