@@ -39,7 +39,7 @@ def _every_share(
     batch_size,
     num_kv_heads,
     num_shares,
-    least_tiles,
+    least_places,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -50,10 +50,10 @@ def _every_share(
     lanes = tl.arange(0, LANES if LANES > 0 else BLOCK_REQUESTS)
     batch = (seq_lens, batch_size, reach, num_kv_heads, kind, lanes)
     if LANES > 0:
-        begun = begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
+        begun = begin_in_small_batch(number, batch, num_shares, least_places, TILE)
         _, end, share, request, begin, number, unit = begun
     else:
-        _, end, share, request, begin = begin_share(number, batch, num_shares, least_tiles, TILE)
+        _, end, share, request, begin = begin_share(number, batch, num_shares, least_places, TILE)
         unit = tl.zeros([], tl.int64)
     tl.store(found + number * 5, end)
     tl.store(found + number * 5 + 1, share)
@@ -85,7 +85,7 @@ def shares_on(
     window_left: int,
     num_kv_heads: int,
     num_shares: int,
-    least_tiles: int = 1,
+    least_places: int = 1,
     q_lens: list[int] | None = None,
     kind: tuple[int | None, int | None] = (None, None),
     lanes: int = 0,
@@ -103,7 +103,7 @@ def shares_on(
         len(lengths),
         num_kv_heads,
         num_shares,
-        least_tiles,
+        least_places,
         TILE=tile,
         LANES=lanes,
     )
@@ -116,13 +116,13 @@ def places_of(length: int, window_left: int) -> int:
     return max(-(-length // BLOCK_KEYS) - first, 1) + START_PLACES
 
 
-def share_of(places: list[int], num_kv_heads: int, num_shares: int, least_tiles: int) -> int:
+def share_of(places: list[int], num_kv_heads: int, num_shares: int, least_places: int) -> int:
     """`places` are each request's, of all its units."""
-    equal = max(-(-sum(places) // num_shares), least_tiles)
+    equal = max(-(-sum(places) // num_shares), least_places)
     longest = max(places) // num_kv_heads
     num_units = len(places) * num_kv_heads
     per_unit = max(1, num_shares // num_units)
-    even = max(-(-longest // per_unit) * -(-num_units // num_shares), least_tiles)
+    even = max(-(-longest // per_unit) * -(-num_units // num_shares), least_places)
     most = (CUT_KEYS.value + CUT_KEYS_OF_ROW.value * TILE.rows) // BLOCK_KEYS
     return even if even <= equal + most else equal
 
@@ -166,9 +166,9 @@ def test_a_cut_costs_more_where_a_tile_has_more_rows(device: str, rows: int, sha
 
 @pytest.mark.parametrize("batch_size", [1, 3, BLOCK_REQUESTS.value, 2 * BLOCK_REQUESTS.value + 5])
 @pytest.mark.parametrize("window_left", [-1, 0, 90, 2**40])
-@pytest.mark.parametrize(("num_kv_heads", "num_shares", "least_tiles"), [(2, 7, 1), (3, 50, 2)])
+@pytest.mark.parametrize(("num_kv_heads", "num_shares", "least_places"), [(2, 7, 1), (3, 50, 2)])
 def test_shares(
-    device: str, batch_size: int, window_left: int, num_kv_heads: int, num_shares: int, least_tiles: int
+    device: str, batch_size: int, window_left: int, num_kv_heads: int, num_shares: int, least_places: int
 ) -> None:
     """Equal shares, unless requests of one length ask for others, of an order with a request's places once per unit."""
     lengths = [(37 * request * request) % 1000 for request in range(batch_size)]
@@ -178,10 +178,10 @@ def test_shares(
         window_left=window_left,
         num_kv_heads=num_kv_heads,
         num_shares=num_shares,
-        least_tiles=least_tiles,
+        least_places=least_places,
     )
     places = [num_kv_heads * places_of(length, window_left) for length in lengths]
-    hold_shares(found, places, share_of(places, num_kv_heads, num_shares, least_tiles))
+    hold_shares(found, places, share_of(places, num_kv_heads, num_shares, least_places))
 
 
 @pytest.mark.parametrize("batch_size", [3, 2 * BLOCK_REQUESTS.value + 5])
@@ -221,7 +221,7 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_shares", "least_tiles", "share", "unit"),
+    ("lengths", "num_shares", "least_places", "share", "unit"),
     [
         ([512] * 16, 264, 1, 4, 16),  # four parts of 4 tiles, of which none is smaller
         ([512], 264, 4, 4, 264),  # four parts, as small as are worth a program
@@ -238,7 +238,7 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
     ],
 )
 def test_units_of_a_small_batch_are_cut_into_equal_parts(
-    device: str, lengths: list[int], num_shares: int, least_tiles: int, share: int, unit: int
+    device: str, lengths: list[int], num_shares: int, least_places: int, share: int, unit: int
 ) -> None:
     """With 4 K/V heads; shares follow each other, and the first place of each is one of the request that is found for it."""
     found = shares_on(
@@ -247,7 +247,7 @@ def test_units_of_a_small_batch_are_cut_into_equal_parts(
         window_left=-1,
         num_kv_heads=4,
         num_shares=num_shares,
-        least_tiles=least_tiles,
+        least_places=least_places,
         lanes=next(most for most in (WARP_REQUESTS.value, BLOCK_REQUESTS.value) if len(lengths) <= most),
     )
     places = [unit or places_of(length, -1) for length in lengths]

@@ -40,8 +40,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, split: Split) -> Callable[..., list[Par
         allocated.extend(() if partials is None else (partials,))
         return partials
 
-    def shared(count: int, least_tiles: int = 1, merges_at_once: bool = True) -> list[PartialResults]:
-        split(shares=key_shares.Shares(count, least_tiles, key_shares.WARP_REQUESTS.value, merges_at_once))
+    def shared(count: int, least_places: int = 1, merges_at_once: bool = True) -> list[PartialResults]:
+        split(shares=key_shares.Shares(count, least_places, key_shares.WARP_REQUESTS.value, merges_at_once))
         return allocated
 
     monkeypatch.setattr(paged, "new_partials", new_partials)
@@ -83,17 +83,17 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("kv_lens", "count", "least_tiles"), CUT, ids=str)
+@pytest.mark.parametrize(("kv_lens", "count", "least_places"), CUT, ids=str)
 @pytest.mark.parametrize(("q_len", "merges_at_once"), [(1, True), (4, True), (4, False)])
 def test_every_key_counts_once(
     cut: Callable[..., list[PartialResults]],
     kv_lens: list[int],
     count: int,
-    least_tiles: int,
+    least_places: int,
     q_len: int,
     merges_at_once: bool,
 ) -> None:
-    allocated = cut(count, least_tiles, merges_at_once)
+    allocated = cut(count, least_places, merges_at_once)
     DECODES.right([q_len] * len(kv_lens), kv_lens, 64, heads=(4, 2), out_dtype=FP32, sinks=sinks_of(4))
     assert not (merges_at_once and allocated[0].of_units.any())
 
@@ -104,16 +104,16 @@ def test_windows(cut: Callable[..., list[PartialResults]], window_left: int) -> 
     DECODES.right([2] * 3, [500, 260, 3], 64, heads=(4, 2), out_dtype=FP32, window_left=window_left)
 
 
-@pytest.mark.parametrize(("kv_lens", "count", "least_tiles"), [CUT[2], CUT[5]], ids=str)
+@pytest.mark.parametrize(("kv_lens", "count", "least_places"), [CUT[2], CUT[5]], ids=str)
 def test_the_order_of_programs_does_not_show(
     cut: Callable[..., list[PartialResults]],
     run_in: Callable[[str], None],
     kv_lens: list[int],
     count: int,
-    least_tiles: int,
+    least_places: int,
 ) -> None:
     """Whoever arrives last, the first program of a unit among them: the bits are the same."""
-    allocated = cut(count, least_tiles)
+    allocated = cut(count, least_places)
     arguments = arguments_of(kv_lens)
     out, lse = launch(arguments)
     for order in ORDERS:
@@ -232,8 +232,8 @@ def test_what_is_small(
     monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(8 * q_len, head_dim, 2, (9, 0))
     problem = sizes_on_a_gpu(batch_size, q_len, 4096, num_kv_heads=4, head_dim=head_dim)
-    least_tiles = paged.SMALL_SHARE_KEYS // tile.keys if lanes else 1
-    assert paged.shares_of(problem, tile, 1) == key_shares.Shares(264, least_tiles, lanes, at_once)
+    least_places = paged.SMALL_SHARE_KEYS // tile.keys if lanes else 1
+    assert paged.shares_of(problem, tile, 1) == key_shares.Shares(264, least_places, lanes, at_once)
     assert paged.shares_of(problem, tile, 1, of_kind=True) == key_shares.Shares(264)
 
 

@@ -275,7 +275,7 @@ def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.cons
 
 
 # Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
-VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"]
+VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_places"]
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -296,7 +296,7 @@ def hopper_attention_kernel(
     batch_size,
     num_kv_heads,
     num_shares,  # 0 if not SHARED
-    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     query_strides,  # (of rows, of heads)
     table_strides,  # (of K, of V), elements from row to row
     GROUP: gl.constexpr,  # query heads per K/V head
@@ -323,7 +323,7 @@ def hopper_attention_kernel(
     rings = _rings(DTYPE, CONSUMERS, HEAD_DIM, TILE)
     loaded = _rings(STORED, 1, HEAD_DIM, TILE) if CONVERTS else rings
     batch = (seq_lens, (cu_seqlens_q, least_q_len, max_q_len), window_left, batch_size, num_kv_heads)
-    walk = begin_walk(batch, num_shares, least_tiles, SHARED, GROUP, TILE)
+    walk = begin_walk(batch, num_shares, least_places, SHARED, GROUP, TILE)
     queries = (query, query_strides)
     pools = (k_tiles, v_tiles, block_tables, table_strides)
     terms = (sinks, scales, results, partials)

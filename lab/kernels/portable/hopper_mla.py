@@ -295,7 +295,7 @@ def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE:
 
 
 # Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
-@gluon.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_tiles", "table_stride"])
+@gluon.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_places", "table_stride"])
 def hopper_mla_kernel(
     query,  # [num_rows, HEADS, RANK + ROPE]
     boxes,  # TMA descriptor of the pool, result of `_boxes`
@@ -309,7 +309,7 @@ def hopper_mla_kernel(
     max_q_len,
     batch_size,
     num_shares,
-    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     query_strides,  # (of rows, of heads)
     table_stride,  # elements from a row of `block_table` to the next
     HEADS: gl.constexpr,  # query heads
@@ -362,7 +362,7 @@ def hopper_mla_kernel(
     mbarrier.init(message.full, 1)
     mbarrier.init(message.empty, 1)
     batch = (seq_lens, (cu_seqlens_q, None, max_q_len), -1, batch_size, 1)
-    walk = begin_walk(batch, num_shares, least_tiles, True, HEADS, TILE)
+    walk = begin_walk(batch, num_shares, least_places, True, HEADS, TILE)
     terms = (sinks, scales, results, partials)
     pool = (boxes, block_table, table_stride)
     query = (query, query_strides)

@@ -55,11 +55,11 @@ class Piece(NamedTuple):
 
 
 @gluon.jit
-def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
+def begin_walk(batch, num_shares, least_places, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
     """Return the tuple `walk` at the start of the program's work. `walk` is a position in this work.
 
     A comment above describes `walk` and `batch`; GROUP is the number of query heads per K/V head. With SHARED, a program
-    computes consecutive key tiles of the batch, one of `num_shares` equal parts of at least `least_tiles` places
+    computes consecutive key tiles of the batch, one of `num_shares` equal parts of at least `least_places` places
     (`key_shares`). Without SHARED, it computes one block of rows and K/V head after another.
     """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
@@ -67,7 +67,7 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
     if SHARED:
         requests = (seq_lens, batch_size, reach_of(window_left, kind[2]), num_kv_heads, kind, lanes)
         place, end, last, request, request_begin = begin_at_tile(
-            gl.program_id(1).to(gl.int64), requests, num_shares, least_tiles, TILE
+            gl.program_id(1).to(gl.int64), requests, num_shares, least_places, TILE
         )
     else:
         place = gl.program_id(0)

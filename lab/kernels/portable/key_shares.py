@@ -43,7 +43,7 @@ from lab.kernels.portable.tiles import HopperTile, ProgramTile
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
 # The same in a batch of at most this many requests: one per thread of one warp, so that no warp waits for another.
 WARP_REQUESTS: tl.constexpr = tl.constexpr(32)
-# A unit of a small batch is cut into more parts than this only if each part has at least twice `least_tiles`.
+# A unit of a small batch is cut into more parts than this only if each part has at least twice `least_places`.
 FEW_PARTS: tl.constexpr = tl.constexpr(4)
 # Keys by which a share may exceed the equal division, if units are then not cut, or cut into equal parts. A cut costs time: a
 # program that begins another request waits for its first keys, and partial results are written, read and merged.
@@ -60,7 +60,7 @@ class Shares:
 
     Attributes:
         count: number of shares (parts of the work). Each block of query rows has one program per share.
-        least_tiles: smallest number of places in a share, which are key tiles or, before each unit's tiles, empty.
+        least_places: smallest number of places in a share, which are key tiles or, before each unit's tiles, empty.
         lanes: number of lengths that a program of a small batch reads at once, WARP_REQUESTS or BLOCK_REQUESTS; 0: the batch is
             not small.
         merges_at_once: True if the last program that stores a partial result of a request and K/V head merges them
@@ -68,7 +68,7 @@ class Shares:
     """
 
     count: int
-    least_tiles: int = 1
+    least_places: int = 1
     lanes: int = 0
     merges_at_once: bool = False
 
@@ -132,10 +132,10 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 
 @triton.jit
-def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
+def places_per_share(batch, num_shares, least_places, TILE: tl.constexpr):
     """Return the number of places (positions in the sequence of work) of the whole batch, and of one program's share.
 
-    A share has at least `least_tiles` places. They are key tiles, or empty START_PLACES. A comment above describes `batch`.
+    A share has at least `least_places` places. They are key tiles, or empty START_PLACES. A comment above describes `batch`.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -151,12 +151,12 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
         counts += (places > 0).to(tl.int64)
     total = tl.sum(sums, 0) * num_kv_heads
     most = tl.max(longest, 0)
-    equal_share = tl.maximum(tl.cdiv(total, num_shares), least_tiles)
+    equal_share = tl.maximum(tl.cdiv(total, num_shares), least_places)
     num_requests = tl.cast(batch_size, tl.int64) if kind[1] is None else tl.maximum(tl.sum(counts, 0), 1)
     num_units = num_requests * num_kv_heads
     # A share of whole units, or of an equal part of one unit, if all units had as many places as the longest.
     parts = tl.maximum(num_shares // num_units, 1)
-    even_share = tl.maximum(tl.cdiv(most, parts) * tl.cdiv(num_units, num_shares), least_tiles)
+    even_share = tl.maximum(tl.cdiv(most, parts) * tl.cdiv(num_units, num_shares), least_places)
     return total, tl.where(even_share <= equal_share + CUT_TILES, even_share, equal_share)
 
 
@@ -179,13 +179,13 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 
 @triton.jit
-def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
+def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return the places (positions in the sequence of work) that the program number `share` computes.
 
-    A share has at least `least_tiles` places. A comment above describes `batch`. The result is (first place, end, number of
+    A share has at least `least_places` places. A comment above describes `batch`. The result is (first place, end, number of
     places in a share, request of the first place, first place of this request).
     """
-    total, share_places = places_per_share(batch, num_shares, least_tiles, TILE)
+    total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
     end = tl.minimum(place + share_places, total)
     request, request_begin = request_at(place, batch, TILE.keys, TILE.start_keys // TILE.keys)
@@ -193,13 +193,13 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
+def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return the places of a share as `begin_share` does: (first place, end, number of places in a share, request, its first
     place). If a share begins at one of the empty START_PLACES of a unit, its first place is that of the unit's first key tile.
     """
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
-    place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_tiles, TILE)
+    place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_places, TILE)
     kv_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
     unit_places = tiles_in_reach(kv_len, reach, TILE.keys)[1] + START_PLACES
     place = tl.maximum(place, place - place_in_unit(place, request_begin, unit_places)[1] + START_PLACES)
@@ -207,10 +207,10 @@ def begin_at_tile(share, batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.constexpr):
+def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return the work of program `number` of `num_shares` in a small batch: the five values of `begin_at_tile`, the number of
     the program's share, and the number of places of a unit (0 if units have different numbers). A share has at least
-    `least_tiles` places.
+    `least_places` places.
 
     If the requests are about equally long, each request and K/V head is cut into equal parts, as many as there are programs for
     it. Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every
@@ -232,7 +232,7 @@ def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.conste
     num_tiles = tiles_in_reach(tl.load(seq_lens + of_request), reach, BLOCK_KEYS)[1]
     share = tl.where(part >= 0, unit * most_parts + part, number).to(tl.int64)
     most = tl.max(places, 0) - START_PLACES
-    least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_tiles), 2 * least_tiles)
+    least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_places), 2 * least_places)
     part_places = tl.maximum(tl.cdiv(most, tl.maximum(most_parts, 1)), least)
     excess = part_places - 1 - CUT_KEYS // BLOCK_KEYS
     # A warp sums int32 by one instruction. The sum overflows at 2 ** 35 keys, and the parts may then be unequal.
@@ -247,20 +247,20 @@ def begin_in_small_batch(number, batch, num_shares, least_tiles, TILE: tl.conste
         place = tl.maximum(begin, (unit + 1) * unit_places - num_tiles)
     else:
         unit_places = tl.zeros([], tl.int64)
-        place, end, share_places, request, request_begin = begin_at_tile(share, batch, num_shares, least_tiles, TILE)
+        place, end, share_places, request, request_begin = begin_at_tile(share, batch, num_shares, least_places, TILE)
     return place, end, share_places, request, request_begin, share, unit_places
 
 
 @triton.jit
-def begin_program(number, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
+def begin_program(number, batch, num_shares, least_places, TILE: tl.constexpr, SMALL: tl.constexpr):
     """Return the work of program `number`; if SMALL, the result of `begin_in_small_batch`.
 
     Otherwise it is the result of `begin_at_tile` for share `number`, followed by `number`, and by 0 because units have
     different numbers of places.
     """
     if SMALL:
-        return begin_in_small_batch(number, batch, num_shares, least_tiles, TILE)
-    place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_tiles, TILE)
+        return begin_in_small_batch(number, batch, num_shares, least_places, TILE)
+    place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_places, TILE)
     return place, end, share_places, request, request_begin, number, tl.zeros([], tl.int64)
 
 

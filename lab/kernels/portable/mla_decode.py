@@ -189,7 +189,7 @@ def _attention_launches(
         problem.max_q_len,
         problem.batch_size,
         shares.count,
-        shares.least_tiles,
+        shares.least_places,
         problem.query.stride()[:2],
         (problem.k_cache.stride(0), problem.k_cache.stride(2)),
         problem.k_block_tables.stride(0),
@@ -239,7 +239,7 @@ def _columns_kernel(
 
 
 # Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
-@triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_tiles", "table_stride"])
+@triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_places", "table_stride"])
 def _mla_kernel(
     query,  # [num_rows, HEADS, RANK + ROPE]
     kv_cache,  # pool of entries of RANK + ROPE elements
@@ -256,7 +256,7 @@ def _mla_kernel(
     max_q_len,
     batch_size,
     num_shares,
-    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     query_strides,  # (of rows, of heads)
     cache_strides,  # (of pages, of tokens)
     table_stride,  # elements from a row of `block_tables` to the next
@@ -287,7 +287,7 @@ def _mla_kernel(
         share,
         (seq_lens, batch_size, NO_REACH, 1, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS)),
         num_shares,
-        least_tiles,
+        least_places,
         TILE,
     )
     place = tl.maximum(place, request_begin + START_PLACES)

@@ -302,7 +302,7 @@ def _launches_of(
         problem.batch_size,
         problem.num_kv_heads,
         0 if shares is None else shares.count,
-        0 if shares is None else shares.least_tiles,
+        0 if shares is None else shares.least_places,
         Strides(
             problem.query.stride(0),
             problem.query.stride(1),

@@ -55,7 +55,7 @@ class Strides(NamedTuple):
 
 
 # Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
-VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"]
+VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_places"]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -78,7 +78,7 @@ def _attention_kernel(
     batch_size,
     num_kv_heads,
     num_shares,  # 0 if not SHARED
-    least_tiles,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
     strides,  # `Strides`
     GROUP: tl.constexpr,  # query heads per K/V head
     HEAD_DIM: tl.constexpr,
@@ -109,7 +109,7 @@ def _attention_kernel(
     if SHARED:
         # The programs of one share's blocks read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
-        begun = begin_program(share, batch, num_shares, least_tiles, TILE, LANES > 0)
+        begun = begin_program(share, batch, num_shares, least_places, TILE, LANES > 0)
         place, end, share_places, request, request_begin, share, unit_places = begun
     else:
         q_block, place, end, share_places, request, request_begin = _begin_block(batch, share, GROUP, TILE)
