@@ -11,9 +11,10 @@ Ready = Callable[[], Any]  # a call, ready to be made
 
 
 def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
-    """Return two functions for FlashInfer's call `<name>`: `<kind>_<name>` prepares the call, `<name>` runs it at once.
+    """Return two functions for a function of FlashInfer's, whose name `call_type` has: `<kind>_<name>` prepares a call, and
+    `<name>` prepares and runs it.
 
-    Both have FlashInfer's parameters and the docstring of `make_ready`, which they call only if a call has query rows.
+    Both have FlashInfer's parameters and the docstring of `make_ready`. They use `make_ready` only for calls with query rows.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).

@@ -304,7 +304,7 @@ class TableReport:
         return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
 
     def markdown(self) -> str:
-        """Return the report in Markdown. The summary, the last line of `below`, comes before the table."""
+        """Return the report in Markdown. The last line of `below`, the summary, is moved above the table."""
         *remarks, summary = self.below
         title = self.title and f"# {in_markdown(self.title)}"
         table = markdown_of(self.table) if self.table.rows else ""

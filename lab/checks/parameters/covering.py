@@ -267,8 +267,8 @@ class Model:
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
         """Yield the values, pairs and declared triples that a point covers.
 
-        If the point has a value of `vacuous` or of a group in `apart` (default: the model's groups), it covers only the
-        combinations that contain a value of this group.
+        `vacuous`, and each of `apart` (default: the model's groups), is a set of (axis, value) pairs. If the point has such a
+        pair, it covers only the combinations that contain a pair of the same set.
         """
         groups = (self.vacuous, *(self._apart if apart is None else apart))
         present = [group for group in groups if not group.isdisjoint(point.items())]

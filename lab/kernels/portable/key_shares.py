@@ -255,8 +255,8 @@ def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.const
 def begin_program(number, batch, num_shares, least_places, TILE: tl.constexpr, SMALL: tl.constexpr):
     """Return the work of program `number`; if SMALL, the result of `begin_in_small_batch`.
 
-    Otherwise it is the result of `begin_at_tile` for share `number`, followed by `number`, and by 0 because units have
-    different numbers of places.
+    Otherwise it is the result of `begin_at_tile` for share `number`, followed by `number` and 0, which says that units (a
+    request and a K/V head) may have different numbers of places.
     """
     if SMALL:
         return begin_in_small_batch(number, batch, num_shares, least_places, TILE)

@@ -97,12 +97,11 @@ class VerifyBackend(ABC):
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Check that a backend's `fix_up` fits its methods.
+    """Check that a backend defines `update_verify_buffers_to_fill_after_draft` if and only if its `fix_up` is AFTER_DRAFT.
 
     Raises:
-        NotImplementedError: `fix_up` is None, or it is AFTER_DRAFT and the backend does not define
-            `update_verify_buffers_to_fill_after_draft`.
-        ValueError: `fix_up` is NONE, and the backend defines this method.
+        NotImplementedError: `fix_up` is not set (None), or it is AFTER_DRAFT and the method is missing.
+        ValueError: `fix_up` is FixUp.NONE, and the backend defines the method.
     """
     name = type(backend).__name__
     if backend.fix_up is None:

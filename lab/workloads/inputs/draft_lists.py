@@ -155,8 +155,8 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return the table ``req_to_token``. No two of its cells have the same slot or page; if they are virtual, some
-        cells are -1. Memory around its rows holds `FOREIGN`.
+        """Return the table ``req_to_token``. No two of its cells are equal. A cell is a slot, or a page id in tables
+        of pages; if it is virtual, it may be -1. Memory around its rows holds `FOREIGN`.
         """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_columns = max(1, case.longest_row + case.spare_columns)
