@@ -16,8 +16,8 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
-from lab.checks.explain.feature import DTYPE_NAMES, SMALL_SCALE, Features, Read, Value
-from lab.checks.explain.features import EMPTY_COLUMNS, FEATURES, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
+from lab.checks.explain.feature import DTYPE_NAMES, LOADED_COLUMNS, SMALL_SCALE, Features, Read, Value
+from lab.checks.explain.features import EMPTY_COLUMNS, FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 
@@ -50,8 +50,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "last_request": request == len(kv_lens) - 1,
         "partial_page": kv_len % page_size > 0,
         "full_page": kv_len > 0 and kv_len % page_size == 0,
-        "multiple_of_64_keys": kv_len > 0 and kv_len % 64 == 0,
-        "multiple_of_512_keys": kv_len > 0 and kv_len % 512 == 0,
+        **{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},
         "no_keys": kv_len == 0,
         "no_rows": q_len == 0,
         "fewer_keys": kv_len < q_len,
@@ -61,6 +60,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "hidden_page": first_seen >= page_size,
         "hidden_tile": first_seen >= TILE,
         "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),
+        "window_at_page_end": first_seen > 0 and (first_seen + 1) % page_size == 0,
         "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
         "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
         "after_longer": request > 0 and kv_lens[request - 1] > kv_len,
@@ -118,8 +118,7 @@ class CallFeatures:
 
 def kept(read: Read) -> dict[str, Value]:
     """Return features with values that rules can compare: bool, int or str. Leave out features that are None or False."""
-    plain = ((name, _plain(value)) for name, value in read.items() if value is not None and value is not False)
-    return {name: value for name, value in plain if value is not None and value is not False}
+    return {name: plain for name, value in read.items() if (plain := _plain(value)) is not None and plain is not False}
 
 
 def _plain(value: Any) -> Value | None:
@@ -135,9 +134,7 @@ def _plain(value: Any) -> Value | None:
     if isinstance(value, dict):
         held = set(map(_plain, value.values()))
         return held.pop() if len(held) == 1 else "mixed"
-    if isinstance(value, Tensor):
-        return bool(value)
-    return value if isinstance(value, bool | int | str) else None
+    return bool(value) if isinstance(value, Tensor) else None
 
 
 def features_of_case(case: Any) -> CallFeatures:
@@ -190,23 +187,22 @@ def _read_mode(given: Read) -> Read:
 
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
     """Return the features of a call's arguments, such as dtypes, scales and, for a paged call, the layout of the cache."""
-    query, sinks, (_, num_qo_heads, head_dim) = problem.query, problem.sinks, problem.query.shape
-    num_kv_heads, v_head_dim, required = problem.num_kv_heads, problem.v_head_dim, problem.features()
-    group = problem.group
+    query, sinks, required = problem.query, problem.sinks, problem.features()
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
+    optional = {each.name for each in fields(CALL_TYPES[interface]) if each.default is None}
     read: Read = {
         "function": interface,
         "dtype": query.dtype,
-        "head_dim": head_dim,
-        "v_head_dim": v_head_dim,
-        "num_kv_heads": num_kv_heads,
-        "num_qo_heads": num_qo_heads,
-        "group": group,
-        "group_no_power_of_2": group & (group - 1) > 0,
+        "head_dim": problem.head_dim,
+        "v_head_dim": problem.v_head_dim,
+        "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
+        "num_kv_heads": problem.num_kv_heads,
+        "num_qo_heads": problem.num_qo_heads,
+        "group": problem.group,
+        "group_no_power_of_2": problem.group & (problem.group - 1) > 0,
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
-        "bmm1_scale_tensor": isinstance(arguments.get("bmm1_scale"), Tensor),
-        "bmm2_scale_tensor": isinstance(arguments.get("bmm2_scale"), Tensor),
+        **{f"{name}_tensor": isinstance(arguments.get(name), Tensor) for name in ("bmm1_scale", "bmm2_scale")},
         "bmm1_scale_negative": bmm1_scale < 0,
         "bmm2_scale_negative": bmm2_scale < 0,
         "bmm1_scale_1": bmm1_scale == 1,
@@ -214,7 +210,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm2_scale_large": abs(bmm2_scale) > 100,
         "bmm1_scale_small": abs(bmm1_scale) < SMALL_SCALE,
         "bmm2_scale_small": abs(bmm2_scale) < SMALL_SCALE,
-        "bmm1_scale_unusual": not math.isclose(bmm1_scale, head_dim**-0.5, rel_tol=1e-6),
+        "bmm1_scale_unusual": not math.isclose(bmm1_scale, problem.head_dim**-0.5, rel_tol=1e-6),
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
         "rank": arguments.get("cp_rank"),
@@ -222,11 +218,9 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "o_scale_not_1": arguments.get("o_scale") not in (None, 1),
         "transform_mode": arguments.get("bf16q_fp8kv_transform_mode"),
         "cute_dsl_impl": arguments.get("cute_dsl_impl"),
-        # A feature only of functions for which the argument is optional.
-        "cum_seq_lens_q_given": CALL_TYPES[interface].__dataclass_fields__["cum_seq_lens_q"].default is None
-        and problem.cu_seqlens_q is not None,
         "not_causal": not problem.causal,
-        **{f"{name}_given": arguments.get(name) is not None for name in ("bmm1_scale_log2", "out", "lse")},
+        "padding_rows": problem.num_rows > sum(problem.q_lens()),
+        **{f"{name}_given": name in optional and arguments.get(name) is not None for name in GIVEN},
         "return_lse": problem.return_lse,
         "lse_base_e": interface is AttentionCall.MLA_DECODE and lse_is_base_e(arguments),
         "out_dtype": problem.out_dtype,
@@ -239,8 +233,6 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
         read[f"{name}_gaps"] = given is not None and not given.is_contiguous()
-    for name in ("query", "lse", "block_tables"):
-        given = arguments.get(name)
         read[f"{name}_far"] = given is not None and (len(given) - 1) * given.stride(0) >= FAR_ELEMENTS
     if sinks is not None:
         read["some_inf_sink"], read["all_inf_sinks"] = (sinks == -math.inf).any(), (sinks == -math.inf).all()
@@ -260,6 +252,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "kv_layout": "MLA" if is_mla else arguments.get("kv_layout", "HND"),
         "one_cache_tensor": not is_mla and isinstance(arguments.get("kv_cache"), Tensor),
         "page_gaps": _lie_apart(k_cache),
+        "gaps_in_pages": max(map(operator.mul, k_cache.shape[1:], k_cache.stride()[1:])) > k_cache.shape[1:].numel(),
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
         "page_size_is_num_kv_heads": "kv_cache" in arguments and not is_mla and page_size == num_kv_heads,
@@ -268,6 +261,9 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "pool_pages": num_pages,
         "pool_elements": k_cache.stride(0) * num_pages,
     }
+    if problem.num_visible is not None:
+        keys_of_rows = torch.tensor(problem.kv_lens()).repeat_interleave(torch.tensor(problem.q_lens()))
+        read["unseen_keys"] = (keys_of_rows > 0)[problem.num_visible[: len(keys_of_rows)].cpu() == 0].any()
     if problem.selected is not None:
         read |= {
             "top_k": problem.selected.shape[1] if is_mla else None,
@@ -292,6 +288,8 @@ def _read_selections(problem: PagedAttention) -> Iterator[Read]:
         return
     used = problem.columns_in_use().cpu()
     selected = problem.selected.cpu().where(used, 0)
+    up_to_last = used.flip(1).cumsum(1).flip(1) > 0  # columns up to the last one in use
+    follows = (problem.selected.cpu() >= 0) & ~up_to_last
     for start, end in pairwise(problem.row_offsets()):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
@@ -304,6 +302,8 @@ def _read_selections(problem: PagedAttention) -> Iterator[Read]:
             "gap": is_gap.any(),
             "gap_before_entry": (is_gap & before).any(),
             "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
+            "entry_after_last": follows[start:end].any(),
+            "partial_load": (up_to_last[start:end].sum(dim=1) % LOADED_COLUMNS > 0).any(),
             "num_entries": int(counts.max()) if len(counts) else None,
         }
 
@@ -330,7 +330,7 @@ class CallLog:
         self._calls = 0
         self._first_of_shapes: dict[Any, tuple[dict[str, Any], list[int]]] = {}
         # Weak references: a tensor must be freed as in an engine, so that a later tensor can get its address.
-        self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
+        self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int, Any]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
         """Record a call, and return features that compare it with earlier calls: which arguments have changed since the first
@@ -338,8 +338,8 @@ class CallLog:
         """
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}
-        if given.get("bmm1_scale_log2") is not None:
-            given["bmm1_scale"], now["bmm1_scale"] = given["bmm1_scale_log2"], "in bmm1_scale_log2"
+        if (log2 := given.get("bmm1_scale_log2")) is not None:
+            given["bmm1_scale"], now["bmm1_scale"] = log2, ("in bmm1_scale_log2", _comparable(log2))
         cache = given.get("kv_cache", given.get("key"))
         given["kv_cache"] = cache[0] if isinstance(cache, tuple) else cache
         shapes = tuple(tuple(given[name].shape) for name in ("query", "seq_lens"))
@@ -350,20 +350,20 @@ class CallLog:
             "calls_before": self._calls,
             "longer_request": any(map(operator.gt, lens, first_lens)),
             **{f"other_{name}": value != first[name] for name, value in now.items()},
-            **{f"written_{name}": self._was_written(name, given.get(name)) for name in WATCHED},
+            **{f"written_{name}": self._was_written(name, given.get(name), now.get(name)) for name in WATCHED},
         }
         self._calls += 1
         return read
 
-    def _was_written(self, name: str, tensor: Any) -> bool:
+    def _was_written(self, name: str, tensor: Any, values: Any) -> bool:
+        """Return True if a tensor was written since its first call: if `values` changed, or its version if they are None."""
         if not isinstance(tensor, Tensor):
             return False
-        key = name, tensor.data_ptr()
-        seen, version = self._versions.get(key, (None, tensor._version))
-        if seen is None or seen() is None:
-            version = tensor._version
-            self._versions[key] = weakref.ref(tensor), version
-        return tensor._version > version
+        key = name, tensor.data_ptr(), tensor.shape
+        if key not in self._versions or self._versions[key][0]() is None:
+            self._versions[key] = weakref.ref(tensor), tensor._version, values
+        _, version, first = self._versions[key]
+        return tensor._version > version if values is None else values != first
 
 
 def _comparable(value: Any) -> Any:
@@ -393,5 +393,4 @@ def features_of_call(
     of_pages = (problem.page_size, [*_read_selections(problem)]) if isinstance(problem, PagedAttention) else (TILE, ())
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
-    window_left = arguments.get("window_left", -1)
-    return CallFeatures.of_lengths({**of_case, **kept(read)}, kv_lens, q_lens, window_left, *of_pages)
+    return CallFeatures.of_lengths(of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), *of_pages)

@@ -86,25 +86,38 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
     """Return `rule` without uncertain literals (tests). If it holds for fewer than `FEW` wrong results, a literal must
-    exclude at least `FEW` results, and there is at most one literal per wrong result.
+    exclude at least `FEW` results, and there is at most one literal per wrong result. A literal also stays if two
+    configurations show that it is needed: a wrong unit for which the rule holds, and a right one that lacks a single
+    parameter value of the wrong unit, and for which this literal alone is false.
 
     Args:
         rule: a rule of `find_rules` for these units. If it has `FEW` wrong results or more, it is returned as it is.
         units, wrong: the features of each unit (one request of a result, or a whole result), and whether it is wrong.
         result_of: int [len(units)], the number of the result to which each unit belongs.
     """
+    holds = {literal: literal.holds(units) for literal in rule}
+    every = np.ones_like(wrong)
+
+    def meets(literals: Rule) -> Bits:
+        return np.all([every, *(holds[each] for each in literals)], axis=0)
 
     def results(literals: Rule, among: Bits) -> int:
-        return len(np.unique(result_of[np.all([among, *(each.holds(units) for each in literals)], axis=0)]))
+        return len(np.unique(result_of[among & meets(literals)]))
 
-    every, num_wrong = np.ones_like(wrong), results(rule, wrong)
+    def parameters(among: Bits) -> set[frozenset[str]]:
+        return {frozenset(name for name in units[number] if "=" in name) for number in np.flatnonzero(among)}
+
+    num_wrong = results(rule, wrong)
     if num_wrong >= FEW:
         return rule
+    shorter = {values - {value} for values in parameters(wrong & meets(rule)) for value in values}
+    rests = {literal: tuple(each for each in rule if each != literal) for literal in rule}
+    paired = {literal for literal in rule if shorter & parameters(~wrong & meets(rests[literal]) & ~holds[literal])}
     for literal in reversed(rule):
         rest = tuple(each for each in rule if each != literal)
-        if rest and results(rest, every) - results(rule, every) < FEW:
+        if rest and literal not in paired and results(rest, every) - results(rule, every) < FEW:
             rule = rest
-    return rule[:num_wrong]
+    return tuple(each for number, each in enumerate(rule) if number < num_wrong or each in paired)
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
@@ -250,14 +263,16 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
         """
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
-        return np.where(worse, -np.inf, whole - inside - cost)
+        return np.where(worse, -np.inf, whole - inside - cost).round(
+            6
+        )  # equal rules save equal bits, and the first is taken
 
     one = saved(table @ bad, table @ good, costs)
     best: Chosen = (int(one.argmax()),)
     gain = float(one.max())
     two = saved((table * bad) @ table.T, (table * good) @ table.T, costs[:, None] + costs)
     two[np.tril_indices(len(two))] = -np.inf
-    order = np.argsort(two, axis=None)[::-1][:MOST_PAIRS]
+    order = np.argsort(-two, axis=None, kind="stable")[:MOST_PAIRS]
     pairs = [divmod(int(at), len(two)) for at in order if np.isfinite(two.flat[at])]
     if pairs and two[pairs[0]] > gain:
         best, gain = pairs[0], float(two[pairs[0]])

@@ -34,6 +34,7 @@ Test = tuple[str, Value, float]  # an operator, a value, and the cost in bits, b
 
 DTYPE_NAMES = {dtype_of(name): name for name in DTYPES}
 SMALL_SCALE = 0.001
+LOADED_COLUMNS = 4  # int32 columns in the widest load of a GPU's thread, which has 16 bytes
 NEGATION_BITS = 2.5
 THRESHOLD_BITS = 2.5  # at most
 MOST_THRESHOLDS = 12

@@ -4,14 +4,16 @@ A feature is a named property, such as `kv_len`. Rules over features say where r
 the values. If two features of equal cost hold for the same results, a rule uses the one that comes first in `FEATURES`.
 """
 
-from lab.checks.explain.feature import SMALL_SCALE, CaseFeature, Choice, Condition, Cost, Number
+from lab.checks.explain.feature import LOADED_COLUMNS, SMALL_SCALE, CaseFeature, Choice, Condition, Cost, Number
 from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, TableTail
 
 EMPTY_COLUMNS = 128  # columns of selected entries that kernels load at a time
 POWER_OF_2 = "{not |}a power of two"
 FAR_OR_NEAR = "{2**31 or more|fewer than 2**31}"
 # Features of a call that are members of `lab.calls.Feature`, in lower case.
-OF_PROBLEM = ("skip_softmax", "rank_keys", "separate_tables", "block_sparse", "other_v_strides")
+OF_PROBLEM = ("skip_softmax", "rank_keys", "separate_tables", "block_sparse", "other_v_strides", "interleaved_factors")
+# Optional arguments that are features only as given or not. A function that requires one does not have its feature.
+GIVEN = ("bmm1_scale_log2", "cum_seq_lens_q", "return_lse_base", "out", "lse")
 # REMEMBERED: arguments whose values are compared with those of the first call of the same shapes. WATCHED: tensors whose writes
 # between calls are noticed. Each has the beginning of its text.
 REMEMBERED = {
@@ -25,7 +27,6 @@ REMEMBERED = {
     "block_tables": "the page table was",
 }
 WATCHED = {
-    "query": "the query was",
     "seq_lens": "seq_lens were",
     "block_tables": "the page table was",
     "cum_seq_lens_q": "cum_seq_lens_q was",
@@ -33,8 +34,9 @@ WATCHED = {
     "bmm2_scale": "bmm2_scale was",
     "sinks": "the sinks were",
     "mask": "the mask was",
-    "kv_cache": "the cache was",
     "workspace_buffer": "the workspace was",
+    "query": "the query was",
+    "kv_cache": "the cache was",
 }
 
 FEATURES: dict[str, CaseFeature] = {
@@ -59,6 +61,7 @@ FEATURES: dict[str, CaseFeature] = {
     "hidden_tile": Condition("{64|fewer} keys of a request are before its window", Cost.POSITION),
     "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
     "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
+    "window_at_page_end": Condition("{a|no} window begins with the last token of a page", Cost.POSITION),
     "as_long_as_previous": Condition("a request is {|not }as long as the one before it", Cost.VALUE),
     "after_longer": Condition("a request is {|not }shorter than the one before it", Cost.DERIVED),
     "after_no_keys": Condition("the request before a request has {no |}keys", Cost.DERIVED),
@@ -70,6 +73,8 @@ FEATURES: dict[str, CaseFeature] = {
     "gap": Condition("{a|no} column that a request's row uses holds -1", Cost.VALUE),
     "gap_before_entry": Condition("{a|no} column before an entry of a request's row holds -1", Cost.VALUE),
     "unordered_entries": Condition("the entries of a request's row are {not |}in ascending order", Cost.VALUE),
+    "entry_after_last": Condition("{an|no} entry follows the last column that a request's row uses", Cost.VALUE),
+    "partial_load": Condition(f"a request's row uses {{no|a}} multiple of {LOADED_COLUMNS} columns", Cost.DERIVED),
     "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
     # Of a batch.
     "page_size": Number("page_size is {}", Cost.VALUE),
@@ -84,6 +89,7 @@ FEATURES: dict[str, CaseFeature] = {
     "some_no_keys": Condition("{a|no} request of the batch has no keys", Cost.DERIVED),
     "all_no_keys": Condition("{no|a} request of the batch has keys", Cost.VALUE),
     "some_no_rows": Condition("{a|no} request of the batch has no rows", Cost.VALUE),
+    "padding_rows": Condition("{rows|no rows} follow the last request's", Cost.VALUE),
     # Of a call, and of a case whose tensors have them.
     "function": Choice("the function", Cost.VALUE),
     "kv_dtype": Choice("the cache's dtype", Cost.VALUE),
@@ -91,6 +97,7 @@ FEATURES: dict[str, CaseFeature] = {
     "kv_layout": Choice("the cache's layout", Cost.VALUE),
     "head_dim": Number("head_dim is {}", Cost.VALUE),
     "v_head_dim": Number("v_head_dim is {}", Cost.VALUE),
+    "qk_rope_head_dim": Number("qk_rope_head_dim is {}", Cost.VALUE),
     "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, several="there are several K/V heads"),
     "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED),
     "group": Number("the number of query heads per K/V head is {}", Cost.VALUE),
@@ -109,7 +116,6 @@ FEATURES: dict[str, CaseFeature] = {
     "bmm2_scale_tensor": Condition("bmm2_scale is a {tensor|number}"),
     "bmm1_scale_negative": Condition("bmm1_scale is {|not }negative"),
     "bmm2_scale_negative": Condition("bmm2_scale is {|not }negative"),
-    "bmm1_scale_log2_given": Condition("bmm1_scale_log2 is {|not }given"),
     "bmm1_scale_1": Condition("bmm1_scale is {|not }1", Cost.VALUE),
     "bmm1_scale_large": Condition("the absolute value of bmm1_scale is {|not }above 1", Cost.VALUE),
     "bmm2_scale_large": Condition("the absolute value of bmm2_scale is {|not }above 100", Cost.VALUE),
@@ -122,17 +128,16 @@ FEATURES: dict[str, CaseFeature] = {
     "rank": Number("cp_rank is {}", Cost.VALUE),
     "ranks": Number("cp_world is {}", Cost.VALUE),
     "rank_keys": Condition("the keys are {one rank's|all keys}"),
+    "unseen_keys": Condition("{a|no} row sees none of its request's keys on this rank", Cost.VALUE),
     "o_scale_not_1": Condition("o_scale is {not |}1"),
     "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
     "cute_dsl_impl": Choice("cute_dsl_impl"),
-    "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given"),
+    **{f"{name}_given": Condition(f"{name} is {{|not }}given") for name in GIVEN},
     "top_k": Number("sparse_mla_top_k is {}", Cost.VALUE),
     "selects_entries": Condition("rows select {entries|no entries}"),
     "top_k_lens": Condition("sparse_mla_top_k_lens is {|not }given"),
     "first_slot": Condition("the pool's first slot is {|not }selected", Cost.VALUE),
     "not_causal": Condition("the call is {not |}causal"),
-    "out_given": Condition("out is {|not }given"),
-    "lse_given": Condition("lse is {|not }given"),
     "return_lse": Condition("the LSE is {|not }requested"),
     "lse_base_e": Condition("the LSE is {|not }requested in base e"),
     "out_dtype": Choice("the output's dtype", Cost.DERIVED),
@@ -141,6 +146,7 @@ FEATURES: dict[str, CaseFeature] = {
     "host_lengths": Choice("the dtype of the lengths on the host"),
     "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}"),
     "separate_tables": Condition("V has {a|no} page table of its own"),
+    "interleaved_factors": Condition("scale factors of V are {|not }interleaved"),
     "block_sparse": Condition("K/V heads select {pages of their own|no pages}"),
     "head_lengths_differ": Condition("K/V heads select {different numbers of keys|equally many keys}", Cost.VALUE),
     "other_v_strides": Condition("K and V have {different|equal} strides", Cost.VALUE),
@@ -151,9 +157,13 @@ FEATURES: dict[str, CaseFeature] = {
     "block_tables_gaps": Condition("the rows of block_tables {do not |}lie next to each other", Cost.VALUE),
     **{
         f"{name}_far": Condition(f"the first and last row of {text} lie {FAR_OR_NEAR} elements apart", Cost.VALUE)
-        for name, text in (("query", "the query"), ("lse", "the given lse"), ("block_tables", "block_tables"))
+        for name, text in (
+            *(("query", "the query"), ("key", "the keys"), ("value", "the values")),
+            *(("lse", "the given lse"), ("block_tables", "block_tables")),
+        )
     },
     "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
+    "gaps_in_pages": Condition("there are {|no }gaps inside pages", Cost.VALUE),
     "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
     "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", Cost.VALUE),
@@ -213,7 +223,6 @@ FEATURES: dict[str, CaseFeature] = {
     "num_tokens_per_req": Number("num_tokens_per_req is {}", Cost.SETTING),
     "offsets": Condition("row offsets are {|not }given", Cost.SETTING),
     "padded_seq_len": Number("the padded seq_lens are {}", Cost.SETTING),
-    "qk_rope_head_dim": Number("qk_rope_head_dim is {}", Cost.SETTING),
     "query_dtype": Choice("the dtype that the query is cast to", Cost.SETTING),
     "repeated": Condition("requests have {the same row|different rows} of req_to_token", Cost.SETTING),
     "row_gap": Number("the gap between rows of req_to_token is {}", Cost.SETTING),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab.checks.explain import failure_rules
-from lab.checks.explain.failure_rules import MOST_RULES, Literal, find_rules, sampled
+from lab.checks.explain.failure_rules import MOST_RULES, Literal, find_rules, sampled, supported
 from lab.checks.explain.feature import Cost
 from lab.checks.explain.features import UnknownFeatureError
 
@@ -160,6 +160,13 @@ def test_of_features_that_hold_for_the_same_results_the_plainest_is_named(names:
     assert min(Cost) == 0
 
 
+def test_of_equal_pairs_the_plainest_is_named() -> None:
+    """Among the results with a window, sinks and a mask are given in the same ones."""
+    counts = {"has_window sinks mask": (10, 0), "has_window": (0, 30), "sinks": (0, 30), "mask": (0, 30)}
+    (rule,) = rules_of(counts | {"sinks mask": (0, 30), "": (0, 30)})
+    assert set(rule.split(" and ")) == {"has_window", "sinks"}
+
+
 def test_numbers_of_0_and_1_are_no_truths() -> None:
     wrong = np.array([n % 2 > 0 for n in range(40)])
     found = find_rules([{"request": n % 2} for n in range(40)], wrong, range(40))
@@ -216,3 +223,32 @@ def test_of_very_many_causes_the_first_are_named() -> None:
     features = [{name: True} for name in causes for _ in range(40)] + [{"q_len": number} for number in range(300)]
     found = find_rules(features, np.arange(len(features)) < 200, range(len(features)))
     assert len(found) == MOST_RULES < len(causes)
+
+
+HALF, SMALL = "dtypes=fp16/fp16", "bmm1_scale=small"  # values of parameters of a configuration
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "rule", "kept"),
+    [
+        # Each value alone is right: both are needed. Features that are no parameters may differ.
+        ([f"{HALF} {SMALL}"], [f"{HALF} partial_page", SMALL], (HALF, SMALL), [HALF, SMALL]),
+        # The right results differ from the wrong one in two values.
+        ([f"{HALF} {SMALL}"], [f"{HALF} out=given", f"{SMALL} out=given"], (HALF, SMALL), [HALF]),
+        ([f"{HALF} {SMALL}"], [f"{HALF} out=given", SMALL], (HALF, SMALL), [HALF]),
+        ([f"{HALF} {SMALL}"], [HALF, f"{SMALL} out=given"], (HALF, SMALL), [SMALL]),
+        # The result with a value less is wrong too, or is one of a wrong result outside the rule.
+        ([f"{HALF} {SMALL}", HALF], [], (HALF, SMALL), [HALF]),
+        ([f"{HALF} {SMALL} out=given lse=given", f"{HALF} out=given"], [HALF], (HALF, SMALL), [HALF]),
+        # The rule holds for the right result too, or no test of the rule.
+        (["sinks mask out=given lse=given"], ["sinks mask lse=given"], ("sinks", "mask"), ["sinks"]),
+        (["sinks mask out=given"], [""], ("sinks", "mask"), ["sinks"]),
+    ],
+)
+def test_of_few_wrong_results_a_right_one_without_a_single_parameter_value_supports_a_test(
+    wrong: list[str], right: list[str], rule: tuple[str, ...], kept: list[str]
+) -> None:
+    units = [dict.fromkeys(names.split(), True) for names in (*wrong, *right, "requests=3 out=given far=query")]
+    is_wrong = np.arange(len(units)) < len(wrong)
+    found = supported(tuple(Literal(name, "is") for name in rule), units, is_wrong, np.arange(len(units)))
+    assert list(map(str, found)) == kept

@@ -20,6 +20,7 @@ from lab.checks.explain.call_features import (
     CallLog,
     _read_batch,
     _read_call,
+    _read_pages,
     _read_request,
     _read_selections,
     features_of_call,
@@ -176,6 +177,15 @@ NUMBERS = (("==", 1.25), (">=", 0), ("<=", 1.25))  # the tests of a number, and 
             {"q_len_per_req": None, "max_q_len": 2, "cum_seq_lens_q": torch.tensor([0, 2, 4], dtype=torch.int32)},
             {"cum_seq_lens_q_given": True},
         ),
+        (
+            {"q_len_per_req": None, "max_q_len": 3, "cum_seq_lens_q": torch.tensor([0, 0, 3], dtype=torch.int32)},
+            {"cum_seq_lens_q_given": True, "padding_rows": True}
+            | {"rows_of_batch": 3, "unequal_q_lens": True, "some_no_rows": True},
+        ),
+        (
+            {"kv_cache": (widened(K), widened(V))},
+            {"page_gaps": True, "gaps_in_pages": True, "pool_elements": 2 * K.numel()},
+        ),
         ({"window_left": 0}, {"has_window": True, "window_left": 0}),
     ],
 )
@@ -204,7 +214,8 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     arguments = ARGUMENTS[AttentionCall.DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
     of_call = _read_call(AttentionCall.DECODE, arguments, DecodeCall(**arguments).problem())
     sparse = MLADecodeCall(**sparse_arguments(latent_batch([2], [5]), [[0, -1, 3, 1]] * 2)).problem()
-    of_sparse = _read_call(AttentionCall.MLA_DECODE, {}, sparse)
+    of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
+    of_sparse = _read_call(AttentionCall.MLA_DECODE, {}, of_rank)
     (of_selection,) = _read_selections(sparse)
     of_lengths = _read_request(0, (1,), 1, 16, -1) | _read_batch((1,), (1,), 16, -1)
     names = [*FEATURES]
@@ -272,12 +283,12 @@ def test_functions_have_features_of_their_own() -> None:
     assert read(CONTEXT, causal=False) == context | {"not_causal": True}
     latent = AttentionCase(AttentionCall.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
     found = read(latent)
-    assert (found["kv_layout"], found["v_head_dim"]) == ("MLA", 64)
+    assert (found["kv_layout"], found["v_head_dim"], found["qk_rope_head_dim"]) == ("MLA", 64, 16)
     assert {name for name, value in found.items() if value is True} == {FEW_ROWS}
     sinks = {"sinks": [torch.zeros(4)]}
     assert read(latent, **sinks) == found | {"sinks": True, "sinks_list": True}
     lse = {"return_lse": True, "return_lse_base": "basee"}
-    assert read(latent, **lse) == found | {"return_lse": True, "lse_base_e": True}
+    assert read(latent, **lse) == found | {"return_lse": True, "return_lse_base_given": True, "lse_base_e": True}
     offsets = {"query": ARGUMENTS_OF_LATENT["query"].flatten(0, 1), "cum_seq_lens_q": torch.tensor([0, 1]).int()}
     assert read(latent, **offsets) == found | {"cum_seq_lens_q_given": True}
     square = replace(PLAIN, storage=replace(PLAIN.storage, page_size=2))
@@ -289,6 +300,37 @@ def test_functions_have_features_of_their_own() -> None:
 ARGUMENTS_OF_LATENT = arguments_of(
     AttentionCase(AttentionCall.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
 )
+
+
+@pytest.mark.parametrize(("visible", "is_unseen"), [((9, 9), False), ((0, 9), True), ((9, 0), False)])
+def test_a_row_that_sees_none_of_its_requests_keys_on_a_rank_is_a_feature(
+    visible: tuple[int, int], is_unseen: bool
+) -> None:
+    """The second request has no keys, of which its row sees none."""
+    arguments = arguments_of(AttentionCase(AttentionCall.DECODE, (20, 0), (1, 1), num_kv_heads=1, group=2))
+    problem = replace(DecodeCall(**arguments).problem(), num_visible=torch.tensor(visible, dtype=torch.int32))
+    assert bool(_read_pages(AttentionCall.DECODE, arguments, problem)["unseen_keys"]) is is_unseen
+
+
+@pytest.mark.parametrize(
+    ("cells", "lens", "follows", "is_partial"),
+    [
+        ([4, 5, 6, 7, -1], 4, False, False),
+        ([4, 5, 6, 7, 8], 4, True, False),
+        ([4, 5, 6, 7, 8], 5, False, True),
+        ([4, -1, 6, -1, -1], 3, False, True),
+        ([4, 5, 6, -1, 8], 3, True, True),
+        ([4, -1, -1, 0, -1], 3, True, True),
+    ],
+)
+def test_what_follows_the_columns_in_use_is_a_feature(
+    cells: list[int], lens: int, follows: bool, is_partial: bool
+) -> None:
+    arguments = sparse_arguments(latent_batch([1], [20]), [[0] * 5], lens=[lens])
+    arguments["block_tables"] = torch.tensor([[cells]], dtype=torch.int32)
+    (only,) = features_of_call(AttentionCall.MLA_DECODE, arguments, CallLog()).of_requests
+    found = [name in only for name in ("entry_after_last", "partial_load")]
+    assert found == [follows, is_partial]
 
 
 def test_a_ragged_call_has_keys_values_and_host_lengths_of_its_own() -> None:
@@ -364,7 +406,7 @@ def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
             40,
             2,
             {"window_left": 7, "page_size": 16},
-            {"partial_page", "hidden_keys", "hidden_page", "window_in_page", "window_with_page"},
+            {"partial_page", "hidden_keys", "hidden_page", "window_in_page", "window_with_page", "window_at_page_end"},
         ),
         (
             40,
@@ -372,12 +414,18 @@ def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
             {"window_left": 23, "page_size": 16},
             {"partial_page", "hidden_keys", "hidden_page", "window_with_page"},
         ),
-        (40, 1, {"window_left": 24, "page_size": 16}, {"partial_page", "hidden_keys", "window_in_page"}),
+        (
+            40,
+            1,
+            {"window_left": 24, "page_size": 16},
+            {"partial_page", "hidden_keys", "window_in_page", "window_at_page_end"},
+        ),
+        (40, 1, {"window_left": 25, "page_size": 16}, {"partial_page", "hidden_keys", "window_in_page"}),
         (
             40,
             4,
             {"window_left": 21, "page_size": 16},
-            {"partial_page", "hidden_keys", "window_in_page", "window_with_page"},
+            {"partial_page", "hidden_keys", "window_in_page", "window_with_page", "window_at_page_end"},
         ),
         (
             80,
@@ -676,6 +724,25 @@ def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:
     assert features["other_seq_lens"]
     assert features["written_seq_lens"]
     assert "other_bmm2_scale" not in features
+
+
+def test_a_small_tensor_was_written_if_its_values_have_changed() -> None:
+    """Not if it has its values again, and also if its version is unknown: a kernel that writes does not count it."""
+    log, arguments = CallLog(), arguments_of(CASE)
+    log.read(arguments)
+    lens = arguments["seq_lens"]
+    lens.copy_(lens.clone())
+    assert not log.read(arguments)["written_seq_lens"]
+    lens.numpy()[2] = 30
+    assert log.read(arguments)["written_seq_lens"]
+    assert not log.read(arguments | {"seq_lens": lens[:2]})["written_seq_lens"]
+
+
+def test_another_log2_of_bmm1_scale_is_another_bmm1_scale() -> None:
+    log, arguments = CallLog(), arguments_of(CASE)
+    for value, is_other in ((0.25, False), (0.25, False), (0.5, True)):
+        found = log.read(arguments | {"bmm1_scale_log2": torch.tensor([value])})
+        assert found["other_bmm1_scale"] is is_other
 
 
 def test_of_a_call_without_a_cache_writes_to_its_keys_are_noted() -> None:
