@@ -263,9 +263,8 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
         """
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
-        return np.where(worse, -np.inf, whole - inside - cost).round(
-            6
-        )  # equal rules save equal bits, and the first is taken
+        # Rounded: rules that hold for the same units save equal bits, so that the first of them is taken.
+        return np.where(worse, -np.inf, whole - inside - cost).round(6)
 
     one = saved(table @ bad, table @ good, costs)
     best: Chosen = (int(one.argmax()),)
