@@ -195,23 +195,16 @@ EQUAL: dict[tuple[str, str, str], str] = {
         'group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))',
         'group, has_sinks = read["group"] or -1, getattr(case, "sinks", getattr(model, "has_sinks", False))',
     ): "a case without a group has no feature of one: -1 & -2 is below 0",
-    **{
-        (path, line, line.replace("> 0", "> 1")): "1 is no multiple of it"
-        for path, line in (
-            ("lab/checks/explain/call_features.py", f'"multiple_of_{each}_keys": kv_len > 0 and kv_len % {each} == 0,')
-            for each in (64, 512)
-        )
-    },
+    (
+        "lab/checks/explain/call_features.py",
+        '**{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},',
+        '**{f"multiple_of_{number}_keys": kv_len > 1 and kv_len % number == 0 for number in (64, 512)},',
+    ): "1 is no multiple of either",
     (
         "lab/checks/explain/feature.py",
         'return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)',
         'return _ALTERNATIVES.sub(lambda found: found[1 if operator <= "is" else 2], self.text)',
     ): "a condition has the tests is and is not alone",
-    (
-        "lab/checks/explain/failure_rules.py",
-        "order = np.argsort(two, axis=None)[::-1][:MOST_PAIRS]",
-        "order = np.argsort(two, axis=None)[::- 2][:MOST_PAIRS]",
-    ): "it limits the search's effort: the best pair stays",
     (
         "lab/references/errors.py",
         "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=1).sqrt()",

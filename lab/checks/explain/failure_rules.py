@@ -105,7 +105,7 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
         return len(np.unique(result_of[among & meets(literals)]))
 
     def parameters(among: Bits) -> set[frozenset[str]]:
-        return {frozenset(name for name in units[number] if "=" in name) for number in np.flatnonzero(among)}
+        return {frozenset(name for name in units[number] if "=" in name) for number in np.flatnonzero(among).tolist()}
 
     num_wrong = results(rule, wrong)
     if num_wrong >= FEW:
