@@ -12,9 +12,11 @@ from lab.checks.run.sources import MOST_NAMING_BYTES, _digest
 
 LARGE = bytes(MOST_NAMING_BYTES + 1)
 FILES = {
-    "kernel.py": b"from helpers import scales\n\n\ndef trtllm_batch_decode_with_kv_cache(**_): ...\n",
+    "kernel.py": b"from helpers import scales\n\n\ndef trtllm_batch_decode_with_kv_cache(**_): import later.part.of_it\n",
     "helpers/__init__.py": b"",
     "helpers/scales.py": b"SCALE = 1.0\n",
+    "later/__init__.py": b"",
+    "later/part/of_it.py": b"",
     "library.so": LARGE,
 }
 
@@ -73,6 +75,8 @@ def test_files_of_one_name_in_two_folders_go_in_the_order_of_the_folders(
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a large file": lambda folder: (folder / "library.so").write_bytes(LARGE[:-1] + b"1"),
     "an imported file": lambda folder: (folder / "helpers" / "scales.py").write_bytes(b"SCALE = 2.0\n"),
+    "a file that a function imports": lambda folder: (folder / "later" / "part" / "of_it.py").write_bytes(b"1\n"),
+    "a package around it": lambda folder: (folder / "later" / "__init__.py").write_bytes(b"1\n"),
     "an empty file": lambda folder: (folder / "helpers" / "__init__.py").write_bytes(b"\n"),
     "a name": lambda folder: (folder / "library.so").rename(folder / "libraries.so"),
     "one file more": lambda folder: (folder / "more.cu").write_bytes(b""),
