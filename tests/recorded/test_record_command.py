@@ -1,13 +1,16 @@
 """`lab record` runs a server, and records the calls of its worker processes."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
-from lab.recorded.case import recorded_cases
+from lab.recorded import Triggers, recorded_cases
 from tests.cases import DECODE
 from tests.commands.command import run
 
@@ -30,13 +33,19 @@ def work():
         decode(**decode_arguments())
 
 if __name__ == "__main__":
-    print("torch" in sys.modules, os.environ.get("OF_THE_SITE"), len(sys.argv))
+    print("torch" in sys.modules, os.environ.get("OF_THE_SITE"), *sys.argv[1:])
     workers = [multiprocessing.get_context("spawn").Process(target=work) for _ in range(2)]
     for each in workers:
         each.start()
     for each in workers:
         each.join()
     sys.exit(7)
+"""
+CALLS = f"""
+from server_kernels import {DECODE} as decode
+from tests.recorded.record_calls import decode_arguments
+for _ in range(3):
+    decode(**decode_arguments())
 """
 
 
@@ -51,49 +60,82 @@ def server(tmp_path: Path) -> Path:
     return folder
 
 
-def _record(server: Path, out: Path, *options: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lab", "record", "--out", str(out), *options]
-    command += ["--", python, str(server / "serve.py"), "--port", "30000"]
+class Started(NamedTuple):
+    """What `lab record` has in place of itself: the server's command, and the server's environment."""
+
+    command: list[str]
+    environment: dict[str, str]
+
+
+def _started(server: Path, out: Path, *options: str) -> Started:
+    """Return what `lab record` starts for a server, without starting it."""
+    started: list[Started] = []
     path = os.pathsep.join((str(server), str(ROOT)))
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
-    )
+    line = ["record", "--out", str(out), *options, "--", sys.executable, str(server / "serve.py")]
+    execve = mock.patch.object(os, "execve", lambda program, *process: started.append(Started(*process)))
+    with execve, mock.patch.dict(os.environ, PYTHONPATH=path):
+        assert run(line) == 0
+    return started[0]
+
+
+def _record(server: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command, environment = _started(server, out, *options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
 
 
 def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path) -> None:
     out = tmp_path / "calls"
-    done = _record(server, out, "--functions", "server_kernels", "--every", "2", "--layers", "4,3", "--longest", "33")
+    command = [sys.executable, "-m", "lab", "record", "--out", str(out), "--functions", "server_kernels"]
+    command += ["--every", "3", "--longest", "33", "--", sys.executable, str(server / "serve.py"), "--port", "30000"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(server), str(ROOT)))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
     assert done.returncode == 7
-    assert done.stdout.split() == ["False", "set", "3"]  # no torch before FlashInfer, and the site's own module
+    assert done.stdout.split() == [
+        "False",
+        "set",
+        "--port",
+        "30000",
+    ]  # no torch before FlashInfer; the site's own module
     assert f"recording into {out}; afterwards judge with lab judge --calls {out}" in done.stderr
-    assert done.stderr.count(f"none of 3 calls recorded in {out}") == 2
-    assert list(out.iterdir()) == []  # of these layers there are none
-    done = _record(server, out, "--functions", "server_kernels", "--every", "3", "--longest", "33")
     assert done.stderr.count(f": 1 of 3 calls recorded in {out}") == 2
     assert len({Path(case.path).name.split("_")[3] for case in recorded_cases(out)}) == 2, done.stderr
     assert len({Path(case.path).stem.rpartition("call")[2] for case in recorded_cases(out)}) == 1  # of both ranks
     assert run(["judge", "--calls", str(out), "--device", "cpu", "--in-process"]) == 0
 
 
-def test_functions_of_the_lab_itself_are_recorded(server: Path, tmp_path: Path) -> None:
-    done = _record(server, tmp_path / "calls", "--functions", "lab.references", "--most-calls", "1", "--shadow", "1")
-    assert done.returncode == 7
-    assert list((tmp_path / "calls").iterdir()) == []  # all are right
-    _record(server, tmp_path / "calls", "--functions", "lab.references", "--most-calls", "1", "--before")
-    assert len(recorded_cases(tmp_path / "calls")) == 2
-
-
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "changed"),
     [
-        (("--functions", "never_imported"), "never imported never_imported"),
-        (("--functions", "server_kernels", "--from-s", "1000"), "none of 3 calls recorded in "),
-        (("--functions", "lab.references", "--shadow", "3"), "/calls; 1 judged, 0 wrong"),
+        ("", {}),
+        ("--every 2 --layers 4,3 --longest 33", {"triggers": Triggers(2, (4, 3), longest=33)}),
+        ("--from-s 2 --until-s 1000 --non-finite", {"triggers": Triggers(1, (), 2, 1000, non_finite=True)}),
+        ("--shadow 3 --e4m3-arithmetic", {"triggers": Triggers(shadow=3, e4m3_arithmetic=True)}),
+        ("--most-calls 5 --most-gb 2 --before", {"most_calls": 5, "most_bytes": 2 * 10**9, "before": True}),
+        ("--functions engine,other.kernels", {"functions": ["engine", "other.kernels"]}),
     ],
 )
-def test_the_end_says_why_no_call_is_recorded(server: Path, tmp_path: Path, options: tuple[str, ...], why: str) -> None:
-    done = _record(server, tmp_path / "calls", *options)
-    assert done.stderr.count(why) == (1 if "never" in why else 2), done.stderr
+def test_each_option_reaches_the_server(server: Path, tmp_path: Path, options: str, changed: dict[str, Any]) -> None:
+    settings = json.loads(_started(server, tmp_path, *options.split()).environment["LAB_RECORD"])
+    usual = {"out": str(tmp_path), "triggers": Triggers(), "functions": ["flashinfer"], "before": False}
+    usual |= {"most_calls": 1000, "most_bytes": 20 * 10**9}
+    settings["triggers"] = Triggers(**settings["triggers"] | {"layers": tuple(settings["triggers"]["layers"])})
+    assert settings == usual | changed
+
+
+def test_functions_of_the_lab_itself_are_recorded(server: Path, tmp_path: Path) -> None:
+    out = tmp_path / "calls"
+    (server / "serve.py").write_text(CALLS)
+    done = _record(server, out, "--functions", "lab.references", "--shadow", "3")
+    assert done.stderr.count(f": none of 3 calls recorded in {out}; 1 judged, 0 wrong") == 1, done.stderr
+    assert list(out.iterdir()) == []
+    _record(server, out, "--functions", "lab.references", "--most-calls", "1", "--before")
+    assert len(recorded_cases(out)) == 1
+
+
+def test_the_end_says_in_the_first_process_that_no_function_was_imported(server: Path, tmp_path: Path) -> None:
+    (server / "serve.py").write_text(SERVER.replace("def work():", "def work(): ...\ndef unused():"))
+    done = _record(server, tmp_path / "calls", "--functions", "never_imported")
+    assert (done.returncode, done.stderr.count("never imported never_imported")) == (7, 1), done.stderr
 
 
 CALL = f"""
@@ -128,20 +170,27 @@ def test_a_package_without_a_file_is_recorded_when_its_import_succeeds_at_last(s
 
 @pytest.mark.parametrize("error", ["AttributeError", "OSError"])
 def test_an_error_of_the_start_does_not_reach_the_server(server: Path, tmp_path: Path, error: str) -> None:
+    (server / "server_kernels.py").write_text("")
     (server / "serve.py").write_text(
-        f"import lab.recorded.recorder as recorder\ndef fail(): raise {error}('no start')\n"
-        "recorder.start_from_environment = fail\nimport server_kernels\n"
+        "import sys, types\nfor name in ('lab', 'lab.recorded', 'lab.recorded.recorder'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        f"def fail(): raise {error}('no start')\n"
+        "sys.modules[name].start_from_environment = fail\nimport server_kernels\n"
     )
     done = _record(server, tmp_path / "calls", "--functions", "server_kernels")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is recorded: no start") == 1
 
 
-def test_the_server_does_not_start_where_nothing_can_be_recorded(server: Path, tmp_path: Path) -> None:
+def test_the_server_does_not_start_where_nothing_can_be_recorded(
+    server: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "calls").touch()
-    done = _record(server, tmp_path / "calls" / "below_a_file", "--functions", "server_kernels")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "below_a_file: Not a directory" in done.stderr
+    out = tmp_path / "calls" / "below_a_file"
+    with mock.patch.object(os, "execve") as execve:
+        assert run(["record", "--out", str(out), "--", sys.executable, str(server / "serve.py")]) == 2
+    execve.assert_not_called()
+    assert "below_a_file: Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
