@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_LZMA, ZipFile
@@ -19,6 +20,7 @@ from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
 from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
+from lab.checks.run.verdicts import CaseVerdict
 from lab.recorded import own_form
 from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
@@ -53,9 +55,12 @@ def _write_inputs(folder: Path, arguments: dict[str, Any], function: str = DECOD
     return own_form.write(folder, RecordedCall(AttentionCall(function), arguments, versions=VERSIONS, **ABOUT | about))
 
 
-def _outcome(recording: Path | str, **settings: Any) -> Outcome:
-    (verdict,) = judge_calls(recording, device="cpu", isolated=False, **settings).verdicts
-    return verdict.outcome
+def _verdicts(recording: Path | str, **settings: Any) -> tuple[CaseVerdict, ...]:
+    return judge_calls(recording, device="cpu", isolated=False, **settings).verdicts
+
+
+def _outcomes(recording: Path | str, **settings: Any) -> list[Outcome]:
+    return [verdict.outcome for verdict in _verdicts(recording, **settings)]
 
 
 @pytest.mark.parametrize("options", [{}, {"width": 9}, {"lens": [2, 1, 3, 4]}])
@@ -78,13 +83,13 @@ def test_of_selected_entries_the_pages_are_kept_and_judged_from_the_calls_own_en
     for row, count in enumerate(used):
         for old, place in zip(places[row][:count].tolist(), new.flatten(0, 1)[row][:count].tolist(), strict=True):
             assert (call.pages[place // 16], place % 16) == divmod(old, 16)
-    assert _outcome(tmp_path) is Outcome.RIGHT
-    assert _outcome(tmp_path, implementation=references) is Outcome.RIGHT
+    assert _outcomes(tmp_path) == [Outcome.RIGHT]
+    assert _outcomes(tmp_path, implementation=references) == [Outcome.RIGHT]
     wrong = tmp_path / "wrong"
     wrong.mkdir()
     returned = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)[0] * 1.1
     _write_inputs(wrong, arguments, MLA, out=returned)
-    assert _outcome(wrong) is Outcome.WRONG
+    assert _outcomes(wrong) == [Outcome.WRONG]
     with pytest.raises(RecordingError, match="nothing to shrink"):
         shrunk(call, recorded_fault, OF_OUTPUTS)
 
@@ -109,8 +114,8 @@ def test_a_call_of_each_function_is_read_as_it_was_and_is_right(tmp_path: Path, 
             assert call.given[name] == value, name
     assert call.out is not None
     assert (call.gpu, call.versions, call.lost) == (own_form.gpu(), VERSIONS, ())
-    assert _outcome(tmp_path) is Outcome.RIGHT
-    assert _outcome(tmp_path, implementation=references) is Outcome.RIGHT
+    assert _outcomes(tmp_path) == [Outcome.RIGHT]
+    assert _outcomes(tmp_path, implementation=references) == [Outcome.RIGHT]
 
 
 @pytest.mark.parametrize("function", BATCHES)
@@ -146,40 +151,40 @@ def test_a_page_outside_the_pool_survives(tmp_path: Path, wrong: int) -> None:
     arguments = decode_arguments()
     arguments["block_tables"][2, 1] = wrong
     _write_inputs(tmp_path, arguments)
-    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    (verdict,) = _verdicts(tmp_path)
     assert f"K page id {wrong} of request 2, column 1 is outside the engine's pool, and" in verdict.reason
 
 
 def test_a_length_beyond_the_table_survives(tmp_path: Path) -> None:
     arguments = decode_arguments(seq_lens=torch.tensor([5, 17, 49], dtype=torch.int32), max_seq_len=60)
     _write_inputs(tmp_path, arguments)
-    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    (verdict,) = _verdicts(tmp_path)
     assert "seq_lens[2] = 49 needs 4 pages" in verdict.reason
 
 
-@pytest.mark.parametrize("window_left", [0, 15, 16, 17, 40])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_pages_before_the_window_are_not_kept(tmp_path: Path, window_left: int, ragged: bool) -> None:
-    batch = random_batch([3, 1] if ragged else [3, 3], [70, 50])
-    path = _write(tmp_path, arguments_of(DECODE, batch, window_left=window_left))
-    assert _outcome(tmp_path) is Outcome.RIGHT
-    first = [max(0, kv_len - 3 - window_left) // 16 for kv_len in (70, 50)]
-    assert len(own_form.read(path).pages or ()) == 5 - first[0] + 4 - first[1]
+def test_pages_before_the_window_are_not_kept(tmp_path: Path, ragged: bool) -> None:
+    batch, widths = random_batch([3, 1] if ragged else [3, 3], [70, 50]), (0, 15, 16, 17, 40)
+    for number, window_left in enumerate(widths):
+        path = _write(tmp_path, arguments_of(DECODE, batch, window_left=window_left), number=number)
+        first = [max(0, kv_len - 3 - window_left) // 16 for kv_len in (70, 50)]
+        assert len(own_form.read(path).pages or ()) == 5 - first[0] + 4 - first[1], window_left
+    assert _outcomes(tmp_path) == [Outcome.RIGHT] * len(widths)
 
 
 def test_a_table_that_all_requests_share_is_read_by_each(tmp_path: Path) -> None:
     whole = decode_arguments()["block_tables"]
-    _write(tmp_path / "1", decode_arguments(block_tables=whole[2:].expand(3, 3)))
-    path = _write(tmp_path / "2", decode_arguments(block_tables=whole.repeat(1, 2)[:, :3]))
-    assert [_outcome(tmp_path / "1"), _outcome(tmp_path / "2")] == [Outcome.RIGHT] * 2
+    _write(tmp_path, decode_arguments(block_tables=whole[2:].expand(3, 3)), number=1)
+    path = _write(tmp_path, decode_arguments(block_tables=whole.repeat(1, 2)[:, :3]), number=2)
+    assert _outcomes(tmp_path) == [Outcome.RIGHT] * 2
     assert own_form.read(path).given["block_tables"].stride() == (6, 1)
 
 
 def test_separate_tables_of_k_and_v_and_the_layout_of_tokens_before_heads(tmp_path: Path) -> None:
     batch = random_batch([1, 1], [20, 37])
-    _write(tmp_path / "1", arguments_of(DECODE, batch, separate_tables=True))
-    path = _write(tmp_path / "2", arguments_of(DECODE, batch, kv_layout="NHD"))
-    assert [_outcome(tmp_path / "1"), _outcome(tmp_path / "2")] == [Outcome.RIGHT] * 2
+    _write(tmp_path, arguments_of(DECODE, batch, separate_tables=True), number=1)
+    path = _write(tmp_path, arguments_of(DECODE, batch, kv_layout="NHD"), number=2)
+    assert _outcomes(tmp_path) == [Outcome.RIGHT] * 2
     assert len(own_form.read(path).pages or ()) == 5
 
 
@@ -234,7 +239,7 @@ def test_contents_of_the_workspace_and_of_results_are_not_kept(tmp_path: Path) -
 def test_results_of_integers_are_wrong(tmp_path: Path, results: dict[str, torch.Tensor]) -> None:
     right, lse = references.trtllm_batch_decode_with_kv_cache(**decode_arguments(return_lse=True))
     _write_inputs(tmp_path, decode_arguments(return_lse=True, **results), **{"out": right, "lse": lse} | results)
-    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    (verdict,) = _verdicts(tmp_path)
     assert verdict.outcome is Outcome.WRONG, verdict.reason
     assert "int32" in verdict.reason
 
@@ -324,7 +329,7 @@ def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
     arguments["kv_cache"][0][arguments["block_tables"][0, 0], 0, 2, 0] = torch.nan
     arguments["kv_cache"][1][last, 1, 5, 0] = torch.inf
     _write_inputs(tmp_path, arguments, out=torch.full((3, 4, 64), torch.nan))
-    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    (verdict,) = _verdicts(tmp_path)
     remarks = " ".join(verdict.judged.suspicions)
     assert f"page {last} is the last page of requests 1, 2" in remarks
     assert f"K of request 0, key 2 (page {arguments['block_tables'][0, 0]}, slot 2)" in remarks
@@ -452,6 +457,11 @@ def one_call(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _write(tmp_path_factory.mktemp("own"), decode_arguments())
 
 
+def _copy(call: Path, folder: Path, number: int) -> Path:
+    """Copy a call as the call with another number, and return the copy."""
+    return Path(shutil.copy(call, folder / call.name.replace("call000007", f"call{number:06}")))
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_in_one_sentence(one_call: Path, tmp_path: Path, damage: str) -> None:
     path = Path(shutil.copy(one_call, tmp_path))
@@ -460,7 +470,13 @@ def test_a_damaged_file_is_refused_in_one_sentence(one_call: Path, tmp_path: Pat
     with pytest.raises(RecordingError, match=sentence) as error:
         own_form.read(path)
     assert "\n" not in str(error.value)
-    assert _outcome(tmp_path) is Outcome.DECLINED
+
+
+def test_a_damaged_file_is_declined(one_call: Path, tmp_path: Path) -> None:
+    for number, (change, _) in enumerate(DAMAGES.values()):
+        change(_copy(one_call, tmp_path, number))
+    outcomes = dict(zip(DAMAGES, _outcomes(tmp_path), strict=True))
+    assert outcomes == dict.fromkeys(DAMAGES, Outcome.DECLINED)
 
 
 def test_a_number_that_no_float_holds_is_refused(one_call: Path, tmp_path: Path) -> None:
@@ -471,27 +487,30 @@ def test_a_number_that_no_float_holds_is_refused(one_call: Path, tmp_path: Path)
 
 
 def test_changed_values_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
-    path, record = Path(shutil.copy(one_call, tmp_path)), _record(one_call)
+    record = _record(one_call)
     for number, changed in enumerate(damaged_values(record, random.Random(0), 100)):
-        _change(path, changed)
+        _change(path := _copy(one_call, tmp_path, number // 20), changed)  # the last of 20 is judged
         with contextlib.suppress(RecordingError):
             own_form.read(path)
-        if number % 20 == 0:
-            (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
-            assert "a part of the lab failed" not in verdict.reason
+    verdicts = _verdicts(tmp_path)
+    assert len(verdicts) == 5
+    assert not [each.reason for each in verdicts if "a part of the lab failed" in each.reason]
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.bool, torch.int64, torch.float64, E4M3])
-def test_a_layout_of_another_dtype_is_judged_or_refused(one_call: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    path, record = Path(shutil.copy(one_call, tmp_path)), _record(one_call)
-
-    for name in ("query", "block_tables", "seq_lens", "kv_cache 0", "result out"):
+def test_a_layout_of_another_dtype_is_judged_or_refused(one_call: Path, tmp_path: Path) -> None:
+    record = _record(one_call)
+    dtypes = (torch.int16, torch.uint16, torch.bool, torch.int64, torch.float64, E4M3)
+    names = ("query", "block_tables", "seq_lens", "kv_cache 0", "result out")
+    for number, (dtype, name) in enumerate(product(dtypes, names)):
         layout = record["tensors"][name] | {"dtype": str(dtype).removeprefix("torch.")}
         changed = record | {"tensors": record["tensors"] | {name: layout}}
-        _change(path, changed, members={"contents": b"<" * 10**6, "numbers": bytes(10**6)})
-        (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+        members = {"contents": b"<" * 10**6, "numbers": bytes(10**6)}
+        _change(_copy(one_call, tmp_path, number), changed, members=members)
+    verdicts = _verdicts(tmp_path)
+    assert len(verdicts) == len(dtypes) * len(names)
+    for verdict in verdicts:
         assert "a part of the lab failed" not in verdict.reason, verdict.reason
-        assert verdict.outcome is not Outcome.RIGHT
+        assert verdict.outcome is not Outcome.RIGHT, verdict.case
 
 
 def test_a_pipe_in_the_place_of_a_call_is_refused(one_call: Path, tmp_path: Path) -> None:

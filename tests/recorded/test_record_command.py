@@ -80,7 +80,7 @@ def _started(server: Path, out: Path, *options: str) -> Started:
 
 def _record(server: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command, environment = _started(server, out, *options)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
 
 
 def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path
     command = [sys.executable, "-m", "lab", "record", "--out", str(out), "--functions", "server_kernels"]
     command += ["--every", "3", "--longest", "33", "--", sys.executable, str(server / "serve.py"), "--port", "30000"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(server), str(ROOT)))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
     assert done.returncode == 7
     assert done.stdout.split() == [
         "False",

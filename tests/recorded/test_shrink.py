@@ -113,13 +113,21 @@ def _written(folder: Path) -> Program:
     return Program((folder / "repro.py").read_text(), torch.load(file) if file.exists() else {})
 
 
-def _status(program: Program, function: Callable[..., Any], call: AttentionCall = DECODE) -> int:
-    """Run a program on the CPU, with a function in the place of FlashInfer's, and return its exit status."""
+def _status(
+    program: Program,
+    function: Callable[..., Any] | None,
+    call: AttentionCall = DECODE,
+    words: tuple[str, ...] = ("cpu",),
+) -> int:
+    """Run a program, on the CPU unless `words` are other arguments, with a function in the place of FlashInfer's (None:
+    without FlashInfer), and return its exit status.
+    """
     package, module = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
     vars(package)["__version__"] = "0"
     setattr(module, call.value, function)
     modules = {"flashinfer": package, "flashinfer.decode": module, "flashinfer.prefill": module}
-    argv = mock.patch.object(sys, "argv", ["repro.py", "cpu"])
+    modules = modules if function else dict.fromkeys(modules)
+    argv = mock.patch.object(sys, "argv", ["repro.py", *words])
     read = mock.patch.object(torch, "load", return_value=program.saved)
     with mock.patch.dict(sys.modules, modules), argv, read, pytest.raises(SystemExit) as ended:
         exec(compile(program.text, "repro.py", "exec"), {"__name__": "__main__", "__file__": "repro.py"})
@@ -219,7 +227,9 @@ def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -
     program = _program(smaller, fault)
     assert program.saved == {}
     assert len(program.text) < 6500
-    for argument, value in _arguments_of(program, call.function).items():
+    given = _arguments_of(program, call.function)
+    assert "query" in given
+    for argument, value in given.items():
         pairs = zip(
             *(each if isinstance(each, tuple) else (each,) for each in (value, smaller.given[argument])), strict=True
         )
@@ -698,31 +708,31 @@ def test_the_error_that_an_engines_call_raised_is_in_the_issue_and_no_name_is_co
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
-    """In a process of its own: with a wrong and a right FlashInfer, without a GPU, and without FlashInfer."""
+    """In a process of its own, with a wrong FlashInfer."""
     write_repro(tmp_path, _decode(bmm2_scale=2.0), Fault(Reason.OUTPUT, ""), {})
     assert (tmp_path / "repro.pt").exists()
-    for name, text in (("wrong", WRONG), ("right", "from lab.references import *")):
-        package = tmp_path / name / "flashinfer"
-        package.mkdir(parents=True)
-        (package / "__init__.py").write_text("__version__ = '0'")
-        (package / "decode.py").write_text(text)
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "flashinfer.py").write_text("raise ImportError('not here')")
+    (package := tmp_path / "flashinfer").mkdir()
+    (package / "__init__.py").write_text("__version__ = '0'")
+    (package / "decode.py").write_text(WRONG)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    command = [sys.executable, str(tmp_path / "repro.py"), "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 1
+    assert "WRONG: 12 of 12 vectors" in done.stdout
+    assert "row 0: relative L2 error of each head [" in done.stdout
 
-    def status(folder: str, *words: str) -> tuple[int, str]:
-        environment = {"PYTHONPATH": f"{tmp_path / folder}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
-        program = [sys.executable, str(tmp_path / "repro.py"), *words]
-        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
-        return done.returncode, done.stdout
 
-    wrong, shown = status("wrong", "cpu")
-    assert wrong == 1
-    assert "WRONG: 12 of 12 vectors" in shown
-    assert "row 0: relative L2 error of each head [" in shown
-    right, shown = status("right", "cpu")
-    assert (right, shown.endswith("right\n")) == (0, True)
-    assert status("right") == (2, "not run: there is no GPU\n")
-    assert status("none", "cpu") == (2, "not run: FlashInfer cannot be imported: not here\n")
+def test_the_program_says_that_the_call_is_right_or_was_not_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = _program(_decode(bmm2_scale=2.0))
+    assert _status(program, references.trtllm_batch_decode_with_kv_cache) == 0
+    assert capsys.readouterr().out.endswith("right\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _status(program, _without_bmm2_scale, words=()) == 2
+    assert capsys.readouterr().out == "not run: there is no GPU\n"
+    assert _status(program, None) == 2
+    assert capsys.readouterr().out.startswith("not run: FlashInfer cannot be imported: import of flashinfer")
 
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
