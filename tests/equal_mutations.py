@@ -255,6 +255,46 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "return 64 if problem.window_left >= 0 else 80",
         "return 64 if problem.window_left >= 0 else 79",
     ): "a page size is a power of two, and so neither",
+    (
+        "lab/references/errors.py",
+        "count = int(groups.max()) + 1 if groups.numel() else 0",
+        "count = int(groups.max()) + 1 if groups.numel() else 1",
+    ): "without rows nothing reads the group's bound",
+    (
+        "lab/references/errors.py",
+        "slopes.new_zeros(len(words)).index_add(0, of_vectors.flatten(), side.expand_as(of_vectors).flatten())",
+        "slopes.new_zeros(len(words)).index_add( -1, of_vectors.flatten(), side.expand_as(of_vectors).flatten())",
+    ): "the sums have one dimension",
+    (
+        "lab/references/truth.py",
+        "with_control: bool = False,",
+        "with_control: bool = True,",
+    ): "the reference that leaves it out does not read the control",
+    (
+        "lab/references/softmax_attention.py",
+        "largest = scores.amax(dim=4, keepdim=True) if kv.kv_len else scores.new_full((*by_row, 1), -math.inf)",
+        "largest = scores.amax(dim=4, keepdim=True) if kv.kv_len else scores.new_full((*by_row, 1), not math.inf)",
+    ): "without keys no weight depends on it, and the logarithm of no weight is minus infinity",
+    (
+        "lab/timing/gpu_time.py",
+        'call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)',
+        'call = random.Random(f"{self._seed} call {turn} {number}").getrandbits( 61)',
+    ): "it is a seed, and any one will do",
+    (
+        "lab/timing/gpu_time.py",
+        "read_every = max(1, count // 10)",
+        "read_every = max(1, count // 9)",
+    ): ON_A_GPU,
+    (
+        "lab/timing/gpu_time.py",
+        "kernels=tuple(dict.fromkeys(activity.name for activity in records[0])),",
+        "kernels=tuple(dict.fromkeys(activity.name for activity in records[ -1])),",
+    ): "every replay of a graph has the same kernels",
+    (
+        "lab/timing/sampling.py",
+        "QUEUED_SLACK_US = 25.0",
+        "QUEUED_SLACK_US = 24.0",
+    ): "an empirical margin: a test of its value would repeat it",
     **{
         (path, line, line.replace("strict=True", "strict=False")): "the sides have equal lengths by construction"
         for path, lines in EQUAL_LENGTHS.items()

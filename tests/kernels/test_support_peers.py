@@ -10,7 +10,7 @@ from lab.kernels.support import Kernel, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.packages import FLASH_ATTENTION_4 as FA4
 from lab.kernels.support.packages import FLASH_MLA
-from lab.kernels.support.peers import FA2_MLA, FA2_PAGED, FA2_RAGGED, FA3_MLA, FA3_PAGED, FA3_RAGGED
+from lab.kernels.support.peers import FA2_MLA, FA2_PAGED, FA2_RAGGED, FA3_MLA, FA3_PAGED, FA3_RAGGED, fa_backend
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from lab.kernels.support.xqa import XQA_MLA
 from tests.cases import Arguments
@@ -191,6 +191,10 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     *[(FA2_RAGGED, gpu, ragged, None) for gpu in (SM80, SM90, SM100, SM120)],
     (FA3_RAGGED, SM90, lambda: gapped("query", 8)(ragged()), None),
 ]
+
+
+def test_fa3_runs_on_hopper_alone() -> None:
+    assert [fa_backend(gpu) for gpu in (SM80, SM90, SM100, (6, 0))] == ["fa2", "fa3", "fa2", "fa2"]
 
 
 @pytest.mark.parametrize(("kernel", "gpu", "make", "words"), TABLE, ids=[f"{row[0].name}-{row[3]}" for row in TABLE])

@@ -18,6 +18,7 @@ def activities(*times_ns: tuple[int, int]) -> list[Activity]:
 @pytest.mark.parametrize(
     ("times_ns", "span", "busy"),
     [
+        ([], 0.0, 0.0),
         ([(1000, 4000)], 3.0, 3.0),
         ([(1000, 2000), (5000, 7000)], 6.0, 3.0),  # a gap of 3 µs
         ([(1000, 4000), (2000, 6000)], 5.0, 5.0),  # overlap counts once

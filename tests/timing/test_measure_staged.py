@@ -136,5 +136,8 @@ def test_what_refuses_a_time_has_the_name_of_the_call(
 
 
 def test_samples_are_at_least_one() -> None:
+    (found,) = measure_staged({"it": staged(Kernel(), passes())}, COLD, 1, seed=3).values()
+    assert isinstance(found, GpuTime)
+    assert found.samples_us == (5.0,)
     with pytest.raises(ValueError, match="samples=0 must be at least 1"):
         measure_staged({}, COLD, 0)
