@@ -271,11 +271,6 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "with_control: bool = True,",
     ): "the reference that leaves it out does not read the control",
     (
-        "lab/references/softmax_attention.py",
-        "largest = scores.amax(dim=4, keepdim=True) if kv.kv_len else scores.new_full((*by_row, 1), -math.inf)",
-        "largest = scores.amax(dim=4, keepdim=True) if kv.kv_len else scores.new_full((*by_row, 1), not math.inf)",
-    ): "without keys no weight depends on it, and the logarithm of no weight is minus infinity",
-    (
         "lab/timing/gpu_time.py",
         'call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)',
         'call = random.Random(f"{self._seed} call {turn} {number}").getrandbits( 61)',

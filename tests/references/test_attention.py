@@ -36,6 +36,14 @@ def test_matches_torch(heads: tuple[int, int], q_len: int, kv_len: int, magnitud
     torch.testing.assert_close(lse_log2, torch.logsumexp(logits, -1).transpose(1, 2) / math.log(2.0))
 
 
+def test_without_keys_the_lse_is_that_of_the_sink() -> None:
+    query, keys, values = random_inputs(2, 0, (2, 1), 1.0)
+    sinks = torch.tensor([-1000.0, 3.0])
+    out, lse_log2 = attention(query, keys, values, torch.ones(2, 2, 0, dtype=torch.bool), sinks=sinks)
+    assert not out.any()
+    torch.testing.assert_close(lse_log2, (sinks.double() / math.log(2.0)).expand(2, 2, 2))
+
+
 def test_huge_logits_do_not_overflow() -> None:
     query, keys, values = random_inputs(3, 20, (2, 2), 100.0)
     out, lse_log2 = attention(query, keys, values, torch.ones(2, 3, 20, dtype=torch.bool))
