@@ -24,6 +24,7 @@ from lab.commands.app import app
 from lab.loading import LoadError, load
 from lab.workloads.scenarios import timed_scenario
 from studies.draft_scenarios import draft_scenario, is_draft_scenario
+from tests.commands.command import made_once
 
 ROOT = Path(__file__).parents[2]
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
@@ -107,7 +108,13 @@ def _check_lab(arguments: Sequence[str]) -> None:
 
     said = io.StringIO()
     wide = mock.patch.dict(os.environ, COLUMNS="1000")
-    with wide, mock.patch.object(TyperCommand, "invoke", stop), redirect_stderr(said), redirect_stdout(said):
+    with (
+        wide,
+        made_once(),
+        mock.patch.object(TyperCommand, "invoke", stop),
+        redirect_stderr(said),
+        redirect_stdout(said),
+    ):
         try:
             app(args=[*arguments, *(["--help"] if len(arguments) < 2 else [])], prog_name="lab")  # its name alone
         except SystemExit as ended:
