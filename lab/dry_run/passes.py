@@ -193,7 +193,8 @@ def why_no_launcher(gpu_name: str) -> str | None:
 def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tuple[DryCall, ...]:
     forward = unwritten_pass(case)
     noted = _NotedCalls(gpu, on)
-    forward.prepare(noted, **forward.arguments(forward.new_out()))
+    out = forward.query.new_empty((len(forward.query), *case.out_shape))
+    forward.prepare(noted, **forward.arguments(out))
     return tuple(noted.calls)
 
 

@@ -86,7 +86,7 @@ def test_without_a_launcher_the_rules_answer_and_it_is_said(
 
 
 def test_a_rate_that_no_datasheet_states_bounds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("dry-run --gpu spark --scenario extend/llama-3.1-8b/1q4k") == 0
+    assert run("dry-run --gpu spark --scenario extend/llama-3.1-8b/8q4k") == 0
     said = capsys.readouterr().out
     assert "Floor: bytes over 273 GB/s (NVIDIA DGX Spark" in said
     assert "memory" in said

@@ -13,15 +13,10 @@ from tests.commands.command import run
 PAGE = Path(__file__).parents[2] / "docs" / "invariance.md"
 KERNEL = "tests.checks.dependent_kernels:by_batch_size"
 NARROW = shlex.split(
-    "--device cpu --functions decode --dtypes bf16/bf16 --no-nvfp4 --head-dims 64 --groups 2 --page-sizes 16 --q-lens 1 "
+    "--device cpu --functions decode --dtypes bf16/bf16 --no-nvfp4 --head-dims 64 --groups 2 --page-sizes 16,32 --q-lens 1,2 "
     "--long-requests 300 --large-batches 5 --no-sinks"
 )
-ON_THE_PAGE = shlex.split(
-    shlex.join(NARROW)
-    .replace("bf16/bf16", "bf16/bf16,bf16/e4m3")
-    .replace("page-sizes 16", "page-sizes 16,32")
-    .replace("q-lens 1", "q-lens 1,2")
-)
+ON_THE_PAGE = [word.replace("bf16/bf16", "bf16/bf16,bf16/e4m3") for word in NARROW]
 
 
 @pytest.fixture(autouse=True)

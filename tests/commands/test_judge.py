@@ -183,7 +183,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_a_case_is_judged(
 
 def test_a_command_ends_quietly_without_an_output() -> None:
     done = subprocess.run(
-        ["sh", "-c", '"$0" -m lab checks >&-', sys.executable], stderr=subprocess.PIPE, text=True, cwd=ROOT
+        ["sh", "-c", '"$0" -m lab --version >&-', sys.executable], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -192,7 +192,7 @@ def test_a_command_ends_quietly_without_an_output() -> None:
     ("reader", "says"), [("| true", "0"), ("> /dev/full", "lab: standard output: No space left on device\n2")]
 )
 def test_an_output_that_nobody_reads_is_dropped_and_one_that_is_lost_is_an_error(reader: str, says: str) -> None:
-    script = f'{{ sleep 0.1; "$0" -m lab checks; echo $? >&2; }} {reader}'
+    script = f'{{ sleep 0.1; "$0" -m lab --version; echo $? >&2; }} {reader}'
     done = subprocess.run(["sh", "-c", script, sys.executable], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.stderr == f"{says}\n"
 

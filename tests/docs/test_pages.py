@@ -129,6 +129,7 @@ CHECKED = "<!-- checked, not run: it takes long -->\n"
         (f"{CHECKED}```sh\ncurl example.org\n```\n", "neither run nor checked"),
         (f"{CHECKED}```python\nfrom lab.checks import juge\n```\n", "there is no lab.checks.juge"),
         ("```sh\nls absent\n```\n", "exit status 2, not 0"),
+        ("```sh\nlab --absent\nlab --version\n```\n", "exit status 2, not 0"),
         ("<!-- run, exits with 1 -->\n```sh\ntrue\n```\n", "exit status 0, not 1"),
         ("<!-- run with: absent -->\n```sh\ncat README.md  # all of it\n```\n", "absent"),
         ("<!-- checked, not run: -->\n```sh\nmake bench\n```\n", "neither how it is run nor why not"),

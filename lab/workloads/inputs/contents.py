@@ -293,8 +293,8 @@ def unwritten(buffer: Tensor) -> Tensor:
     """
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
-    turns = torch.arange(buffer.numel(), device=buffer.device).view(buffer.shape) % len(values)
-    return buffer.copy_(values[turns])
+    turns = values.repeat(-(-buffer.numel() // len(values)))[: buffer.numel()]
+    return buffer.copy_(turns.view(buffer.shape))
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
