@@ -303,7 +303,7 @@ def frame_of_worker() -> types.FrameType | None:
     return frame
 
 
-@dishonest("its worker called a case right, and declined it with other contents")
+@dishonest("its worker called a case right, and declined it when it was made again")
 class DeclinesTheAudit(Zeros):
     """Sends a right verdict on the first case of each number of requests, heads and head dims, and refuses later ones, also
     the audit's.

@@ -1,6 +1,7 @@
-"""Four further kernels that try to get a false verdict, by a writer who had read only docs/evidence/trust.md.
+"""Further kernels that try to get a false verdict. The writer of the first four had read only docs/evidence/trust.md.
 
-Each kernel writes zeros, which are wrong, while it is judged, and does the honest work when it detects that it is not judged.
+Each kernel writes zeros, which are wrong, while it is judged. Some do the honest work when they detect that they are not
+judged, or that a check of `HONEST_IN` judges them.
 """
 
 import gc
@@ -228,3 +229,75 @@ class SwapsTheClass:
 
         swapped(late, made=made)
         return zeros(arguments)
+
+
+HONEST_IN = ("K1", "M1")
+
+
+def check_of_caller() -> str:
+    """Return the key of the check that makes this call; "" outside the judge."""
+    return next((frame.f_locals["check"].key for frame in frames(2) if frame.f_code.co_name == "run_case"), "")
+
+
+@dishonest("its worker called an audited case right and sent no output")
+class ForgesFewChecks:
+    """Sends a right verdict itself, through the pipe of its worker, on each case of a check that is not in `HONEST_IN`."""
+
+    checks = ("K1", "K4")
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        from pebble.common import Result, ResultStatus
+        from pebble.pool.process import TaskResult
+
+        from lab.checks.run.verdicts import Judged, Outcome
+
+        if check_of_caller() in ("", *HONEST_IN):
+            return honest(**arguments)
+        for frame in frames():
+            if "channel" in frame.f_locals:
+                found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
+                frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
+        return zeros(arguments)
+
+
+@dishonest("judged where the kernel's code never was: .* wrong|vectors are wrong")
+class WritesAtATimer:
+    """Sets a timer whose signal interrupts the comparison, and then writes the expected output into the returned tensor."""
+
+    checks = ("K1", "K13")
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        if check_of_caller() in ("", *HONEST_IN):
+            return honest(**arguments)
+        output = zeros(arguments)
+
+        def write(_: int, interrupted: FrameType | None) -> None:
+            while interrupted is not None:
+                expected = getattr(interrupted.f_locals.get("truth"), "__dict__", {}).get("expected")
+                if expected is not None and expected.shape == output.shape:
+                    output.copy_(expected)
+                interrupted = interrupted.f_back
+
+        signal.signal(signal.SIGALRM, write)
+        signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+        return output
+
+
+@dishonest("the call: .*vectors are wrong")
+class AnswersForItsTensor:
+    """Returns zeros as a plain tensor with attributes of its own: its `double` returns the judge's expected output."""
+
+    checks = ("K13",)
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        output = zeros(arguments)
+
+        def expected(*_: Any, **__: Any) -> torch.Tensor:
+            held = (frame.f_locals.get("expected") for frame in frames())
+            return next(
+                each for each in (*held, torch.Tensor.double(output)) if isinstance(each, torch.Tensor)
+            ).double()
+
+        output.detach = lambda: output  # type: ignore[method-assign]
+        output.to = output.double = expected  # type: ignore[assignment, method-assign]
+        return output

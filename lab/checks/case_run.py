@@ -30,7 +30,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention
 from lab.workloads.inputs.contents import new_workspace
 from lab.workloads.inputs.expected import made
-from lab.workloads.inputs.guards import changed_bits
+from lab.workloads.inputs.guards import changed_bits, same_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 # The attention functions that an engine calls for a paged cache.
@@ -138,10 +138,14 @@ class CaseRun:
         interface, arguments = inputs.interface, inputs.arguments() | changes
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
         returned = self.kernel.make("", interface, arguments)
+        result = as_result(returned, interface)._replace(call=call)
+        is_copied = self.device.type == "cuda" and not is_capturing() and result.out.numel() <= MOST_SAVED_ELEMENTS
+        early = result.out.clone() if is_copied else None  # as the current stream sees it
         self._wait()
+        if early is not None and not same_bits(early, result.out):
+            self.wrong("its output was still written after the call: another stream than the caller's writes it")
         if interface in LATENT_CALLS:
             self._expect_shape_of(interface, returned, arguments)
-        result = as_result(returned, interface)._replace(call=call)
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
         return result if rows is None else result.leading(rows)
 
@@ -375,7 +379,7 @@ def as_result(returned: Any, interface: AttentionCall) -> Result:
     if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
-    return Result(out.detach(), None if lse is None else lse.detach())
+    return Result(out, lse)
 
 
 def _is_excluded(inputs: Inputs, changes: dict[str, Any]) -> bool:

@@ -53,6 +53,19 @@ def test_a_trial_keeps_no_tensor_of_a_call() -> None:
     assert [tensor() for tensor in tensors] == [None] * 3
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_an_output_that_another_stream_still_writes_is_wrong(
+    is_finished: bool, run: CaseRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, out = run.build(), run.build().new_out()
+    run.kernel.implementation = decoding(lambda **_: out)
+    run.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    monkeypatch.setattr(run, "_wait", lambda: None if is_finished else out.zero_())
+    run.call(inputs)
+    said = [] if is_finished else ["its output was still written after the call"]
+    assert [each.split(":")[0] for each in run.wrongs] == said
+
+
 def test_one_wrong_vector_is_named(run: CaseRun, truth: Truth) -> None:
     out = truth.expected.clone()
     out[5, 1] *= 1.1

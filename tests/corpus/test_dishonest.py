@@ -45,7 +45,7 @@ def test_a_verdict_is_not_to_be_bought(kernel: Any, tmp_path: Path, monkeypatch:
 def test_the_exact_kernel_is_right_and_audited() -> None:
     report = judged("corpus.dishonest.judging:exact", ("K1", "K9"))
     assert report.is_right
-    assert report.audited == 6
+    assert report.audited == 8
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.RIGHT}
 
 

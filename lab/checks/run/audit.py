@@ -1,4 +1,4 @@
-"""Audit a run of the judge: make some right cases again with new data, and judge their outputs in another process.
+"""Audit a run of the judge: judge some right cases again, most with new data, and judge their outputs in another process.
 
 A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, that
 process (a worker) only sends the output, and a process without the kernel's code judges it. A worker cannot recognise
@@ -8,87 +8,117 @@ an audited case, because it sends the first output of every case of the checks i
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
 
-from lab.checks.case_run import MOST_SAVED_ELEMENTS, CaseRun, Result
+from lab.checks.case_run import MOST_SAVED_ELEMENTS, USUAL_RANGES, CaseRun, Result
+from lab.checks.parameters.calls import built_call
+from lab.checks.parameters.models import FAMILIES, Configuration
 from lab.checks.run.judging import AUDITED_CHECKS, failure_of_the_lab, is_of_memory
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput, dishonest
 from lab.checks.run.workers import Workers
+from lab.ranges import Ranges
+from lab.references.errors import Truth
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.forward_pass import build_forward
 
-AUDITED = 6  # at most, of each function
-REFUSED_NOW = "its worker called a case right, and declined it with other contents: the kernel is dishonest"
+AUDITED = 8  # most configurations, and most other cases, of each function: at least one of each audited check
+REFUSED_NOW = "its worker called a case right, and declined it when it was made again: the kernel is dishonest"
 UNCONFIRMED = "it was called right, and no case of the audit could be judged: nothing confirms the right cases"
 NO_OUTPUT = "its worker called an audited case right and sent no output: the kernel is dishonest"
 
 
-def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Return up to `AUDITED` random RIGHT verdicts of each function. Each case gets a new secret seed for its data."""
+def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
+    """Return random RIGHT verdicts of each function: up to `AUDITED` on cases of other types than `Configuration`, each with a
+    new secret seed for its data, then up to `AUDITED` on configurations. These keep their seeds, which determine lengths too.
+    """
     dice = random.SystemRandom()
-    right: dict[Any, list[CaseVerdict]] = {}
+    groups: dict[Any, tuple[list[CaseVerdict], list[CaseVerdict]]] = {}
     for verdict in verdicts:
-        if verdict.check in AUDITED_CHECKS and verdict.outcome is Outcome.RIGHT:
-            right.setdefault(verdict.interface, []).append(verdict)
-    return [
-        replace(verdict, case=replace(verdict.case, seed=dice.randrange(1, 2**31)), drawn=True)
-        for each in right.values()
-        for verdict in dice.sample(each, min(AUDITED, len(each)))
-    ]
+        is_configuration = isinstance(verdict.case, Configuration)
+        has_output = not is_configuration or verdict.interface in FAMILIES
+        if verdict.check in AUDITED_CHECKS and verdict.outcome is Outcome.RIGHT and has_output:
+            groups.setdefault(verdict.interface, ([], []))[is_configuration].append(verdict)
+    found = []
+    for others, configurations in groups.values():
+        again = _of_all_checks(dice.sample(others, len(others)))
+        redrawn = [replace(each, case=replace(each.case, seed=dice.randrange(1, 2**31))) for each in again]
+        same = _of_all_checks(dice.sample(configurations, len(configurations)))
+        found.append([replace(each, drawn=True) for each in (*redrawn, *same)])
+    return found
+
+
+def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
+    """Return the first verdict of each check, then the second of each check and so on, up to `AUDITED` verdicts."""
+    numbers: dict[str, Iterator[int]] = {}
+    places = [next(numbers.setdefault(verdict.check, count())) for verdict in verdicts]
+    return [verdicts[at] for at in sorted(range(len(verdicts)), key=places.__getitem__)[:AUDITED]]
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Judge some right cases of `verdicts` again with new data, and yield the new verdicts. Judge at least one case;
+    """Judge some right cases of `verdicts` again, and yield the new verdicts. Judge at least one case of each function;
     before each further case, stop if `is_over()` is True.
 
-    If the lab could judge none of these cases, the last verdict is FAILED, because nothing confirms the right cases.
+    If the lab could judge none of the cases of a function, its last verdict is FAILED, because nothing confirms the right
+    cases.
     """
-    is_confirmed, again = False, chosen(verdicts)
-    for number, verdict in enumerate(again, 1):
-        if number > 1 and is_over():
-            return
-        judged = audit(pool, verdict)
-        is_confirmed |= judged.judged > 0
-        if number == len(again) and judged.by_lab and not is_confirmed:
-            judged = replace(judged, outcome=Outcome.FAILED, wrongs=(UNCONFIRMED,))
-        yield replace(verdict, judged=judged)
+    for again in chosen(verdicts):
+        is_confirmed = False
+        for number, verdict in enumerate(again, 1):
+            if number > 1 and is_over():
+                break
+            judged = audit(pool, verdict)
+            is_confirmed |= judged.judged > 0
+            if number == len(again) and judged.by_lab and not is_confirmed:
+                judged = replace(judged, outcome=Outcome.FAILED, wrongs=(UNCONFIRMED,))
+            yield replace(verdict, judged=judged)
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge the case of `verdict`, which was right with another seed, in a worker. If it is right again, return how a
-    process without the kernel's code judges the worker's output. If the kernel refuses the call now, the outcome is
-    DISHONEST.
+    """Judge the case of `verdict` again in a worker. If it is right again, return how a process without the kernel's code
+    judges the worker's output. If the kernel refuses the call now, the outcome is DISHONEST.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:
         return dishonest(replace(judged, judged=0), REFUSED_NOW)
     if judged.outcome is not Outcome.RIGHT:
         return replace(judged, judged=0)
-    return pool.apart(judge_output, verdict.case, str(pool.device), judged.output)
+    return pool.apart(judge_output, verdict.case, str(pool.device), judged.output, verdict.ranges)
 
 
-def judge_output(case: Any, device: str, saved: SavedOutput | None) -> Judged:
-    """Compare the output that a worker saved with the expected output of the case.
+def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Ranges = USUAL_RANGES) -> Judged:
+    """Compare the output that a worker saved with the expected output of the case's first call, in `ranges`.
 
-    If `saved` is None, the outcome is DECLINED if the output is larger than `MOST_SAVED_ELEMENTS`, which no worker
-    saves, else DISHONEST. If the memory does not suffice for the expected output, the outcome is DECLINED.
+    If `saved` is None, the outcome is DECLINED if the call has no rows or the output is larger than `MOST_SAVED_ELEMENTS`,
+    which no worker saves, else DISHONEST. If the memory does not suffice for the expected output, the outcome is DECLINED.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)
-    is_pass = isinstance(case, ForwardCase)
     try:
-        truth = build_forward(case, where).truth() if is_pass else build_attention(case, where).truth()
+        truth = _truth_of(case, ranges, where)
     except (MemoryError, RuntimeError) as error:
         if not is_of_memory(error):
             raise
         return Judged(Outcome.DECLINED, declines=(failure_of_the_lab(f"{type(error).__name__}: {error}"),), by_lab=True)
+    if truth is None:
+        return Judged(Outcome.DECLINED)
     if saved is None:
-        is_large = truth.expected.numel() > MOST_SAVED_ELEMENTS
-        return Judged(Outcome.DECLINED) if is_large else Judged(Outcome.DISHONEST, (NO_OUTPUT,))
-    what = "the call, with contents that no run had, judged where the kernel's code never was"
+        is_sent = truth.expected.numel() <= MOST_SAVED_ELEMENTS
+        return Judged(Outcome.DISHONEST, (NO_OUTPUT,)) if is_sent else Judged(Outcome.DECLINED)
+    what = "the call, made again and judged where the kernel's code never was"
     run.expect_close(what, Result(saved.tensor().to(where), None), truth)
     outcome = Outcome.WRONG if run.wrongs else Outcome.RIGHT
     return Judged(outcome, tuple(run.wrongs), (), run.worst_ratio, run.judged, tuple(run.results))
+
+
+def _truth_of(case: Any, ranges: Ranges, device: torch.device) -> Truth | None:
+    """Return the expected results of the first call that a check compares in a case; None if the call has no rows."""
+    if isinstance(case, ForwardCase):
+        return build_forward(case, device).truth()
+    if isinstance(case, Configuration):
+        call = built_call(case, ranges, device)
+        return call.truth() if call.rows else None
+    return build_attention(case, device).truth()

@@ -24,7 +24,8 @@ from lab.workloads.forward_case import ForwardCase
 
 Named = TypeVar("Named")
 
-AUDITED_CHECKS = ("K1", "M1")  # checks whose cases `lab.checks.run.audit` repeats: the first output decides them
+# Checks whose cases `lab.checks.run.audit` repeats: the first output that they compare is that of the case itself.
+AUDITED_CHECKS = ("K1", "K3", "K4", "K5", "K6", "K7", "K13", "K18", "M1")
 ROUNDED = ("output", "LSE", "merged")  # kinds of results that are compared within a bound
 OF_DTYPES = ("dtype", "kv_dtype", "out_dtype")  # features of a call
 # Most error by truncation to bf16, over its bound: one truncation gives 4, and 10 in the bias test

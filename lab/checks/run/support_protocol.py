@@ -128,7 +128,8 @@ def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
         raise KernelError(f"{name} returned {type(out).__name__}, not a tensor")
     if lse is not None and type(lse) not in TENSORS:
         raise KernelError(f"{name} returned {type(lse).__name__} as its LSE, not a tensor")
-    return out, lse
+    # New tensors: the kernel may have given its own an attribute `double`, which a comparison would call.
+    return Tensor.detach(out), None if lse is None else Tensor.detach(lse)
 
 
 def is_capturing() -> bool:

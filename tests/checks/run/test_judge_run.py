@@ -190,7 +190,7 @@ def test_an_audit_begins_though_the_time_is_over_and_confirms_something(
         made.append(verdict)
         return found
 
-    monkeypatch.setattr(audit, "chosen", lambda verdicts: right)
+    monkeypatch.setattr(audit, "chosen", lambda verdicts: [right])
     monkeypatch.setattr(audit, "audit", note)
     run.pool.is_apart = True
     if audits == 1:
