@@ -9,7 +9,7 @@ from lab.gpus import Capability
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.packages import FLASH_ATTENTION_4 as FA4
-from lab.kernels.support.packages import FLASH_MLA, FLEX_ATTENTION
+from lab.kernels.support.packages import FLASH_MLA, VLLM_TRITON
 from lab.kernels.support.peers import FA2_MLA, FA2_PAGED, FA2_RAGGED, FA3_MLA, FA3_PAGED, FA3_RAGGED, fa_backend
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from lab.kernels.support.xqa import XQA_MLA
@@ -116,8 +116,8 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (FA4, SM90, lambda: decode(head_dim=256, page_size=64), None),
     (FA4, SM100, lambda: decode(head_dim=256, page_size=64, window_left=4), None),
     (FA4, SM90, lambda: decode(dtype=FP16), None),
-    *[(FLEX_ATTENTION, SM90, lambda size=size: decode(head_dim=size), None) for size in (16, 32, 64, 128, 256)],
-    (FLEX_ATTENTION, SM90, lambda: decode(head_dim=512), "not 512"),
+    *[(VLLM_TRITON, SM90, lambda size=size: decode(head_dim=size), None) for size in (16, 32, 64, 128, 256)],
+    (VLLM_TRITON, SM90, lambda: decode(head_dim=512), "not 512"),
     # MLA
     (XQA_MLA, SM90, mla, "SM120 and SM121"),
     (XQA_MLA, SM120, lambda: mla(heads=16), "128 query heads"),
