@@ -200,6 +200,26 @@ def test_an_audit_begins_though_the_time_is_over_and_confirms_something(
     assert [each.outcome for each in run._report_so_far().verdicts if each.outcome is not Outcome.RIGHT] == outcomes
 
 
+def test_an_audit_has_a_case_of_each_check_and_confirms_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def right(check: str, function: AttentionCall, kv_len: int = 20) -> CaseVerdict:
+        case = AttentionCase(function, (kv_len,), (1,))
+        return CaseVerdict("it", check, function, case, "cpu", Judged(Outcome.RIGHT, judged=1))
+
+    decode, context = AttentionCall.DECODE, AttentionCall.CONTEXT
+    verdicts = [right("K1", decode, kv_len) for kv_len in range(1, 31)]
+    verdicts += [right("K4", decode), right("K2", decode), right("K1", context)]
+    of_decode, of_context = audit.chosen(verdicts)
+    assert sorted(each.check for each in of_decode) == [*["K1"] * 7, "K4"]  # K2 is not audited
+    assert len({each.case.seed for each in (*of_decode, *of_context)} | {0}) == 10
+
+    def audited(_: object, verdict: CaseVerdict) -> Judged:
+        return verdict.judged if verdict.interface is decode else Judged(Outcome.DECLINED, by_lab=True)
+
+    monkeypatch.setattr(audit, "audit", audited)
+    found = [(each.interface, each.outcome) for each in audit.audited(Mock(), verdicts, lambda: True)]
+    assert found == [(decode, Outcome.RIGHT), (context, Outcome.FAILED)]
+
+
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate")])
 def test_memory_that_the_lab_lacks_in_an_audit_is_not_blamed_on_the_implementation(
     error: Exception, monkeypatch: pytest.MonkeyPatch
