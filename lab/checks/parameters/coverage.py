@@ -107,8 +107,10 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
         for is_declined in (False, True)
     )
     apart = model.apart_from({value for values in of_judged for value in values.items()})
-    judged = {each for values in of_judged for each in model.tuples_of(values, apart)}
-    return judged, {each for values in of_declined for each in model.tuples_of(values, apart)}
+    judged, declined = set[Values](), set[Values]()
+    judged.update(*(model.tuples_of(values, apart) for values in of_judged))
+    declined.update(*(model.tuples_of(values, apart) for values in of_declined))
+    return judged, declined
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:

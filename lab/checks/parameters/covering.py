@@ -230,12 +230,8 @@ class Model:
         """Yield the pairs of values and the declared triples that the shard must cover and that break no rule by themselves."""
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
-    @property
-    def _named_together(self) -> tuple[tuple[str, ...], ...]:
-        return (*itertools.combinations(self.axes, 2), *self.triples)
-
     def _goals(self) -> Iterator[Values]:
-        for names in self._named_together:
+        for names in (*itertools.combinations(self.axes, 2), *self.triples):
             for values in itertools.product(*(self.axes[name] for name in names)):
                 yield tuple(zip(names, values, strict=True))
 
@@ -272,9 +268,10 @@ class Model:
         """
         groups = (self.vacuous, *(self._apart if apart is None else apart))
         present = [group for group in groups if not group.isdisjoint(point.items())]
-        alone = ((name,) for name in self.axes)
-        found = (tuple((name, point[name]) for name in names) for names in (*alone, *self._named_together))
-        return (each for each in found if not any(group.isdisjoint(each) for group in present))
+        values = [(name, point[name]) for name in self.axes]
+        triples = (tuple((name, point[name]) for name in names) for names in self.triples)
+        found: Iterator[Values] = itertools.chain(zip(values, strict=True), itertools.combinations(values, 2), triples)
+        return (each for each in found if not any(group.isdisjoint(each) for group in present)) if present else found
 
     def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
         """Return the groups of `apart` that a point can avoid. A group is a set of (axis, value) pairs. A point can avoid the
