@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,20 +8,19 @@ import torch
 import lab.metadata
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks import CaseVerdict, Configuration, Level, Outcome, Ranges, judge
+from lab.checks import Configuration, Level, Outcome, Ranges, judge
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.circumstances import KEPT, WINDOW
 from lab.checks.parameters.coverage import Reach
-from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import FAMILIES, MODELS
 from lab.checks.parameters.paged_axes import MHA
 from lab.checks.parameters.values import Bound, LongestRequest, Lse, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.run.judging import run_case
-from lab.checks.run.verdicts import Judged
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
+from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
 from tests.checks.small import SMALL, decoding
 
 CPU = torch.device("cpu")
@@ -159,12 +158,12 @@ def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong()
 
     kernel = SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
 
-    def outcomes(cases: Iterable[Configuration]) -> set[Outcome]:
-        return {run_case(kernel, CHECK, case, CPU, SMALL).outcome for case in cases}
+    def outcomes(cases: Iterable[Configuration]) -> Iterator[Outcome]:
+        return (run_case(kernel, CHECK, case, CPU, SMALL).outcome for case in cases)
 
     model = MODELS[AttentionCall.DECODE](SMALL)
-    assert outcomes(Configuration(AttentionCall.DECODE, point) for point in model.alone()) == {Outcome.RIGHT}
-    assert outcomes(CHECK.cases(AttentionCall.DECODE, SMALL, Level.FULL)) == {Outcome.RIGHT, Outcome.WRONG}
+    assert {*outcomes(Configuration(AttentionCall.DECODE, point) for point in model.alone())} == {Outcome.RIGHT}
+    assert Outcome.WRONG in outcomes(CHECK.cases(AttentionCall.DECODE, SMALL, Level.FULL))
 
 
 @pytest.mark.parametrize(
@@ -222,20 +221,9 @@ def test_the_quick_level_judges_each_value_also_of_a_kernel_that_declines_some()
 def test_the_quick_level_has_several_cases_of_e4m3_queries_for_a_kernel_that_takes_them(
     takes: str, fewest: int
 ) -> None:
-    ranges, decode = Ranges(long_requests=(4_100,)), AttentionCall.DECODE
-    verdicts = list[CaseVerdict]()
-
-    def declines(case: Configuration) -> bool:
-        return not case["dtypes"].startswith(takes)
-
-    def judge_all(cases: Iterable[Configuration]) -> None:
-        for case in cases:
-            judged = Judged(Outcome.DECLINED) if declines(case) else Judged(Outcome.RIGHT, judged=1)
-            verdicts.append(CaseVerdict("kernel", "K18", decode, case, "cpu", judged))
-
-    judge_all(CHECK.cases(decode, ranges, Level.QUICK))
-    for following in CHECK.more[Level.QUICK]:
-        judge_all(list(following(decode, ranges, verdicts, Shard())))
+    ranges = Ranges(long_requests=(4_100,))
+    is_declined = declined_if(lambda case: not case["dtypes"].startswith(takes))
+    verdicts = verdicts_in_rounds(is_declined, Level.QUICK, ranges=ranges)
     with_e4m3 = [each.case for each in verdicts if each.case["dtypes"] == "e4m3/e4m3"]
     assert len(with_e4m3) >= fewest
     assert {case["page_size"] for case in with_e4m3} >= set(ranges.page_sizes)

@@ -11,18 +11,17 @@ import pytest
 
 from lab import references
 from lab.calls.problem import AttentionCall
-from lab.checks import CaseVerdict, Configuration, Level, Outcome, Report, judge
+from lab.checks import CaseVerdict, Level, Outcome, Report, judge
 from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
 from lab.checks.parameters.coverage import tuples_by_outcome
 from lab.checks.parameters.covering import Model, Point, Shard, Values
 from lab.checks.parameters.models import MODELS
-from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import ReportError, read_case
 from lab.checks.run.merging import merged
-from lab.checks.run.verdicts import Judged
 from lab.exit_status import ExitStatus
 from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface, MetadataFunction
+from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
 from tests.checks.small import SMALL, decoding
 
 NAMES = ("trtllm_batch_decode_with_kv_cache",)
@@ -104,19 +103,7 @@ DECLINED: dict[str, Callable[[Point], bool]] = {
 def all_rounds(
     declines: Callable[[Point], bool], shard: Shard, level: Level = Level.FULL, function: Interface = FUNCTION
 ) -> list[CaseVerdict]:
-    """Return the verdicts of K18's rounds at a level, for a kernel that declines some points."""
-
-    def verdicts_on(cases: Iterable[Configuration]) -> list[CaseVerdict]:
-        outcomes = {True: Judged(Outcome.DECLINED), False: Judged(Outcome.RIGHT, judged=1)}
-        return [
-            CaseVerdict("a kernel", "K18", case.interface, case, "cpu", outcomes[declines(case.values)])
-            for case in cases
-        ]
-
-    found = verdicts_on(CHECK.cases(function, SMALL, Level.SMOKE, shard if level is Level.SMOKE else Shard()))
-    for following in CHECK.more[level]:
-        found += verdicts_on(following(function, SMALL, found, shard))
-    return found
+    return verdicts_in_rounds(declined_if(lambda case: declines(case.values)), level, function, shard)
 
 
 @pytest.mark.parametrize("declines", DECLINED)
