@@ -37,8 +37,8 @@ def assert_close_to_reference(
 
     The output vector of each row and head is compared with float64 on the same inputs. Its relative L2 error may be at most
     `lab.references.errors.CONTROL_FACTOR` times the error of plain low-precision torch operations (`eager_attention`) on the
-    same request, or one rounding if that is more. This is the bound of `lab.checks.judge`. If all vectors are within the bound,
-    the slopes of their regression on float64 (`lab.references.errors.regress`) must be 1 up to rounding. Rows after the last
+    same request, or two roundings if that is more. This is the bound of `lab.checks.judge`. If all vectors are within it, the
+    slopes of their regression on float64 (`lab.references.errors.regress`) must be 1 up to rounding. Rows after the last
     request's rows are padding and may hold anything.
 
     Args:

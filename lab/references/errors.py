@@ -328,14 +328,14 @@ class Truth:
         """Return the errors and bounds of an output (`compare`) and, if all vectors are within their bounds, its bias
         (`regress`).
 
-        Each bound is at least `least_bound` and at least the error of one rounding, because a right kernel such as
-        FA3's MLA rounds the results of its splits while the control may have almost no error. The error that
-        skip-softmax may cause is added to the bound.
+        Each bound is at least `least_bound` and at least the error of two roundings, one to `arithmetic` and one to the
+        output's dtype. A right kernel may round a weight or a split's result and then the output, while the control may
+        have no error, as where a row sees one key. The error that skip-softmax may cause is added to the bound.
         """
         comparison = _compared(out, self.expected, self.control, self.request_of_row)
-        one_rounding = torch.finfo(self.arithmetic).eps / 2
+        roundings = sum(torch.finfo(dtype).eps / 2 for dtype in (self.arithmetic, self.control.dtype))
         skipped = torch.zeros_like(comparison.bound) if self.skipped is None else self.skipped[..., 1]
-        bound = comparison.bound.clamp(min=max(one_rounding, least_bound)) + skipped
+        bound = comparison.bound.clamp(min=max(roundings, least_bound)) + skipped
         comparison = replace(comparison, bound=bound)
         if not comparison.passed:
             return comparison
