@@ -21,6 +21,8 @@ from lab.checks.explain.features import EMPTY_COLUMNS, FEATURES, GIVEN, OF_PROBL
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 
+# The parameters of each function whose default is None
+OPTIONAL = {call: {each.name for each in fields(made) if each.default is None} for call, made in CALL_TYPES.items()}
 TILE = 64  # keys that many kernels load at a time
 FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
 # Fields of a case that are no features. Fields with lengths become features of the batch and of each request.
@@ -188,18 +190,19 @@ def _read_mode(given: Read) -> Read:
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
     """Return the features of a call's arguments, such as dtypes, scales and, for a paged call, the layout of the cache."""
     query, sinks, required = problem.query, problem.sinks, problem.features()
+    head_dim, num_rows = problem.head_dim, sum(problem.q_lens())
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
-    optional = {each.name for each in fields(CALL_TYPES[interface]) if each.default is None}
     read: Read = {
         "function": interface,
         "dtype": query.dtype,
-        "head_dim": problem.head_dim,
+        "head_dim": head_dim,
         "v_head_dim": problem.v_head_dim,
         "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
         "num_kv_heads": problem.num_kv_heads,
         "num_qo_heads": problem.num_qo_heads,
         "group": problem.group,
         "group_no_power_of_2": problem.group & (problem.group - 1) > 0,
+        "padding_rows": problem.num_rows > num_rows,
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
         **{f"{name}_tensor": isinstance(arguments.get(name), Tensor) for name in ("bmm1_scale", "bmm2_scale")},
@@ -210,7 +213,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm2_scale_large": abs(bmm2_scale) > 100,
         "bmm1_scale_small": abs(bmm1_scale) < SMALL_SCALE,
         "bmm2_scale_small": abs(bmm2_scale) < SMALL_SCALE,
-        "bmm1_scale_unusual": not math.isclose(bmm1_scale, problem.head_dim**-0.5, rel_tol=1e-6),
+        "bmm1_scale_unusual": not math.isclose(bmm1_scale, head_dim**-0.5, rel_tol=1e-6),
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
         "rank": arguments.get("cp_rank"),
@@ -219,8 +222,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "transform_mode": arguments.get("bf16q_fp8kv_transform_mode"),
         "cute_dsl_impl": arguments.get("cute_dsl_impl"),
         "not_causal": not problem.causal,
-        "padding_rows": problem.num_rows > sum(problem.q_lens()),
-        **{f"{name}_given": name in optional and arguments.get(name) is not None for name in GIVEN},
+        **{f"{name}_given": name in OPTIONAL[interface] and arguments.get(name) is not None for name in GIVEN},
         "return_lse": problem.return_lse,
         "lse_base_e": interface is AttentionCall.MLA_DECODE and lse_is_base_e(arguments),
         "out_dtype": problem.out_dtype,
