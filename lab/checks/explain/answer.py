@@ -177,12 +177,14 @@ def not_judged(
     for place, (reason, count) in enumerate(by_lab.items()):
         full = f"the lab cannot judge {counted(count, 'case')} here ({shortened(reason, SHOWN_CHARACTERS)})"
         yield NotJudged(full, "" if place else f"the lab cannot judge {counted(by_lab.total(), 'case')} here")
-    if any(verdict.outcome is Outcome.FAILED for verdict in verdicts):
-        chosen_by = f"a failed call or {chosen_by}"
+    failed = any(verdict.outcome is Outcome.FAILED for verdict in verdicts)
+    causes = ["the end of the run"] * bool(left_out) + ["a failed call"] * failed + [chosen_by]
     pairs = sum((Counter(each.pairs) for each in coverages), Counter[Reach]())
     for what, counts in (("values", values), ("pairs of values", pairs)):
         if counts[Reach.LEFT_OUT]:
-            yield NotJudged(f"{chosen_by} leaves out {counts[Reach.LEFT_OUT]:,} of {_possible(counts):,} {what}", "")
+            yield NotJudged(
+                f"{' or '.join(causes)} leaves out {counts[Reach.LEFT_OUT]:,} of {_possible(counts):,} {what}", ""
+            )
 
 
 def _possible(counts: Counter[Reach]) -> int:

@@ -144,9 +144,11 @@ def test_each_reason_says_because_of_whom() -> None:
         "nothing of trtllm_batch_context_with_kv_cache",
         "the kernel refused 3 cases, and with them 1 of 3 values",
         "the lab cannot judge 1 case here (no Triton)",
-        "the smoke level leaves out 1 of 3 values",
-        "the smoke level leaves out 3 of 8 pairs of values",
+        "the end of the run or the smoke level leaves out 1 of 3 values",
+        "the end of the run or the smoke level leaves out 3 of 8 pairs of values",
     ]
+    *_, last = not_judged([*found, *verdicts("F")], [coverage], "", "the smoke level")
+    assert last.full == "a failed call or the smoke level leaves out 3 of 8 pairs of values"
     assert answer(found, "", reasons, is_whole=True) == (
         "Right in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send. Not judged: 7 cases left out; nothing of "
         "trtllm_batch_context_with_kv_cache; the kernel refused 3 cases; the lab cannot judge 1 case here."
