@@ -57,7 +57,7 @@ class DecodeCall:
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: number of keys before its own position that a row sees; -1 for all.
-        out, out_dtype: the output tensor, or the dtype of a new one; both None: the query's dtype.
+        out, out_dtype: the output tensor, or the dtype of a new one; neither: of the query's dtype.
         sinks: float32 [num_qo_heads]: exp(sink) of each head is added to the softmax's denominator. `bmm1_scale` does not scale
             it. A sink is finite, or -inf for a head without one.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.

@@ -162,13 +162,18 @@ _BY_NAME: dict[str, tuple[str, Variants, tuple[Interface, ...]]] = {
     "page-order": ("which pages hold the keys", lambda run, _: iter([other_pages(run)]), PAGED_CALLS),
     "page-size": ("the number of tokens in a page", lambda run, _: page_sizes(run), PAGED_CALLS),
     "rows-per-call": (
-        "how many query rows of a request one call has: a verify of n tokens or n decodes, a whole prefill or its chunks",
+        "how many query rows of a request one call has: a verification of n tokens or n decodes, a whole prefill or the "
+        "chunks of this prefill",
         lambda _, inputs: chain(single_rows(inputs), halves(inputs)),
         _EVERY,
     ),
     "cuda-graph": ("an eager call, or a replay of its CUDA graph", _graphs, _EVERY),
     "workspace": ("the contents of the workspace", _workspaces, _EVERY),
-    "repeated-runs": ("how often the call was made before, and which other calls were made before", _repeats, _EVERY),
+    "repeated-runs": (
+        "how often the same call was made before, and which other calls were made before",
+        _repeats,
+        _EVERY,
+    ),
     "tactic": (
         "the backend, and the other arguments that select one of several kernels",
         _tactics,

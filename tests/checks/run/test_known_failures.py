@@ -14,9 +14,9 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties import checks
 from lab.checks.run.known_failures import (
     KNOWN_FAILURES,
-    Condition,
     FailingKernel,
     KnownFailure,
+    Predicate,
     has_fewer_keys_than_rows,
     has_no_keys,
     has_window,
@@ -98,7 +98,7 @@ SINKS, LSES = "sinks of minus infinity", "384 LSEs are wrong: row 0 head 0 is 6.
 MIXED_PASS = ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (2, 9), engine=Engine.VLLM, decode_threshold=2)
 PAGE_OFFSETS = Configuration(AttentionCall.CONTEXT, {"key_offsets": "pages"})
 FEWER = {"lengths": "fewer than rows", "q_len": 4}
-TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
+TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
     window_over_several_rows: [
         (VERIFY, f"the call: {WRONG}", False),
         (replace(VERIFY, window_left=3), f"the call: {WRONG}", True),
@@ -205,7 +205,7 @@ TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
     [(holds, *row) for holds, rows in TABLE.items() for row in rows],
     ids=lambda each: getattr(each, "__name__", None) if callable(each) else None,
 )
-def test_a_condition_holds(holds: Condition, case: Any, sentence: str, explained: bool) -> None:
+def test_a_condition_holds(holds: Predicate, case: Any, sentence: str, explained: bool) -> None:
     assert holds(case, sentence) is explained
 
 
