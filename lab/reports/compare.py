@@ -91,8 +91,7 @@ def compare(
     rule: Rule = BETWEEN_RUNS,
     strict: bool = False,
 ) -> TableReport:
-    """Compare the recorded runs of two paths. With `by`, compare the rows of one run that have a field's first value
-    with those that have its second value.
+    """Compare the recorded runs of two paths, or with `by` the rows of one run that have either value of a field.
 
     Args:
         before, after: path of a recorded run, or of a folder of repeated runs. If `by` is given, `after` must be None.
