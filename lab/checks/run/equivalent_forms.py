@@ -29,6 +29,7 @@ class EquivalentForm:
     applies: Callable[[AttentionCall, Arguments, str], bool]
     change: Callable[[AttentionCall, Arguments], Arguments]  # returns the changed arguments
     by_engines: bool = False  # only for calls of an engine's pass; elsewhere a check wants the argument itself judged
+    omits: bool = False  # it removes an argument on which no result depends
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
@@ -64,13 +65,15 @@ def _names(name: str, refusal: str) -> bool:
 
 def _left_out(argument: str, words: str, by_engines: bool = False) -> EquivalentForm:
     """Return the form that removes `argument` from a call. It applies if the argument is not None and the kernel's
-    message about the refusal contains its name. `words` (as `name`) and `by_engines` become fields of the form.
+    message about the refusal contains its name. `words` (as `name`) and `by_engines` become fields of the form. A
+    result depends on the argument only if `by_engines`.
     """
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(argument) is not None and _names(argument, refusal),
         lambda interface, arguments: {name: value for name, value in arguments.items() if name != argument},
         by_engines,
+        omits=not by_engines,
     )
 
 

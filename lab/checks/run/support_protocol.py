@@ -317,8 +317,8 @@ class KernelCalls:
                 into `out`.
 
         Raises:
-            Unsupported: the call and all equivalent forms were refused. The message is the first refusal's. A refusal after a
-                write, or during the capture of a CUDA graph, is raised at once.
+            Unsupported: the call and all equivalent forms were refused. The message is that of the call without the arguments
+                that a kernel may leave out. A refusal after a write, or during the capture of a CUDA graph, is raised at once.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():
@@ -330,18 +330,21 @@ class KernelCalls:
                 raise
             forms = [each for each in FORMS if by_engine or not each.by_engines]
             used: list[EquivalentForm] = []
-            sentence = str(refused)
-            while left := [each for each in forms if each not in used and each.applies(interface, arguments, sentence)]:
+            last = reason = refused
+            while left := [
+                each for each in forms if each not in used and each.applies(interface, arguments, str(last))
+            ]:
                 used.append(left[0])
                 try:
                     returned = _made(interface, function, arguments, used)
                 except Unsupported as again:
-                    sentence = str(again)
+                    last = again
+                    reason = again if all(each.omits for each in used) else reason
                 else:
                     self.needed[key] = used
                     self.note(f"{refused}: judged with {' and '.join(each.name for each in used)} instead")
                     return returned
-            raise
+            raise reason from None
 
 
 def _made(

@@ -279,7 +279,10 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
         (run.name, count, reason, "the lab" if is_of_lab else "the kernel")
         for run in runs
         for (reason, is_of_lab), count in Counter(
-            (each, case.get("by_lab", False)) for case in run.cases for each in case.get("declines", ())
+            (each, case.get("by_lab", False))
+            for case in run.cases
+            if case["outcome"] == DECLINED
+            for each in case.get("declines", ())
         ).most_common()
     ]
     columns: Columns = {

@@ -152,6 +152,16 @@ def test_a_kernel_needs_no_workspace_and_no_bound_of_lengths() -> None:
     assert "judged with no workspace_buffer and no max_seq_len instead" in verdict.judged.declines[0]
 
 
+def test_a_refusal_names_no_argument_that_may_be_left_out() -> None:
+    def decode(
+        query: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, bmm1_scale: float, bmm2_scale: float
+    ) -> None:
+        raise NotImplementedError("not on a Tuesday")
+
+    (declined,) = judge_case(decoding(decode), "K1", replace(CASE, q_lens=(1, 1)), "cpu").judged.declines
+    assert declined == "not on a Tuesday"
+
+
 def test_a_refusal_of_every_spelling_is_the_first_one() -> None:
     def decode(**given: Any) -> None:
         raise NotImplementedError("with a mask too" if "mask" in given else "no")

@@ -152,7 +152,7 @@ def of_two_parameters(query: torch.Tensor, kv_cache: Any) -> torch.Tensor:
     ("kernel", "outcome", "reason"),
     [
         (refusing(ValueError, "not on a Tuesday"), Outcome.DECLINED, "not on a Tuesday"),
-        (decoding(of_two_parameters), Outcome.DECLINED, "unexpected keyword argument 'workspace_buffer'"),
+        (decoding(of_two_parameters), Outcome.DECLINED, "unexpected keyword argument 'block_tables'"),
         (refusing(TypeError, "boom"), Outcome.FAILED, "it raised TypeError: boom"),
         (decoding(lambda **_: [1.0]), Outcome.FAILED, "returned list, not a tensor"),
         (returning(torch.Tensor.double), Outcome.WRONG, f"the output is torch.float64, and the call's is {CASE.dtype}"),

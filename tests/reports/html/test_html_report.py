@@ -7,6 +7,7 @@ import shutil
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ pytest.importorskip("matplotlib")
 from lab.files import read_json, without_suffix, write_text
 from lab.reports.html.experiments import experiment_part
 from lab.reports.html.findings import findings_in, markdown_html, slug
-from lab.reports.html.judged import check_name
+from lab.reports.html.judged import check_name, decline_table
 from lab.reports.html.page import html_report
 from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
@@ -471,3 +472,11 @@ def test_in_a_browser_a_click_sorts_and_a_word_filters(browser: Any, html: str, 
     assert names
     assert all("target_verify" in name for name in names)
     tab.close()
+
+
+def test_only_declined_cases_were_not_judged() -> None:
+    right = {"outcome": "right", "declines": ["return_lse: it has none"]}
+    declined = {"outcome": "declined", "declines": ["a window"], "by_lab": True}
+    run: Any = SimpleNamespace(name="mine", cases=[right, declined, declined])
+    (row,) = decline_table([run]).rows
+    assert [cell.text for cell in row] == ["mine", "2", "the lab", "a window"]
