@@ -277,30 +277,33 @@ class ForgesLastWords(Zeros):
         os._exit(1)
 
 
-@dishonest("its worker called an audited case right and sent no output")
-class ForgesTheMessage(Zeros):
-    """Sends the judging process a right verdict on each case, through the pipe of its worker."""
-
-    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from pebble.common import Result, ResultStatus
-        from pebble.pool.process import TaskResult
-
-        from lab.checks.run.verdicts import Judged, Outcome
-
-        frame = sys._getframe()
-        while frame is not None and "channel" not in frame.f_locals:
-            frame = frame.f_back
-        if frame is not None:
-            found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
-            frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
-
-
 def frame_of_worker() -> types.FrameType | None:
     """Return the frame of the worker's loop, which has its channel and its task; None outside a worker."""
     frame = sys._getframe()
     while frame is not None and "channel" not in frame.f_locals:
         frame = frame.f_back
     return frame
+
+
+def send_right_verdict() -> None:
+    """Send the judging process a right verdict on the current case, through the worker's pipe. Do nothing outside a worker."""
+    from pebble.common import Result, ResultStatus
+    from pebble.pool.process import TaskResult
+
+    from lab.checks.run.verdicts import Judged, Outcome
+
+    frame = frame_of_worker()
+    if frame is not None:
+        found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
+        frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
+
+
+@dishonest("its worker called an audited case right and sent no output")
+class ForgesTheMessage(Zeros):
+    """Sends the judging process a right verdict on each case, through the pipe of its worker."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        send_right_verdict()
 
 
 @dishonest("its worker called a case right, and declined it when it was made again")
@@ -310,11 +313,6 @@ class DeclinesTheAudit(Zeros):
     """
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from pebble.common import Result, ResultStatus
-        from pebble.pool.process import TaskResult
-
-        from lab.checks.run.verdicts import Judged, Outcome
-
         shape = (*query.shape[-2:], len(arguments["seq_lens"]))
         seen = Path(f"{os.environ['LAB_SEEN']}/{hashlib.md5(repr(shape).encode()).hexdigest()}")
         frame = frame_of_worker()
@@ -323,8 +321,7 @@ class DeclinesTheAudit(Zeros):
             if seen.exists() and not is_same:
                 raise NotImplementedError("not supported")
             seen.write_text(str(frame.f_locals["task"].id))
-            found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
-            frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
+            send_right_verdict()
 
 
 @dishonest("its worker could not go on: TooLate")

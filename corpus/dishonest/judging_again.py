@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from corpus.dishonest import DECODE, dishonest
+from corpus.dishonest.judging import send_right_verdict
 
 
 def honest(**arguments: Any) -> torch.Tensor:
@@ -246,17 +247,9 @@ class ForgesFewChecks:
     checks = ("K1", "K4")
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
-        from pebble.common import Result, ResultStatus
-        from pebble.pool.process import TaskResult
-
-        from lab.checks.run.verdicts import Judged, Outcome
-
         if check_of_caller() in ("", *HONEST_IN):
             return honest(**arguments)
-        for frame in frames():
-            if "channel" in frame.f_locals:
-                found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
-                frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
+        send_right_verdict()
         return zeros(arguments)
 
 

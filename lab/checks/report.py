@@ -1,6 +1,6 @@
 """The report of one run of the judge, as data: the verdict on each case, a summary for each check, and the diagnosis.
 
-A check is one test of the judge, such as K4. It judges many cases, each of which describes the inputs of a call. A function is
+A check is one test of the judge, such as K4. It judges many cases. A case describes the inputs of a call. A function is
 an attention function of FlashInfer or a metadata function (`Interface`).
 """
 

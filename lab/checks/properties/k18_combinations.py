@@ -82,7 +82,7 @@ def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> 
 
 
 def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    """Return a function's model (parameters with their values), of which cases must cover only this shard (part of the run)."""
+    """Return a function's model (parameters with their values). Its cases must cover only this shard (part of the run)."""
     model = MODELS[interface](ranges)
     return model if shard == model.shard else replace(model, shard=shard)
 

@@ -67,9 +67,8 @@ def judge(
 ) -> Report:
     """Find out whether an implementation is right: run checks on its functions, and return the report.
 
-    A check is one test of the judge. It judges many cases, which describe calls. An implementation may refuse a call
-    (`lab.checks.run.support_protocol`), which is then made with equivalent arguments. If these are refused too, the
-    case is DECLINED, which is no error. After Ctrl-C, the report has the verdicts so far.
+    A check judges many cases, which describe calls. A refused call (`lab.checks.run.support_protocol`) is made again with
+    equivalent arguments. If these are refused too, the case is DECLINED. After Ctrl-C, the report has the verdicts so far.
 
     Args:
         implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.INTERFACES`, or its
