@@ -1,8 +1,4 @@
-"""Run one case: make the calls of a check to an implementation, and record each error in their results.
-
-A check is one test of the judge, such as K4. A case is a frozen dataclass that describes the inputs of a call: lengths, dtypes,
-heads and storage. A check judges many cases. The features of a call are its named properties, such as `kv_len`.
-"""
+"""Run one case: make the calls of a check to an implementation, and record each error in their results."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +38,7 @@ SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 class CallForm(NamedEnum):
     """How a check calls an attention function: directly (WHOLE), or through the callable that `prepare_<name>` or
-    `plan_<name>` of the implementation returned earlier (PREPARED, PLANNED). The value is the prefix of that name.
+    `plan_<name>` of the implementation returned earlier. The value is the prefix of that name.
     """
 
     WHOLE = ""
@@ -53,7 +49,7 @@ class CallForm(NamedEnum):
 class Result(NamedTuple):
     """What a call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features (named properties) of this call. If it is None, errors are recorded with those of the last call.
+    `call` has the features of this call. If it is None, errors are recorded with those of the last call.
     """
 
     out: Tensor
@@ -65,7 +61,7 @@ class Result(NamedTuple):
 
 
 class Inputs(Protocol):
-    """A type with the inputs of a call: an attention function (`interface`) and its keyword arguments (`arguments()`)."""
+    """A type with the inputs of a call: an attention function and its keyword arguments."""
 
     @property
     def interface(self) -> AttentionCall: ...
@@ -120,7 +116,7 @@ class CaseRun:
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the tensors of a case, by default of `self.case`. The arguments `storage` replace fields of `case.storage`."""
+        """Build the tensors of a case (None: `self.case`). The arguments `storage` replace fields of `case.storage`."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
@@ -128,8 +124,6 @@ class CaseRun:
 
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Make the call of `inputs`, with `changes` replacing arguments. Return its results without padding rows.
-
-        If the implementation refuses the call, calls with other but equivalent arguments are made until it accepts one.
 
         Raises:
             Unsupported: the implementation refused the call and all equivalent calls.
@@ -150,9 +144,7 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Repeat the call of `inputs`, which the implementation accepted before, with `changes` replacing arguments. If it now
-        refuses the call, raise KernelError.
-        """
+        """Repeat a call that the implementation accepted before. If it is refused now, raise KernelError."""
         try:
             return self.call(inputs, **changes)
         except Unsupported as refusal:
@@ -162,15 +154,14 @@ class CaseRun:
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
         """Make the call of `inputs` with `changes` replacing arguments, and compare its result with `expected`: within the
-        error bound of a `Truth`, or bit for bit with a `Result`. Return the result; None if the call is refused, fails or is
-        not made.
+        error bound of a `Truth`, or bit for bit with a `Result`. Return the result; None if the call is refused, fails or
+        is not made.
 
         Args:
             what: a name of the call, for error messages.
             inputs, expected: the call, and the required result; None if the result is not to be compared.
             needed: whether to raise Unsupported if the call is refused. If not, the refusal is recorded, and in a case with
                 selected pages, selected entries or the keys of one rank, a call that `lab.calls` refuses is not made.
-            changes: the arguments that replace arguments of `inputs` with the same names.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
@@ -185,15 +176,13 @@ class CaseRun:
         return result
 
     def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
-        """Make the call of `inputs`, named `what`, and compare its result with `expected`; None: do not compare it. Return the
-        result; None if the call fails. Raise Unsupported if the implementation refuses the call.
-        """
+        """Make the call of `inputs` as `vary` does, and raise Unsupported if the implementation refuses it."""
         return self.vary(what, inputs, expected, True)
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record a KernelError that the `with` block raises, under the name `what`, and go on after the block. Also record an
-        Unsupported, but raise it if `needed`. If the CUDA context is lost, raise the KernelError: no later call can succeed.
+        """Record a KernelError that the `with` block raises, and an Unsupported unless `needed`, under the name `what`. If
+        the CUDA context is lost, raise the KernelError: no later call can succeed.
         """
         try:
             yield
@@ -209,9 +198,6 @@ class CaseRun:
             self.fail(str(failure), what)
 
     def _expect_shape_of(self, interface: AttentionCall, returned: Any, arguments: dict[str, Any]) -> None:
-        """Expect that `returned`, the return value of a call, has an output with the query's shape, or with `kv_lora_rank` as
-        its last axis if the call passes this argument.
-        """
         out, _ = output_and_lse(interface.value, returned)
         query = arguments["query"]
         shape = (*query.shape[:-1], arguments.get("kv_lora_rank", query.shape[-1]))
@@ -219,13 +205,11 @@ class CaseRun:
             self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
 
     def _wait(self) -> None:
-        """Synchronize the GPU unless a graph is being captured, so that errors of earlier launches are raised."""
         if self.device.type == "cuda" and not is_capturing():
             torch.cuda.synchronize()
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """Return WHOLE, and PREPARED and PLANNED if the implementation has a `prepare_...` and a `plan_...` function."""
         offered = {
             form for form in CallForm for each in ENGINE_CALLS if hasattr(self.implementation, form.value + each.value)
         }
@@ -243,8 +227,9 @@ class CaseRun:
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
         """Return an object with the implementation's attention functions as methods, for an engine to call.
 
-        With a `form` of PREPARED or PLANNED, it also has a method `prepare_<name>` for each function that the implementation
-        offers in this form. All calls share one workspace. Arguments at their default are not passed to the implementation.
+        With a `form` of PREPARED or PLANNED, it also has a method `prepare_<name>` for each function that the
+        implementation offers in this form. All calls share one workspace. Arguments at their default are not passed to the
+        implementation.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -256,9 +241,6 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make a call of an engine's forward pass with this workspace. With the `prefix` "prepare_" or "plan_", only prepare
-        or plan the call, and return it. Errors are recorded with the lengths of the whole pass, which may make two calls.
-        """
         if not prefix:
             of_call = self.note_call(interface, arguments)
             lengths = self._of_case if self._of_case.of_requests else of_call
@@ -266,8 +248,8 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features (named properties) of a call that is about to be made, and record later errors with them. Those
-        of its data, such as poison, come from `case` (None: `self.case`). In a graph capture, return the last call's features.
+        """Return the features of a call that is about to be made, and record later errors with them. Those of its data,
+        such as poison, come from `case` (None: `self.case`). In a graph capture, return the last call's features.
         """
         if not is_capturing():
             around: dict[str, Any] = dict(self._of_case.features)
@@ -279,25 +261,23 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record a comparison named `what`. `wrongs` has a sentence for each error; without one the comparison is right. `kind`
-        says what was compared (a key of `explain.diagnosis.HELD`). `call` has the features of the call; None: of the last one.
+        """Record a comparison named `what`, with a sentence in `wrongs` for each error. `kind` is a key of
+        `explain.diagnosis.HELD`. `call` has the features of the call; None: of the last one.
         """
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
 
     def wrong(self, sentence: str) -> None:
-        """Record an error in the return value of the last call. The sentence says what is wrong."""
+        """Record an error in the return value of the last call."""
         self.expect(RETURNED, [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        """Expect that each of `tensors` has the same bits as its copy in `before`. `what` names the comparison."""
+        """Expect that each of `tensors` has the same bits as its copy in `before`."""
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Call `read` and return True. If it raises an IndexError, TypeError or ValueError, record this error under the name
-        `what` and return False.
-        """
+        """Return whether `read` raises no IndexError, TypeError or ValueError. Record the error under the name `what`."""
         try:
             read()
         except (IndexError, TypeError, ValueError) as error:
@@ -328,15 +308,11 @@ class CaseRun:
             self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
-        """Expect that `lse`, named `what` in errors, is log2 of the softmax's denominator, including the sink; -inf for a row
-        that sees no key. `call` has the features of the call; None: of the last one.
-        """
+        """Expect that `lse` is log2 of the softmax's denominator, including the sink; -inf for a row that sees no key."""
         self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Expect that the outputs of `result`, named `what` in errors, and of `other` have the same bits. A `result` of None
-        (its call failed) is not compared.
-        """
+        """Expect that two outputs have the same bits. A `result` of None (its call failed) is not compared."""
         if result is not None:
             self.judged += 1
             self._compared(what, "bits", compare_bits(result.out, other.out), result.call)
@@ -349,7 +325,6 @@ class CaseRun:
         self._note(what, kind, found, call)
 
     def _note(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
-        """Record the comparison `found` of a result named `what`. `call` has the features of its call; None: of the last."""
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
@@ -361,20 +336,20 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 
     def fail(self, failure: str, what: str = "") -> None:
-        """Record that the call named `what` failed with the error message `failure`. Equal messages are recorded once."""
+        """Record that the call named `what` failed with this message. Equal messages are recorded once."""
         failure = shortened(failure, SHOWN_CHARACTERS)
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
         self._note(what or IT_FAILED, "return", OutputComparison(failure))
 
     def decline(self, sentence: str) -> None:
-        """Record a sentence about a refused call. Equal sentences are recorded once."""
+        """Record a sentence about a refused call once."""
         if sentence not in self.declines:
             self.declines.append(sentence)
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Return a call's output or (output, LSE) as a `Result` with one row per query row. Raise KernelError for another type."""
+    """Return a call's output or (output, LSE) with one row per query row. Raise KernelError for another type."""
     out, lse = output_and_lse(interface.value, returned)
     if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out
@@ -383,9 +358,6 @@ def as_result(returned: Any, interface: AttentionCall) -> Result:
 
 
 def _is_excluded(inputs: Inputs, changes: dict[str, Any]) -> bool:
-    """Return True if `lab.calls` refuses the arguments of `inputs` after `changes` replaced some of them: FlashInfer excludes
-    such a call, or the lab does not model it.
-    """
     try:
         CALL_TYPES[inputs.interface](**(inputs.arguments() | changes)).problem()
     except (ValueError, NotImplementedError):

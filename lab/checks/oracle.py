@@ -26,13 +26,8 @@ class OutputComparison:
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
-    """Compare each (row, head) vector of an output with the expected one, by relative L2 error. Also test all vectors together
-    for a bias that is too small to see in one vector, by a regression of the output on the expected output.
-
-    Args:
-        out: [num_rows, num_qo_heads, head_dim].
-        truth: the expected results of the call.
-        least_bound: relative error that is always allowed.
+    """Compare each (row, head) vector of an output [num_rows, num_qo_heads, head_dim] with the expected one, by relative L2
+    error, and all vectors together for a bias that is too small to see in one. An error up to `least_bound` is allowed.
     """
     if out.shape != truth.expected.shape:
         return OutputComparison(_other_shape(out, truth.expected))
@@ -48,12 +43,7 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
 
 
 def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
-    """Compare an LSE with log2 of the softmax's denominator, including the sink; -inf for a row that sees no key.
-
-    Args:
-        lse: [num_rows, num_qo_heads].
-        truth: the expected results of the call.
-    """
+    """Compare an LSE [num_rows, num_qo_heads] with log2 of the softmax's denominator; -inf for a row that sees no key."""
     failure = truth.wrong_lse(lse)
     if lse.shape != truth.lse_log2.shape or not lse.dtype.is_floating_point:
         return OutputComparison(failure)
@@ -67,7 +57,7 @@ def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
 
 
 def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
-    """Compare two outputs bit for bit. The `failure` of the returned comparison names the rows that differ."""
+    """Compare two outputs bit for bit."""
     if out.shape != other.shape:
         return OutputComparison(_other_shape(out, other))
     left, right = as_integers(out), as_integers(other)
@@ -80,9 +70,9 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
 
 
 def largest_ulps(out: Tensor, other: Tensor) -> float:
-    """Return the largest difference between elements of two outputs, [num_rows, num_heads, head_dim] of one dtype, in units in
-    the last place of the largest element in the same (row, head) vector. (An element's own unit would be too small near zero.)
-    Return infinity if an element that differs is not finite.
+    """Return the largest difference between elements of two outputs, [num_rows, num_heads, head_dim] of one dtype, in units
+    in the last place of the largest element in the same (row, head) vector; infinity if an element that differs is not
+    finite.
     """
     limits = torch.finfo(out.dtype)
     left, right = out.double(), other.double()
@@ -97,9 +87,6 @@ def _other_shape(out: Tensor, expected: Tensor) -> str:
 
 
 def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
-    """Return the elements with the largest errors in the vector [row, head] of `got`, a computed output or LSE, with the
-    expected values. An infinite or NaN element counts as the largest error.
-    """
     right, computed = expected[row, head].double(), got[row, head].double()
     error = torch.where(computed.isfinite(), (computed - right).abs(), math.inf).nan_to_num(math.inf, posinf=math.inf)
     worst = error.topk(min(SHOWN_ELEMENTS, len(error))).indices.sort().values

@@ -1,6 +1,6 @@
 """Read the JSON file of a report of the judge: the cases and the verdict on each.
 
-The file has the `repr` of each case. The reader builds only known dataclasses, enums and dtypes from it, and evaluates no code.
+The reader builds only known dataclasses, enums and dtypes from the `repr` of a case, and evaluates no code.
 """
 
 import ast
@@ -32,8 +32,8 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts of a report. `record` is the parsed JSON of its file. In each verdict `judged.results` is empty,
-    because the file does not have the compared results.
+    """Yield the verdicts in the parsed JSON of a report. In each verdict `judged.results` is empty, because the file does
+    not have the compared results.
 
     Raises:
         ReportError: the record is not a report, or was written before cases had numbers.
@@ -71,11 +71,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the parsed JSON of a report's file.
-
-    Raises:
-        ReportError: there is no such file, or it is not a report.
-    """
+    """Return the parsed JSON of a report's file. Raise ReportError if there is no such file, or it is not a report."""
     try:
         record = read_json(path)
     except (OSError, ValueError) as error:
@@ -89,10 +85,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return `path` if a report may be written there: it is a new or empty file, or an earlier report. Create missing folders.
-
-    Raises:
-        ReportError: the path is another file or a pipe, or the folder is not writable.
+    """Return `path` if a report may be written there: it is a new or empty file, or an earlier report. Create missing
+    folders. Raise ReportError if the path is another file or a pipe, or the folder is not writable.
     """
     if path.is_fifo():
         raise ReportError(f"{path} is a pipe, and a report is written several times: name a file")
@@ -114,10 +108,8 @@ def replaceable(path: Path) -> Path:
 
 
 def read_case(path: Path, number: int) -> CaseVerdict:
-    """Read the verdict on the case with this number from a report's file.
-
-    Raises:
-        ReportError: the file is not a report, has no case with this number, or the case is of an unknown check.
+    """Read the verdict on the case with this number from a report's file. Raise ReportError if the file is not a report,
+    has no case with this number, or the case is of an unknown check.
     """
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
@@ -139,9 +131,6 @@ def read_case(path: Path, number: int) -> CaseVerdict:
 
 @functools.cache
 def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
-    """Return what the text of a case may contain, as two tables: the dataclasses of `lab.checks` by name, and the enum members
-    and dtypes by their `repr`.
-    """
     import lab.checks as offering
 
     classes = [each for name in offering.__all__ if isinstance(each := getattr(offering, name), type)]
@@ -154,11 +143,7 @@ def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
 
 
 def read_expression(text: str) -> Any:
-    """Build the case or `Ranges` whose `repr` is `text`.
-
-    Raises:
-        ValueError: the text is no such `repr`, or a field has an invalid value.
-    """
+    """Build the case or `Ranges` whose `repr` is `text`. Raise ValueError if there is none, or a field has an invalid value."""
     try:
         return _built(ast.parse(text, mode="eval").body)
     except (SyntaxError, *DAMAGED) as error:

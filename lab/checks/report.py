@@ -1,8 +1,4 @@
-"""The report of one run of the judge, as data: the verdict on each case, a summary for each check, and the diagnosis.
-
-A check is one test of the judge, such as K4. It judges many cases. A case describes the inputs of a call. A function is
-an attention function of FlashInfer or a metadata function (`Interface`).
-"""
+"""The report of one run of the judge, as data: the verdict on each case, a summary for each check, and the diagnosis."""
 
 import functools
 import json
@@ -45,23 +41,19 @@ class CheckSummary:
 
     @property
     def outcome(self) -> Outcome:
-        """Return the worst outcome among the cases, in the order of `WORST_FIRST`."""
         return next(outcome for outcome in WORST_FIRST if self.counts.get(outcome))
 
     @property
     def judged(self) -> int:
-        """Return the number of results that were compared."""
         return sum(verdict.judged.judged for verdict in self.verdicts)
 
     @property
     def worst(self) -> CaseVerdict:
-        """Return the verdict with the largest ratio of error to bound among those with the worst outcome (`self.outcome`)."""
         of_outcome = (verdict for verdict in self.verdicts if verdict.outcome is self.outcome)
         return max(of_outcome, key=lambda verdict: verdict.judged.worst_ratio)
 
     @property
     def declines(self) -> tuple[str, ...]:
-        """Return the distinct sentences about refused calls, the most frequent first."""
         counts = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         return tuple(reason for reason, _ in counts.most_common())
 
@@ -99,7 +91,6 @@ class Report:
 
     @property
     def rows(self) -> list[CheckSummary]:
-        """Return a summary for each check and function, in the order of the verdicts."""
         grouped: dict[tuple[str, Interface], list[CaseVerdict]] = {}
         for verdict in self.verdicts:
             grouped.setdefault((verdict.check, verdict.interface), []).append(verdict)
@@ -107,8 +98,8 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Yield the verdicts whose outcome is wrong, failed or dishonest. If the run is for one engine (`profile`), yield only
-        those on cases that this engine sends.
+        """Yield the verdicts that are wrong, failed or dishonest; in a run for one engine, only on cases that this engine
+        sends.
         """
         return (verdict for verdict in deciding(self.verdicts, self.profile) if verdict.outcome in BROKEN)
 
@@ -130,13 +121,11 @@ class Report:
 
     @property
     def _is_hardly_judged(self) -> bool:
-        """Return True if less than the share `LEAST_COMPARED` of the run's cases that an engine sends had a compared result."""
         sent = [verdict.judged.judged > 0 for verdict in self.verdicts if verdict.sent_by]
         return sum(sent) < LEAST_COMPARED * len(sent)
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return 0 (right), 1 (wrong or failed), 3 (dishonest), 125 (not judged, or not completely) or 130 (interrupted)."""
         if self.interrupted:
             return ExitStatus.INTERRUPTED
         if any(verdict.outcome is Outcome.DISHONEST for verdict in self.verdicts):
@@ -191,7 +180,6 @@ class Report:
         }
 
     def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
-        """Return a verdict as JSON data, without empty fields, and without its ranges if they equal the report's."""
         record = {
             "number": verdict.number,
             "check": verdict.check,
@@ -215,7 +203,6 @@ class Report:
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
-        """Return what is broken and where, and what was not judged."""
         left_out = f"{counted(self.left_out, 'case')} left out, {self.ended}"
         chosen_by = f"the {self.level.value} level" + (f" of the profile {self.profile}" if self.profile else "")
         left_out = left_out if self.left_out else ""
@@ -232,10 +219,8 @@ class Report:
 
     @functools.cached_property
     def coverages(self) -> tuple[Coverage, ...]:
-        """Return for each function which parameter values and pairs of values check K18 judged; () if K18 did not run."""
         return coverages(self.verdicts, self.ranges)
 
 
 def _number(ratio: float) -> float | str:
-    """Return a ratio as a JSON number; infinity and NaN, which JSON does not have, as a text."""
     return round(ratio, 4) if math.isfinite(ratio) else str(ratio)

@@ -1,7 +1,5 @@
-"""Write the answer of a report: whether the implementation is right, for which engines, and what was not judged.
-
-A profile (`lab.checks.parameters.profiles`) describes the calls that an engine, such as SGLang 0.5.23, sends. A documented
-corner is a case that a function's documentation allows and that no engine sends.
+"""Write the answer of a report: whether the implementation is right, for which engines, and what was not judged. A
+documented corner is a case that a function's documentation allows and that no engine sends.
 """
 
 from collections import Counter
@@ -32,8 +30,7 @@ def answer(
 
     Args:
         verdicts: the verdicts of a run.
-        profile: name of the engine whose cases alone decide the exit status; "" for all cases. The answer says for this
-            engine, or for each engine, whether its cases are right.
+        profile: name of the engine whose cases alone decide the exit status; "" for all cases.
         not_judged: clauses that say what was not judged.
         is_whole: True if the run judged enough for an answer: all cases (at the quick level most of them) and each function.
         left_out: number of planned cases that were not begun.
@@ -65,7 +62,6 @@ def deciding(verdicts: Iterable[CaseVerdict], profile: str) -> list[CaseVerdict]
 
 
 def judged_functions(verdicts: Iterable[CaseVerdict], profile: str) -> set[Interface]:
-    """Return the functions with a compared result. If `profile` is not "", only cases that this engine sends count."""
     return {verdict.interface for verdict in deciding(verdicts, profile) if verdict.judged.judged}
 
 
@@ -87,9 +83,6 @@ def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
 def _of_cases(
     verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> str:
-    """Return the sentence that says for which of `engines` all cases are right, how many cases are wrong, and how many checks
-    compared no result. `judged` has the verdicts that are not declined. `is_whole` is True if no planned case was left out.
-    """
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
     right, wrong = "right", _word(judged).lower()
     right += f", except for known failures in {counted(known, 'case')}," if known else ""
@@ -119,8 +112,8 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return groups of engines (full names), each with the verdicts on the cases that they send. Engines share a group
-    if they send the same cases, or if `is_whole` (no planned case was left out) and all their cases are right.
+    """Return groups of engines (full names), each with the verdicts on the cases that they send. Engines share a group if
+    they send the same cases, or if `is_whole` (no planned case was left out) and all their cases are right.
     """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:
@@ -131,7 +124,6 @@ def _by_sender(
 
 
 def _word(judged: Sequence[CaseVerdict]) -> str:
-    """Return "Wrong" if a result is wrong, "Failed" if calls failed and no result is wrong, else "Right"."""
     outcomes = {verdict.outcome for verdict in judged}
     return "Wrong" if Outcome.WRONG in outcomes else "Failed" if Outcome.FAILED in outcomes else "Right"
 
@@ -143,15 +135,8 @@ def _broken(verdicts: Sequence[CaseVerdict]) -> int:
 def not_judged(
     verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str, profile: str = ""
 ) -> Iterator[NotJudged]:
-    """Yield a clause for each reason why cases or parameter values were not judged: the run ended, the kernel refused them, the
-    lab cannot judge them on this device, or the level or profile does not contain them.
-
-    Args:
-        verdicts: the verdicts of a run.
-        coverages: for each function, which parameter values were judged.
-        left_out: a clause about cases that were not begun; "" if there are none.
-        chosen_by: what chose the cases, such as "the smoke level".
-        profile: name of the engine whose cases alone decide the exit status; "" for all cases.
+    """Yield a clause for each reason why cases or parameter values were not judged: the run ended, the kernel refused them,
+    the lab cannot judge them on this device, or the level or profile (`chosen_by`) does not contain them.
     """
     if left_out:
         yield NotJudged(left_out)

@@ -33,9 +33,6 @@ OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", "head_dim", "v_head_dim", "num_k
 
 
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
-    """Return the features of the request with index `request`, such as its lengths, pages, and keys outside the window. A
-    `window_left` of -1 is no window.
-    """
     kv_len = kv_lens[request]
     # Index of the first key in the window of the request's last row, and of its first row; 0 or less if no key is hidden
     last_seen = first_seen = 0
@@ -72,7 +69,6 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
 
 
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
-    """Return the features of a whole batch, such as page size, window (-1: none), numbers of requests and of rows."""
     return {
         "page_size": page_size,
         "has_window": window_left >= 0,
@@ -119,13 +115,13 @@ class CallFeatures:
 
 
 def kept(read: Read) -> dict[str, Value]:
-    """Return features with values that rules can compare: bool, int or str. Leave out features that are None or False."""
+    """Return features with values that rules can compare, without features that are None or False."""
     return {name: plain for name, value in read.items() if (plain := _plain(value)) is not None and plain is not False}
 
 
 def _plain(value: Any) -> Value | None:
-    """Return a feature's value as bool, int or str; None if this is impossible. An enum member or dtype becomes its
-    name, a tensor of one element a bool, and a mapping its only value or "mixed".
+    """Return a feature's value as bool, int or str; None if this is impossible. An enum member or dtype becomes its name, a
+    tensor of one element a bool, and a mapping its only value or "mixed".
     """
     if type(value) in (bool, int, str):  # the usual case, first for speed
         return value
@@ -140,10 +136,8 @@ def _plain(value: Any) -> Value | None:
 
 
 def features_of_case(case: Any) -> CallFeatures:
-    """Return the features (named properties) of a case: of its fields, its forward mode, its batch and each request.
-
-    Raises:
-        UnknownFeatureError: `lab.checks.explain.features` does not list a field of the case.
+    """Return the features of a case: of its fields, its forward mode, its batch and each request. Raise UnknownFeatureError
+    if `lab.checks.explain.features` does not list a field of the case.
     """
     given = dict(_fields(case))
     for name in given.keys() - FEATURES.keys():
@@ -163,7 +157,6 @@ def features_of_case(case: Any) -> CallFeatures:
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each field of a case and of the dataclasses in it, except `NO_FEATURES` and `LENGTHS`."""
     for each in fields(case) if is_dataclass(case) else ():
         value = getattr(case, each.name)
         if is_dataclass(value):
@@ -173,7 +166,6 @@ def _fields(case: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_mode(given: Read) -> Read:
-    """Return the features of the `ForwardMode` among the fields of a case; {} if there is none."""
     if (mode := next((each for each in given.values() if isinstance(each, ForwardMode)), None)) is None:
         return {}
     uncounted = mode.uncounted
@@ -188,7 +180,6 @@ def _read_mode(given: Read) -> Read:
 
 
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
-    """Return the features of a call's arguments, such as dtypes, scales and, for a paged call, the layout of the cache."""
     query, sinks, required = problem.query, problem.sinks, problem.features()
     head_dim, num_rows = problem.head_dim, sum(problem.q_lens())
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
@@ -245,7 +236,6 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
 
 
 def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
-    """Return the features of a paged call's cache (dtype, layout, gaps), page table and draft mask."""
     is_mla = interface is AttentionCall.MLA_DECODE
     k_cache, table, mask = problem.k_cache, problem.k_block_tables.flatten(0, -2), problem.mask
     num_pages, num_kv_heads, page_size, _ = k_cache.shape
@@ -285,7 +275,6 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
 
 
 def _read_selections(problem: PagedAttention) -> Iterator[Read]:
-    """Yield, per request, features of the cache entries that its rows select; nothing unless sparse MLA."""
     if problem.selected is None:
         return
     used = problem.columns_in_use().cpu()
@@ -311,12 +300,10 @@ def _read_selections(problem: PagedAttention) -> Iterator[Read]:
 
 
 def _lie_apart(pool: Tensor) -> bool:
-    """Return True if there is unused memory between the pages of a pool, [num_pages, ...]."""
     return pool.stride(0) > pool.shape[1:].numel()
 
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if scratch memory in the call's workspace is not zero. An earlier call has probably written it."""
     if (workspace := arguments.get("workspace_buffer")) is None:
         return False
     data = workspace.flatten().view(torch.uint8)
@@ -335,8 +322,9 @@ class CallLog:
         self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int, Any]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call, and return features that compare it with earlier calls: which arguments have changed since the first
-        call with equal shapes of `query` and `seq_lens`, and which tensors were written since an earlier call had them.
+        """Record a call, and return features that compare it with earlier calls: which arguments have changed since the
+        first call with equal shapes of `query` and `seq_lens`, and which tensors were written since an earlier call had
+        them.
         """
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}
@@ -358,7 +346,6 @@ class CallLog:
         return read
 
     def _was_written(self, name: str, tensor: Any, values: Any) -> bool:
-        """Return True if a tensor was written since its first call: if `values` changed, or its version if they are None."""
         if not isinstance(tensor, Tensor):
             return False
         key = name, tensor.data_ptr(), tensor.shape
@@ -369,7 +356,6 @@ class CallLog:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an argument as Python numbers, so that two arguments can be compared. A tensor of one element becomes a number."""
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(f"{float(value):.5g}")
     if isinstance(value, list | tuple):
@@ -380,11 +366,8 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features (named properties) of a call that is about to be made, and record it in `log`. Copy lengths to the
-    host.
-
-    `around` has features of the case (None: no features). They are part of the result; a feature of the call replaces one of
-    the same name. If `lab.calls` refuses the arguments, only the features of the case and of `CallLog.read` are returned.
+    """Return the features of a call that is about to be made, and record it in `log`. A feature of the call replaces one of
+    `around`, the features of the case. If `lab.calls` refuses the arguments, the call has only those of `CallLog.read`.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

@@ -77,12 +77,10 @@ class Region:
 
     @property
     def rule(self) -> str:
-        """Return the rule as an expression, such as "has_window and q_len >= 2"; "" if results are wrong everywhere."""
         return " and ".join(map(str, self.literals))
 
     @property
     def words(self) -> str:
-        """Return the rule in words that can follow "wherever", such as "a window is set"."""
         return " and ".join(literal.phrase for literal in self.literals)
 
     @property
@@ -103,7 +101,6 @@ class Region:
 
     @property
     def is_small(self) -> bool:
-        """Return True if few results are wrong, so that `where` gives their number instead of saying "wherever"."""
         return self.wrong < FEW and bool(self.literals) and self.held != "arguments"
 
     @property
@@ -119,7 +116,6 @@ class Region:
         return inside + (outside if self.outside else "")
 
     def as_record(self) -> dict[str, Any]:
-        """Return the region as JSON data. "case" is the number of the smallest wrong case."""
         features = [literal.feature for literal in self.literals]
         record = {"rule": self.rule, "words": self.words, "held": self.held, "features": features}
         record |= {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
@@ -127,7 +123,7 @@ class Region:
 
 
 def within(sentence: str) -> str:
-    """Return a sentence with its first letter in lower case, so that it can continue another sentence. "NaN" is not changed."""
+    """Return a sentence so that it can continue another sentence."""
     return sentence if sentence.startswith("NaN") else sentence[0].lower() + sentence[1:]
 
 
@@ -147,7 +143,6 @@ class Diagnosis:
         return f"{self.answer} {self.broken}".strip()
 
     def as_record(self) -> dict[str, Any]:
-        """Return JSON data: `sentence`, `reach`, `regions`, `smallest` (if there is a region) and `follows`."""
         record: dict[str, Any] = {
             "sentence": self.sentence,
             "reach": self.reach,
@@ -166,13 +161,8 @@ class Diagnosis:
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "", *, is_whole: bool = True) -> Diagnosis:
-    """Return the diagnosis of a run's verdicts. Known failures and declined cases are not diagnosed. If a verdict is dishonest,
-    the diagnosis has only the answer.
-
-    Args:
-        verdicts: the verdicts of the run.
-        answer, reach: lines of the diagnosis, from `lab.checks.explain.answer`.
-        is_whole: True if no case of the run was left out.
+    """Return the diagnosis of a run's verdicts, with the lines `answer` and `reach` of `lab.checks.explain.answer`. Known
+    failures and declined cases are not diagnosed. If a verdict is dishonest, the diagnosis has only the answer.
     """
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
         return Diagnosis(answer)
@@ -197,8 +187,8 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return the compared results of a verdict. If it has none, because the worker crashed or the verdict was read from
-    a file, return one result that stands for the whole case.
+    """Return the compared results of a verdict. If it has none, because the worker crashed or the verdict was read from a
+    file, return one result that stands for the whole case.
     """
     if verdict.judged.results:
         return verdict.judged.results
@@ -207,7 +197,6 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 
 
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
-    """Return the features of a verdict's case and of its requests in one mapping, except positions in the batch."""
     found = features_of_case(verdict.case)
     return _without_places(of_any_request(found.features, found.of_requests))
 
@@ -226,23 +215,17 @@ class _Units(NamedTuple):
     case_of: list[int]  # for each unit, the number of its case
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return for which units (requests or whole results) a rule holds: bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Return which results have a unit (a request or the result itself) in the mask `units`: bool [results]."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
-    """Return the units (requests or whole results) of all results of kind `held`, a key of `HELD` such as "output".
-
-    Results of the kinds in `WITHOUT_RIGHT_ONES`, such as failed calls, are recorded only if they are wrong. For these kinds,
-    results of the kinds in `STAND_INS` are added as right ones.
-    """
+    """Return the units of all results of one kind, with results of the kinds in `STAND_INS` for one of `WITHOUT_RIGHT_ONES`."""
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
     chosen = [each for each in results if each.result.held in kinds]
@@ -271,8 +254,8 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
     """Return True if errors of kind `held`, such as "LSE", follow from errors that are already explained: a share
-    `EXPLAINED` of the wrong `units` (requests or results) lies inside `regions`, which are of earlier kinds. For "LSE",
-    the output must also be wrong in most of the calls with a wrong LSE.
+    `EXPLAINED` of the wrong `units` lies inside `regions`, which are of earlier kinds. For "LSE", the output must also be
+    wrong in most of the calls with a wrong LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -337,9 +320,6 @@ def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
 
 
 def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
-    """Return the sentence about what is broken: the first region in full, further ones in brief, and the number of wrong
-    results outside all regions (`unexplained`). `is_whole` is True if no case was left out.
-    """
     first, *later = regions
     parts = [first.sentence + ("" if first.is_small else f" ({first.wrong:,} of {counted(first.results, 'result')})")]
     same_kind = [region for region in later if region.held == first.held][:MOST_SHOWN]
@@ -358,9 +338,6 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> str:
-    """Return the sentence for an engine's recording in which every call is wrong: which features all wrong results
-    share, and then `broken`, the sentence of `_broken`.
-    """
     first, *_ = regions
     units = _units(results, first.held)
     features = [each for each, is_wrong in zip(units.features, units.wrong, strict=True) if is_wrong]
@@ -372,8 +349,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names checks without an error of their own: in each of their wrong
-    cases, the first call is wrong already. A first call that fails does not count.
+    """Return for each function a sentence that names checks without an error of their own: in each of their wrong cases,
+    the first call is wrong already. A first call that fails does not count.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
@@ -392,5 +369,4 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
 
 
 def _place(key: str) -> tuple[str, int, str]:
-    """Return a key that sorts checks by number: K4 before K10. (The checks of `lab invariance` have no numbers.)"""
     return key.rstrip("0123456789"), len(key), key

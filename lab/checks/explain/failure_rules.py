@@ -51,11 +51,10 @@ class Literal:
 
     @property
     def phrase(self) -> str:
-        """Return the test in words that can follow "wherever", such as "a window is set"."""
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return for which units (requests or results) the test is true: bool [units]. `units` has their features."""
+        """Return for which units the test is true: bool [units]. `units` has their features."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -65,18 +64,13 @@ Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
-    """Return rules that separate wrong units (requests or results) from right ones, the most informative rule first.
+    """Return at most `MOST_RULES` rules that separate wrong units from right ones, the most informative rule first. A
+    single rule without literals means that results are wrong everywhere.
 
     Args:
-        units: the features of each unit (one request of a result, or a whole result).
+        units: the features of each unit.
         wrong: bool [len(units)], at least one true.
         cases: the number of the case to which each unit belongs.
-
-    Returns:
-        At most `MOST_RULES` rules. A single rule without literals means that results are wrong everywhere.
-
-    Raises:
-        UnknownFeatureError: a unit has a feature that is not in `lab.checks.explain.features`.
     """
     chosen, weights = sampled(wrong, cases)
     search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
@@ -85,15 +79,12 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return `rule` without uncertain literals (tests). If it holds for fewer than `FEW` wrong results, a literal must
-    exclude at least `FEW` results, and there is at most one literal per wrong result. A literal also stays if two
+    """Return a rule of `find_rules` without uncertain literals. If it holds for fewer than `FEW` wrong results, a literal
+    must exclude at least `FEW` results, and there is at most one literal per wrong result. A literal also stays if two
     configurations show that it is needed: a wrong unit for which the rule holds, and a right one that lacks a single
     parameter value of the wrong unit, and for which this literal alone is false.
 
-    Args:
-        rule: a rule of `find_rules` for these units. If it has `FEW` wrong results or more, it is returned as it is.
-        units, wrong: the features of each unit (one request of a result, or a whole result), and whether it is wrong.
-        result_of: int [len(units)], the number of the result to which each unit belongs.
+    `result_of` is int [len(units)], the number of the result to which each unit belongs.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -121,8 +112,8 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices and weights of the units (requests or whole results) among which rules are searched. `wrong` says
-    which units are wrong; `cases` has the number of the case to which each belongs.
+    """Return the indices and weights of the units among which rules are searched. `cases` has the number of the case to
+    which each unit belongs.
 
     If there are more than `MOST_UNITS` wrong or right units, only every second, third and so on is returned, with a larger
     weight. The n units of one case weigh sqrt(n + 8) together, because they are not independent.
@@ -139,10 +130,8 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for failure rules. Units (requests or whole results) for which the same literals (tests) are true form a group.
-
-    `holds` is bool [literals, groups]: whether a literal is true for the units of a group. `bad` and `good` are the weights of
-    the wrong and of the right units in each group. `costs` has the bits of each literal, `alone` the bits of a rule of one
+    """A search for failure rules. Units for which the same literals are true form a group. `holds` is bool [literals,
+    groups]. `bad` and `good` are the weights of the wrong and of the right units in each group, `costs` the bits of each
     literal.
     """
 
@@ -158,7 +147,6 @@ class _Search:
         self.alone = _bits(inside_bad, inside_good) + outside + self.costs
 
     def rules(self) -> list[Chosen]:
-        """Return the rules, the most informative first. No rule, or an empty one, means that results are wrong everywhere."""
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]
@@ -179,21 +167,16 @@ class _Search:
         return found
 
     def _inside(self, rules: Sequence[Chosen]) -> Bits:
-        """Return a mask of the groups (units with equal literals) in which one of the rules holds: bool [groups]."""
         inside = np.zeros(len(self.bad), dtype=bool)
         for chosen in rules:
             inside |= self.holds[list(chosen)].all(axis=0)
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return the weight of right units (requests or results) for which one of `rules` holds, which are false
-        alarms, and the weight of wrong units for which none holds.
-        """
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
-        """Return rules, each found among the units (requests or results) outside earlier rules, if bits are saved."""
         rules: list[Chosen] = []
         left = np.ones(len(self.bad), dtype=bool)
         for worth in WORTHS:
@@ -208,13 +191,12 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share (by weight) of wrong units among the units in groups `left` for which `chosen` holds."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return the rule `chosen` without negated literals (such as `not sinks`) that it does not need, because they
-        may exclude only units that are right by chance. In the groups `left`, its `_purity` must stay at least `PURE`.
+        """Return the rule `chosen` without negated literals (such as `not sinks`) that it does not need, because they may
+        exclude only units that are right by chance.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -223,8 +205,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the rule of one literal "feature is true" with the lowest cost in bits that holds for all wrong units
-        (requests or results) and excludes more right ones than chance explains; () if there is none.
+        """Return the rule of one literal "feature is true" with the lowest cost in bits that holds for all wrong units and
+        excludes more right ones than chance explains; () if there is none.
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
@@ -234,9 +216,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the rule of one literal with the lowest cost that holds for all wrong and few right units (requests or
-        results); () if there is none. `costs` has the bits of each literal, or infinity to exclude it.
-        """
+        """Return the rule of one literal with the lowest cost that holds for all wrong and few right units, or ()."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -244,12 +224,8 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the rule of at most three literals (tests of features) that saves most bits; () if none saves any.
-
-    Args:
-        holds: bool [literals, groups], whether a literal holds for a group of units.
-        bad, good: weights of the wrong and of the right units of each group.
-        costs: bits of each literal.
+    """Return the rule of at most three literals that saves most bits; () if none saves any. `holds` is bool [literals,
+    groups].
     """
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
@@ -258,9 +234,6 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that each rule saves, from the weights of the wrong and of the right units inside it and from its
-        cost; -inf if wrong units are not more frequent inside than outside.
-        """
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         # Rounded: rules that hold for the same units save equal bits, so that the first of them is taken.
@@ -294,10 +267,8 @@ def _bits(bad: Any, good: Any) -> Any:
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some but not all units (requests or results), where they hold (bool [literals,
-    units]), and the cost of each literal in bits.
-
-    If several literals hold for the same units, the one of least cost is kept; of these, the first in `FEATURES`.
+    """Return the literals that hold for some but not all units, where they hold (bool [literals, units]), and the cost of
+    each literal in bits. Of literals that hold for the same units, the cheapest is kept; of these, the first in `FEATURES`.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}

@@ -1,7 +1,7 @@
 """The three classes of features: `Condition` (true or false), `Number`, and `Choice` (one of several names).
 
-A feature is a named property of a case, a call or a request, such as `kv_len`. Failure rules consist of tests of
-features, such as `kv_len >= 64`. The text of a feature gives the words of a test: "a request has 64 keys or more".
+A feature is a named property of a case, a call or a request, such as `kv_len`. Failure rules consist of tests of features,
+such as `kv_len >= 64`. The text of a feature gives the words of a test: "a request has 64 keys or more".
 """
 
 import math
@@ -58,17 +58,14 @@ class Condition:
     cost: Cost = Cost.ARGUMENT
 
     def phrase(self, operator: str, value: Value) -> str:
-        """Return words that can follow "wherever": the text for true if `operator` is "is", such as "a window is set",
-        or the text for false if it is "is not". `value` is not used.
-        """
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the values of this feature, one per unit (request or result), as bool [units]. None becomes False."""
+        """Return the values of this feature, one per unit (request or result), as an array [units]."""
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield both tests of this feature as (operator, True, cost in bits): "is" and "is not". `column` is unused."""
+        """Yield the tests of this feature as (operator, value, cost in bits)."""
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
 
@@ -132,8 +129,8 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a whole call: `shared`, and those of its requests. A condition is true if it is true for
-    any request; a number is the largest among the requests.
+    """Return the features of a whole call: `shared`, and those of its requests. A condition is true if it is true for any
+    request; a number is the largest among the requests.
     """
     found = dict(shared)
     for features in of_requests:

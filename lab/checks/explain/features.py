@@ -1,7 +1,5 @@
-"""The table of all features of cases, calls and requests, with their texts.
-
-A feature is a named property, such as `kv_len`. Rules over features say where results are wrong. `call_features` reads
-the values. If two features of equal cost hold for the same results, a rule uses the one that comes first in `FEATURES`.
+"""The table of all features of cases, calls and requests, with their texts. If two features of equal cost hold for the same
+results, a rule uses the one that comes first in `FEATURES`.
 """
 
 from lab.checks.explain.feature import LOADED_COLUMNS, SMALL_SCALE, CaseFeature, Choice, Condition, Cost, Number
@@ -259,11 +257,8 @@ class UnknownFeatureError(LookupError):
 
 
 def feature_named(name: str) -> CaseFeature:
-    """Return the feature with this name. A name such as "page_size=32", which is not in `FEATURES`, gives a condition:
-    that the parameter `page_size` of a case has this value.
-
-    Raises:
-        UnknownFeatureError: no feature has the name.
+    """Return the feature with this name. A name such as "page_size=32", which is not in `FEATURES`, gives a condition: that
+    the parameter `page_size` of a case has this value. Raise UnknownFeatureError if no feature has the name.
     """
     if name in FEATURES:
         return FEATURES[name]

@@ -1,8 +1,7 @@
 """Audit a run of the judge: judge some right cases again, most with new data, and judge their outputs in another process.
 
-A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, that
-process (a worker) only sends the output, and a process without the kernel's code judges it. A worker cannot recognise
-an audited case, because it sends the first output of every case of the checks in `AUDITED_CHECKS`.
+A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, that process
+only sends the output. It cannot recognise an audited case, because it sends the first output of every case of these checks.
 """
 
 import random
@@ -32,8 +31,9 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
-    """Return random RIGHT verdicts of each function: up to `AUDITED` on cases of other types than `Configuration`, each with a
-    new secret seed for its data, then up to `AUDITED` on configurations. These keep their seeds, which determine lengths too.
+    """Return random RIGHT verdicts of each function: up to `AUDITED` on cases of other types than `Configuration`, each
+    with a new secret seed for its data, then up to `AUDITED` on configurations. These keep their seeds, which determine
+    lengths too.
     """
     dice = random.SystemRandom()
     groups: dict[Any, tuple[list[CaseVerdict], list[CaseVerdict]]] = {}
@@ -52,18 +52,14 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
 
 
 def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Return the first verdict of each check, then the second of each check and so on, up to `AUDITED` verdicts."""
     numbers: dict[str, Iterator[int]] = {}
     places = [next(numbers.setdefault(verdict.check, count())) for verdict in verdicts]
     return [verdicts[at] for at in sorted(range(len(verdicts)), key=places.__getitem__)[:AUDITED]]
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Judge some right cases of `verdicts` again, and yield the new verdicts. Judge at least one case of each function;
-    before each further case, stop if `is_over()` is True.
-
-    If the lab could judge none of the cases of a function, its last verdict is FAILED, because nothing confirms the right
-    cases.
+    """Yield new verdicts on some right cases: at least one of each function, further ones until `is_over()`. If the lab
+    could judge none of the cases of a function, its last verdict is FAILED, because nothing confirms the right cases.
     """
     for again in chosen(verdicts):
         is_confirmed = False
@@ -79,7 +75,7 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
     """Judge the case of `verdict` again in a worker. If it is right again, return how a process without the kernel's code
-    judges the worker's output. If the kernel refuses the call now, the outcome is DISHONEST.
+    judges the worker's output.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:
@@ -90,10 +86,8 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Ranges = USUAL_RANGES) -> Judged:
-    """Compare the output that a worker saved with the expected output of the case's first call, in `ranges`.
-
-    If `saved` is None, the outcome is DECLINED if the call has no rows or the output is larger than `MOST_SAVED_ELEMENTS`,
-    which no worker saves, else DISHONEST. If the memory does not suffice for the expected output, the outcome is DECLINED.
+    """Compare the output that a worker saved with the expected output of the case's first call. The outcome is DECLINED
+    where a worker saves no output (no rows, or more than `MOST_SAVED_ELEMENTS`) and where the memory does not suffice.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)
@@ -115,7 +109,6 @@ def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Rang
 
 
 def _truth_of(case: Any, ranges: Ranges, device: torch.device) -> Truth | None:
-    """Return the expected results of the first call that a check compares in a case; None if the call has no rows."""
     if isinstance(case, ForwardCase):
         return build_forward(case, device).truth()
     if isinstance(case, Configuration):

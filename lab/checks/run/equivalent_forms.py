@@ -1,7 +1,5 @@
-"""Equivalent forms: changes of a call's arguments that leave the expected result as it is, such as no `max_kv_len`.
-
-If a kernel refuses a call, `lab.checks.run.support_protocol.KernelCalls` makes it again with such changes, so that the
-kernel can be judged nevertheless.
+"""Equivalent forms: changes of a call's arguments that leave the expected result as it is, such as no `max_kv_len`. A call
+that a kernel refuses is made again with such changes, so that the kernel can be judged nevertheless.
 """
 
 import functools
@@ -22,7 +20,7 @@ Arguments = dict[str, Any]  # of a call, by name
 
 @dataclass(frozen=True)
 class EquivalentForm:
-    """A change of a call's arguments that keeps the expected result. A refused call is made again with it."""
+    """A change of a call's arguments that keeps the expected result."""
 
     name: str  # words for "judged with ... instead"
     # Returns whether the change is possible and useful, given the function, the arguments and the sentence of the refusal.
@@ -33,9 +31,6 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call with several query rows per request and no mask, unless it is block-sparse: such
-    calls take no mask. Some kernels refuse a call without a mask. `refusal` is not used.
-    """
     several = (arguments.get("q_len_per_req") or 1) > 1
     takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
     return takes_mask and several and arguments.get("mask") is None
@@ -48,7 +43,6 @@ def _with_causal_mask(interface: AttentionCall, arguments: Arguments) -> Argumen
 
 @functools.cache  # a CUDA graph cannot build a mask during capture, and reads the same mask in each replay
 def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return the bit-packed causal mask of a draft, uint16 [batch_size, q_len, words]: query row i sees draft tokens 0 to i."""
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
 
@@ -64,10 +58,6 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(argument: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that removes `argument` from a call. It applies if the argument is not None and the kernel's
-    message about the refusal contains its name. `words` (as `name`) and `by_engines` become fields of the form. A
-    result depends on the argument only if `by_engines`.
-    """
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(argument) is not None and _names(argument, refusal),

@@ -1,6 +1,5 @@
-"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size.
-
-Each factor is a check of `lab.checks.properties.invariance`, which compares the outputs of variants of a call.
+"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size. Each factor is a check of
+`lab.checks.properties.invariance`, which compares the outputs of variants of a call.
 """
 
 import functools
@@ -29,7 +28,6 @@ class Answer(NamedEnum):
 
     @classmethod
     def of(cls, verdict: CaseVerdict) -> "Answer":
-        """Return the answer that the verdict on one case gives."""
         if verdict.outcome in BROKEN:
             return cls.WRONG
         if verdict.outcome is Outcome.DECLINED:
@@ -39,9 +37,7 @@ class Answer(NamedEnum):
 
 @dataclass(frozen=True)
 class Dependence(CheckSummary):
-    """How the bits of one function's outputs, for one pair of query and key dtypes, depend on one factor, such as the
-    batch size. `check` is the key of the factor.
-    """
+    """How the bits of one function's outputs, for one pair of query and key dtypes, depend on one factor."""
 
     dtypes: str  # dtypes of query and keys, such as "bf16/e4m3"
 
@@ -61,8 +57,8 @@ class Dependence(CheckSummary):
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference between an output and that of its case's first call, in units in the last place
-        of the vector's largest element; 0 if all bits are equal.
+        """Return the largest difference between an output and that of its case's first call, in units in the last place of
+        the vector's largest element; 0 if all bits are equal.
         """
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
@@ -72,7 +68,6 @@ class Dependence(CheckSummary):
         return min(found, key=lambda verdict: (sum(verdict.case.kv_lens), verdict.case.head_dim), default=None)
 
     def as_record(self) -> dict[str, Any]:
-        """Return this object as JSON data. "smallest" has the number of the smallest case for each answer."""
         return {
             "function": self.interface.value,
             "dtypes": self.dtypes,
@@ -93,7 +88,6 @@ class Invariance:
 
     @functools.cached_property
     def dependences(self) -> tuple[Dependence, ...]:
-        """Return the verdicts grouped by factor, function and pair of dtypes (query, keys)."""
         found: dict[tuple[Any, ...], list[CaseVerdict]] = {}
         for verdict in self.report.verdicts:
             dtypes = text_of((verdict.case.dtype, getattr(verdict.case, "kv_dtype", verdict.case.dtype)))
@@ -102,8 +96,8 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the dependences on required factors whose `required_answer` is not SAME. A function with a pair of
-        dtypes is left out if no call of it was judged.
+        """Return the dependences on required factors whose `required_answer` is not SAME. A function with a pair of dtypes
+        is left out if no call of it was judged.
         """
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
@@ -119,16 +113,12 @@ class Invariance:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return the report's exit status, or WRONG if a required factor changes bits or was not tried. DONE also
-        becomes WRONG if a required factor has no case. REFUSED (dishonest) and INTERRUPTED never change.
-        """
         status = self.report.exit_status
         is_over = status in (ExitStatus.REFUSED, ExitStatus.INTERRUPTED)
         is_unmet = self.unmet or (status is ExitStatus.DONE and self.without_cases)
         return ExitStatus.WRONG if is_unmet and not is_over else status
 
     def as_record(self) -> dict[str, Any]:
-        """Return the report as JSON data, with the dependences under "invariance"."""
         answers = [each.as_record() for each in self.dependences]
         return self.report.as_record() | {"required": list(self.required), "invariance": answers}
 

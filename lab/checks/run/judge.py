@@ -198,9 +198,7 @@ def _refusals(given: Sequence[type[BaseException]] | RefusalNames | None) -> Ref
 
 
 def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
-    """Return the names of exceptions that the report at `path` counts as refusals, or None. Raise ReportError for a
-    name outside Python and the package of `kernel`: a report must not decide which modules are imported.
-    """
+    """Return the refusals of the report at `path`. A report must not decide which modules are imported."""
     names = list(map(str, read_record(path).get("refusals") or ()))
     own = kernel.partition(":")[0]
     package = module_of(Path(own))[0] if own.endswith(".py") else own.partition(".")[0]
@@ -221,12 +219,6 @@ def _offered(
     refusals: Refusals | RefusalNames | None,
     settings: tuple[Any, ...],
 ) -> tuple[list[Interface], Report]:
-    """Return the wanted functions that an implementation has, and `report` with the fields `refusals` and `run` set.
-    `run` is a digest of the sources and all settings; it is "" unless the implementation is given by name (`is_named`).
-
-    Raises:
-        ValueError: the implementation has none of the wanted functions.
-    """
     has, sources = pool.call(partial(offer_of, report.implementation if is_named else ""))
     if not (offered := [each for each in has if each in wanted]):
         raise ValueError(f"{report.implementation} has none of {', '.join(each.value for each in wanted)}")
@@ -246,9 +238,6 @@ def _check_settings(
     profile: str,
     shard: str,
 ) -> None:
-    """Raise ValueError if `isolated` and the implementation is not given by name, a number is out of range, there is no
-    such profile or shard, or the quick level is divided into shards (parts).
-    """
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     most_workers = max(LEAST_MOST_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
@@ -267,6 +256,5 @@ def _check_settings(
 
 
 def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names, such as "decode" or FlashInfer's name; all functions if there are no names."""
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
     return tuple(of_name(name, named, "function") for name in functions) or INTERFACES

@@ -73,19 +73,16 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further case may be begun: the time is over, or a case has stopped the run."""
         return time.monotonic() > self.end or self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a case has stopped the run: the kernel cheated or, if `stops_at_fault`, a case is wrong or failed."""
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions by the run's checks, and return the report. Write it to `path` during the run.
-
-        If `discovers`, a function whose cases are mostly declined is judged again with only the parameter values that
-        it accepts. After all other cases, random cases are judged until `random_until`, a time of `time.monotonic`.
+        """Judge functions by the run's checks, and return the report. If `discovers`, a function whose cases are mostly
+        declined is judged again with only the parameter values that it accepts. After all other cases, random cases are
+        judged until `random_until`, a time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -109,7 +106,6 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """If most cases of a function were declined, judge cases with only the parameter values that it accepts."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in PAGED_CALLS or self.is_over or not is_mostly_declined(verdicts):
@@ -121,7 +117,6 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Audit the run: judge some right cases again with new data. Add wrong, failed and dishonest verdicts."""
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         is_audited = self.pool.is_apart and not self.is_stopped
         for verdict in audited(self.pool, verdicts, lambda: self.is_over) if is_audited else ():
@@ -137,7 +132,6 @@ class Run:
             self.pool.stop()
 
     def _goes_on(self) -> bool:
-        """Return False if a case has stopped the run; else True, after writing the report's file if that is due."""
         if self._file is not None and not self.is_stopped and time.monotonic() > self._next_write:
             self._save(self._report_so_far(), goes_on=True)
         return not self.is_stopped
@@ -165,7 +159,6 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call `progress` with a verdict. `is_new`: it was judged in this run, not read from an earlier report."""
         self._num_new += is_new
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
@@ -181,7 +174,6 @@ class Run:
         return replace(verdict, sent_by=sent_by)
 
     def _numbered(self, verdicts: Iterable[CaseVerdict]) -> Iterator[CaseVerdict]:
-        """Yield verdicts with their numbers in the report. A case of the earlier report keeps its number."""
         new = itertools.count(1 + max((verdict.number for verdict in self.earlier.values()), default=0))
         for verdict in verdicts:
             earlier = self.earlier.get(verdict.key) if self.earlier else None
@@ -206,8 +198,8 @@ class CheckRun:
         return self._run.report.level is Level.QUICK and bool(self._check.more)
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Make the check's cases with the parameter values in `ranges`, except cases that were planned before. Return a
-        generator that judges them.
+        """Make the check's cases within `ranges`, except cases that were planned before, and return a generator that judges
+        them.
         """
         level = self._run.report.level
         self._ranges = ranges
@@ -231,8 +223,8 @@ class CheckRun:
 
     @property
     def _ranges_of_cases(self) -> Ranges:
-        """Return the ranges of `plan` for the cases. Below the full level, their longest request is made shorter. At
-        the quick level, they keep only one size of long requests and one of large batches.
+        """Return the ranges of `plan` for the cases. Below the full level, their longest request is made shorter. At the
+        quick level, they keep only one size of long requests and one of large batches.
         """
         level, ranges = self._run.report.level, self._ranges
         if level is Level.FULL:
@@ -247,7 +239,6 @@ class CheckRun:
         return not profile or profiles()[profile].sends(self.interface, case)
 
     def _planned(self, cases: Iterable[Any], is_divided: bool = False) -> list[Any]:
-        """Return and count those of `cases` that were not planned before; if `is_divided`, only those of this shard."""
         new = [case for case in cases if repr(case) not in self._reprs and self._is_chosen(case)]
         self._reprs |= set(map(repr, new))
         new = list(self._shard.part(new, self._turn)) if is_divided else new
@@ -255,7 +246,6 @@ class CheckRun:
         return new
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[DrawnPoint]) -> Waits:
-        """Judge `cases`, then those that each function in `rounds` chooses by the verdicts so far, then `samples`."""
         yield from self._judge(cases, self.keep)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
@@ -277,7 +267,6 @@ class CheckRun:
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
         """Judge cases in groups: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all at once.
-        No case is begun after the end of the run. `drawn` says that the cases are random.
 
         `keep` gets each verdict in the order of the cases, and False if it was read from an earlier report.
         """
@@ -301,10 +290,9 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases, and add their verdicts to the run. A wrong case is replaced by the simplest case that is
-        still wrong. At most `most_wrong` different ones are added: `wrong` has their reprs, and this method extends it.
-
-        Unless `is_planned`, verdicts that are not wrong are added only for the first `MOST_KEPT` random cases.
+        """Judge random cases. A wrong case is replaced by the simplest case that is still wrong. At most `most_wrong`
+        different ones are added: `wrong` has their reprs. Unless `is_planned`, only the first `MOST_KEPT` right cases are
+        added.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
 
@@ -324,9 +312,6 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: DrawnPoint) -> CaseVerdict:
-        """Judge ever simpler versions of a wrong random case, which was made from `sample`. Return the verdict on the
-        simplest version that is still wrong.
-        """
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:
@@ -347,39 +332,30 @@ class CheckRun:
             raise
 
     def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
-        """Return a verdict for a case that is not judged yet (random if `drawn`). Its outcome is DECLINED."""
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
-        """Return the earlier report's verdict on the case of `blank` if it is right or declined; else submit the case,
-        and return its `Pending`. It is not judged if no worker begins it before `end`, a time of `time.monotonic`.
-        """
         earlier = self._run.earlier.get(blank.key)
         if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
             return earlier
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Wait until the case of `blank` is judged. Return its verdict: KNOWN if known failures explain its errors."""
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def keep(self, verdict: CaseVerdict, is_new: bool = True, is_planned: bool = True) -> None:
-        """Add a verdict to the run, and call `progress` with it. `is_new`: it was judged in this run, not read from a
-        report. Unless `is_planned`, the case is not counted in `judged`.
-        """
         self.judged += is_planned
         self._run.show(verdict, is_new)
         self.verdicts.append(self._run.noted(verdict))
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Judge the cases of several checks at the same time. Each generator yields a submitted case (`Pending`), and continues
-    when it is judged, so that a case that takes minutes delays only its own check.
+    """Judge the cases of several checks at the same time, so that a case that takes minutes delays only its own check.
 
-    Stop when all generators have ended, `goes_on` returns False, or `end` (a time of `time.monotonic`) has passed. Return the
-    number of cases that still run then; 0 unless `end` has passed.
+    Stop when all generators have ended, `goes_on` returns False, or `end` (a time of `time.monotonic`) has passed. Return
+    the number of cases that still run then; 0 unless `end` has passed.
     """
     with ExitStack() as stack:
         waiting = list[tuple[Waits, Pending]]()

@@ -33,7 +33,7 @@ MOST_BY_TRUNCATION = 16.0
 
 
 class Task(NamedTuple):
-    """A case to be judged, with what a worker process needs to judge it, such as the check and the device."""
+    """A case to be judged, with what a worker process needs to judge it."""
 
     check: str  # key of the check
     case: Any
@@ -94,11 +94,7 @@ def note_current() -> None:
 
 
 def judge_task(implementation: Any, task: Task) -> Judged:
-    """Judge one case in this process. The outcome is DISHONEST if the kernel changed the judge's functions or settings.
-
-    Raises:
-        TooLate: the task's end time has passed.
-    """
+    """Judge one case in this process. Raise TooLate if the task's end time has passed."""
     if time.monotonic() > task.end:
         raise TooLate
     check, device, folder = _check(task.check), torch.device(task.device), os.getcwd()
@@ -118,7 +114,6 @@ def _check(key: str) -> Check:
 
 
 def _call_once(run: CaseRun) -> None:
-    """Make the call of a case without comparing its result. The outcome is RIGHT if the call returns."""
     run.call(run.build())
     run.judged += 1
 
@@ -127,8 +122,7 @@ def run_case(
     implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
 ) -> Judged:
     """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check
-    raised an error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT. `refusals`
-    are the exceptions that count as refusals; None for the default of `support_protocol.invoke`.
+    raised an error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     by_lab, bf16 = False, Bf16()
@@ -168,7 +162,6 @@ def run_case(
 
 
 def failure_of_the_lab(sentence: str) -> str:
-    """Return the reason why a case is not judged: the lab itself raised an error, which `sentence` describes."""
     return f"a part of the lab failed, and not the implementation: {sentence}"
 
 
@@ -178,8 +171,8 @@ def is_of_memory(error: Exception) -> bool:
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
-    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU, as `bf16`
-    records. Such a difference can make the numbers of bf16 calls wrong, but not their shapes.
+    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU. Such a difference
+    can make the numbers of bf16 calls wrong, but not their shapes.
     """
     wrong = [result for result in run.results if result.wrong and result.held != "return"]
     if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):
@@ -191,10 +184,8 @@ def _explains(bf16: Bf16, run: CaseRun) -> bool:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: there is no such device, or it cannot be used for judging.
+    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU. Raise
+    ValueError for other devices.
     """
     count = torch.cuda.device_count()
     if device is None:
@@ -219,8 +210,8 @@ def named_implementation(implementation: Any) -> tuple[str, Any]:
 
 
 def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in it. If
-    `only` is empty, return all checks.
+    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in it; all
+    checks for an empty `only`.
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]

@@ -53,7 +53,6 @@ class KnownFailure:
     where: tuple[Predicate, ...] = ()  #: predicates of the case and the sentence, which must all be true
 
     def explains(self, case: Any, sentence: str) -> bool:
-        """Return True if an error sentence matches this failure's pattern, and all its predicates are true."""
         return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
 
 
@@ -97,28 +96,25 @@ def known(
 
 
 def wrong_requests(sentence: str) -> list[int]:
-    """Return the indices of wrong requests in an error sentence, from words such as "of requests [0, 3]"; else []."""
+    """Return the requests in words such as "of requests [0, 3]" of an error sentence."""
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
 def has_heads_without_pages(case: Any, _: str) -> bool:
-    """Return True if the case is a block-sparse call in which some K/V heads of a request select no page."""
     return getattr(case_of(case), "head_pages", None) is HeadPages.SOME_NONE
 
 
 def case_of(case: Any) -> Any:
-    """Return the attention case of a `Configuration` (a value for each parameter). Return any other case unchanged."""
+    """Return the attention case of a `Configuration`, and any other case unchanged."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
 def of_case(holds: Callable[[AttentionCase], bool]) -> Predicate:
-    """Return a `Predicate` that is true if `holds` is true for the attention case, whatever the error sentence is."""
     return lambda case, sentence: holds(case_of(case))
 
 
 def some_request(is_so: Callable[[Any, int], bool]) -> Predicate:
-    """Return a `Predicate` that is true if `is_so(case, request)` is true for at least one request of the case."""
     return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
 
 
@@ -170,8 +166,8 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with several query rows per request. This is read from the case
-    or, in check K11 (sensitivity), from words such as "mask of 4 rows" in the error sentence.
+    """Return True if the wrong call is a decode call with several query rows per request. This is read from the case or, in
+    check K11 (sensitivity), from words such as "mask of 4 rows" in the error sentence.
     """
     mode = getattr(case, "mode", None)
     if mode is not None:  # a forward pass or a graph replay
@@ -181,7 +177,6 @@ def several_rows(case: Any, sentence: str) -> bool:
 
 
 def window_over_several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with a window and several query rows per request."""
     call = case_of(case)
     windowed = getattr(call, "sliding_window", False) or getattr(call, "window_left", -1) >= 0
     return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
@@ -198,25 +193,20 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """Return True if the draft mask hides each row's own key, and the wrong requests have no keys before the draft."""
+    """Return True if the mask hides each row's own key, and the wrong requests have no keys before the draft."""
     hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
     only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
     return hides and only_rows(case, sentence)
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
-    """Return True if some sinks are minus infinity, and each request that the sentence lists has fewer keys than query
-    rows. If the sentence lists none, at least one request of the case must have fewer keys than query rows.
-    """
     has_axes = isinstance(case, Configuration)
     some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
     return some and all_wrong_requests(_has_fewer_keys_than_rows, some_if_unnamed=True)(case, sentence)
 
 
 def offsets_count_pages(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a context call whose `cum_seq_lens_kv` counts pages, as in vLLM's passes, and each
-    wrong request has more keys than pages.
-    """
+    """Return True if `cum_seq_lens_kv` counts pages, as in vLLM's passes, and wrong requests have more keys than pages."""
     if isinstance(case, Configuration):
         counts_pages = case.get("key_offsets") == KeyOffsets.PAGES
     else:
@@ -226,11 +216,8 @@ def offsets_count_pages(case: Any, sentence: str) -> bool:
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
-    """Return True if the cache is e4m3, and the logits or weights of the call are so large or small that rounding them to e4m3
-    without a scale gives a wrong result.
-
-    Such calls have the contents TALL (logits that grow to hundreds) or SHADED (keys with weights of e**-9), or they are calls
-    of check K11 (sensitivity) with a negative bmm1_scale or with logits that are far apart.
+    """Return True if the cache is e4m3, and the logits or weights of the call are so large or small that rounding them to
+    e4m3 without a scale gives a wrong result: TALL has logits that grow to hundreds, SHADED has keys with weights of e**-9.
     """
     call = case_of(case)
     large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)

@@ -26,14 +26,9 @@ EQUAL = {
 
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
-    """Return one report with the verdicts of all shards (parts) of a run.
+    """Return one report with the verdicts of all shards of a run. `out` is the file to which the caller will write it.
 
-    A case that several shards judged gets the worst of their verdicts. A case becomes DISHONEST if its report says
-    RIGHT with an error above its bound. The diagnosis uses features (named properties) of cases, not of calls.
-
-    Args:
-        paths: the reports of all shards, in any order.
-        out: the file to which the caller will write the report; the verdicts name it.
+    A case that several shards judged gets the worst of their verdicts. The diagnosis uses features of cases, not of calls.
 
     Raises:
         ReportError: a file is no report of a shard, the reports are not of one run, a shard is missing, occurs twice or
@@ -45,7 +40,6 @@ def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
 
 
 def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any]]) -> None:
-    """Raise ReportError unless `records`, the reports at `paths`, are those of all shards (parts) of one run."""
     if not paths:
         raise ReportError("name the reports of all shards of a run")
     (first, expected), *others = records.items()
@@ -70,7 +64,6 @@ def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any
 
 
 def _badness(verdict: CaseVerdict) -> tuple[int, float]:
-    """Return a sort key that is largest for the worst verdict: by outcome, then by ratio of error to bound."""
     return -WORST_FIRST.index(verdict.outcome), verdict.judged.worst_ratio
 
 

@@ -9,9 +9,7 @@ from lab.loading import LoadError, is_same_module, load, name_of
 
 
 class Refusals(tuple[type[BaseException], ...]):
-    """The exception classes that count as refusals of a call. They are pickled by name, and a worker imports them again, so
-    that a class may be in a file outside any package.
-    """
+    """The exception classes that count as refusals of a call. A worker imports them again by their names."""
 
     names: tuple[str, ...]
 
@@ -24,7 +22,6 @@ class Refusals(tuple[type[BaseException], ...]):
         return resolve_refusals, (",".join(self.names),)
 
     def resolve(self) -> "Refusals":
-        """Return this object. (`RefusalNames` has the same method, which imports the classes.)"""
         return self
 
 
@@ -76,5 +73,4 @@ class RefusalNames:
 
 
 def resolve_refusals(names: str, kernel: str = "") -> Refusals:
-    """Import the exceptions in a comma-separated list (see `RefusalNames.of`). Raise ValueError if a name is no exception."""
     return RefusalNames.of(names, kernel).resolve()

@@ -35,23 +35,18 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the functions that an implementation has, and a digest of its sources and the lab's. `name` is the name of
-    the implementation; if it is "", the sources are unknown, and the digest is "".
-    """
+    """Return the functions that an implementation has, and a digest of its sources and the lab's; "" for no `name`."""
     return interfaces_of(implementation), _digest(name) if name else ""
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of everything on which a run's verdicts depend: of `sources`, which is a digest of source files, and of
-    `parts`, such as settings. Return "" if `sources` is "".
-    """
+    """Return a digest of a digest of source files and of further parts, such as settings; "" without sources."""
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 
 def _digest(name: str) -> str:
-    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables, except
-    `PLACES`, that these sources or libraries read. A file counts by its content and its path relative to a folder of
-    `sys.path`, so that it does not matter where these folders are.
+    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables that
+    these sources or libraries read. A file counts by its content and its path relative to a folder of `sys.path`.
 
     The sources of the implementation are: loaded modules that are not installed, files that these modules may import later,
     and source files in the folder of the implementation's module. A module is installed if it is in one of Python's own
@@ -82,8 +77,8 @@ def _digest(name: str) -> str:
 
 
 def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
-    """Return (relative path, index) of a file: its path in the innermost of `folders`, which have no symbolic links, that
-    contains it, and the index of this folder. Return the file's name and -1 if no folder contains it.
+    """Return the path of a file within the innermost of `folders` (without symbolic links) that contains it, and this
+    folder's index; the file's name and -1 if no folder contains it.
     """
     there = path.resolve()
     around = {*there.parents}
@@ -93,14 +88,11 @@ def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
 
 @functools.cache  # a process that judges several times reads the same sources
 def _words(source: bytes) -> frozenset[str]:
-    """Return the identifiers of three or more characters in a source file. Each may be the name of an environment variable."""
     return frozenset(_NAME.findall(source.decode(errors="replace")))
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
-    """Return the files that the Python files `paths` import, directly or indirectly, also inside functions. Absolute imports
-    are searched in the folders `roots`. Files in `paths` and `without` are left out.
-    """
+    """Return further files, not in `paths` and `without`, that the Python files `paths` import, directly or indirectly."""
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
     names_in = functools.cache(_names_in)  # of this digest alone: files change between two
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
@@ -121,9 +113,7 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
 
 
 def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]]) -> Iterator[str]:
-    """Yield the paths that an import of the dotted `name` may read in a folder: the module and the packages around it.
-    `names_in` is `_names_in`, or a copy with a cache.
-    """
+    """Yield the paths that an import of the dotted `name` may read in a folder: the module and the packages around it."""
     for part in name.split("."):
         names = names_in(folder)
         if f"{part}.py" in names:
@@ -136,7 +126,6 @@ def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]])
 
 
 def _names_in(folder: str) -> frozenset[str]:
-    """Return the names of the files and folders in a folder; none if it cannot be listed, as Python's own import does."""
     try:
         return frozenset(os.listdir(folder))
     except OSError:
@@ -161,9 +150,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in the report at `path`, by `CaseVerdict.key`. Return {} if its run had another digest, there
-    is no readable report, `path` is None, or `digest` is "".
-    """
+    """Return the verdicts in the report at `path`; none unless its run had this digest."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

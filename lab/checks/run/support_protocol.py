@@ -1,6 +1,5 @@
-"""The support protocol: which errors of an implementation are refusals of a call, and which are failures.
-
-A refused call is repeated with equivalent arguments, such as without `out`, so that the kernel can be judged nevertheless.
+"""The support protocol: which errors of an implementation are refusals of a call, and which are failures. A refused call is
+repeated with equivalent arguments, such as without `out`, so that the kernel can be judged nevertheless.
 """
 
 import dis
@@ -42,11 +41,8 @@ _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arg
 
 
 class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
-    """The implementation refused a call, or does not have a parameter of the call.
-
-    Attributes:
-        late: True if the implementation had written to its output or, by a torch operation, to another argument than
-            the workspace before it refused the call.
+    """The implementation refused a call, or does not have a parameter of the call. `late`: it had written to its output or,
+    by a torch operation, to another argument than the workspace before.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -118,10 +114,8 @@ def invoke(
 
 
 def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (output, LSE or None) from what the function `name` returned.
-
-    Raises:
-        KernelError: the value is neither a tensor nor a pair (output, LSE) of tensors.
+    """Return (output, LSE or None) from what the function `name` returned. Raise KernelError unless this is a tensor or a
+    pair of tensors.
     """
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if type(out) not in TENSORS:
@@ -138,8 +132,8 @@ def is_capturing() -> bool:
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
-    """Return torch's version counter of each tensor among the arguments, except the workspace. A torch operation that writes
-    to a tensor increases its counter; a write by a kernel does not.
+    """Return torch's version counter of each tensor among the arguments, except the workspace. A torch operation that
+    writes to a tensor increases its counter; a write by a kernel does not.
     """
     values = [value for name, value in arguments.items() if name != "workspace_buffer"]
     tensors = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
@@ -147,7 +141,6 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 
 def _check_gpu(error: BaseException) -> None:
-    """Raise KernelError if `error` comes from the GPU, or if synchronization shows that an earlier launch has failed."""
     if isinstance(error, torch.AcceleratorError):
         raise raised(error) from error
     if torch.cuda.is_initialized() and not is_capturing():
@@ -164,10 +157,6 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
-    """Return True if `error` counts as a refusal: it is one of `refusals` or, if these are None, of the kinds in
-    `invoke`. `signature` is that of the called function (None: unknown). `late`: an argument was written before the
-    error.
-    """
     packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
     if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
         return False
@@ -182,7 +171,8 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
     """Return True if a `raise` or `assert` of the implementation, or of a package that it calls directly, raised an error.
 
     Return False if Python itself raised it ("too many values to unpack"), or a framework, Python's library or a package
-    further down: such an error is no decision to refuse the call. `packages` has the package of each frame of the traceback.
+    further down: such an error is no decision to refuse the call. `packages` has the package of each frame of the
+    traceback.
     """
     if not packages:  # a compiled function
         return True
@@ -206,8 +196,8 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return a name of the error's class for the option --refusals. Return "" if the error is None, or if its class is
-    defined in another package than `function` and is not an attribute of the module of `function`.
+    """Return a name of the error's class for the option --refusals; "" if its class is defined in another package than
+    `function` and is not an attribute of the module of `function`.
     """
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
@@ -216,8 +206,8 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError with the message `sentence` says that the function has no parameter for an argument.
-    If `signature` is None (unknown) or has `**keywords`, also return True if a required argument is missing.
+    """Return True if a TypeError with the message `sentence` says that the function has no parameter for an argument. If
+    `signature` is None (unknown) or has `**keywords`, also return True if a required argument is missing.
     """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
@@ -229,7 +219,6 @@ def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, argum
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the message of an error that is a refusal. For an assertion without a message, return its source line."""
     message = message_of(error)
     if isinstance(error, AssertionError):
         return f"AssertionError: {message or traceback.extract_tb(error.__traceback__)[-1].line}"
@@ -239,14 +228,12 @@ def _sentence(error: BaseException) -> str:
 
 
 def _of_arguments(error: TypeError) -> str:
-    """Return the message of a TypeError. Put words before it that say whether an argument is unknown or missing."""
     message = message_of(error)
     is_missing = _MISSING.search(message) is not None
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {message}"
 
 
 def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments except those at FlashInfer's default: `window_left=-1`, and each None that is a default."""
     fields = CALL_TYPES[interface].__dataclass_fields__
     return {
         name: value
@@ -256,13 +243,7 @@ def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> di
 
 
 class KernelCalls:
-    """Makes the calls of an implementation in one case. Makes a refused call again, changed by forms in `FORMS`.
-
-    Args:
-        implementation: a module or object with the attention functions.
-        note: called with a sentence for each refused call that was accepted in an equivalent form.
-        refusals: the exceptions that count as refusals; None for the default of `support_protocol.invoke`.
-    """
+    """Makes the calls of an implementation in one case. Makes a refused call again, changed by forms in `FORMS`."""
 
     def __init__(self, implementation: Any, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
         self.implementation, self.note, self.refusals = implementation, note, refusals
@@ -272,15 +253,14 @@ class KernelCalls:
         self.remarks: dict[str, None] = {}
 
     def offered(self, name: str, missing: type[Exception] = KernelError) -> Callable[..., Any]:
-        """Return the implementation's function with this name. Raise `missing` if there is none."""
         function: Callable[..., Any] | None = getattr(self.implementation, name, None)
         if function is None:
             raise missing(f"it has no {name}")
         return function
 
     def make(self, prefix: str, interface: AttentionCall, arguments: Arguments, of_engine: bool = False) -> Any:
-        """Make a call and return its results; if `prefix` is "prepare_" or "plan_", return a callable that makes it. If
-        the call is refused, make it with equivalent arguments.
+        """Make a call and return its results; if `prefix` is "prepare_" or "plan_", return a callable that makes it. If the
+        call is refused, make it with equivalent arguments.
 
         If `of_engine`, the call is one of an engine's pass, without the arguments that equal FlashInfer's defaults.
         """
@@ -309,16 +289,9 @@ class KernelCalls:
     ) -> Any:
         """Make a call. If it raises Unsupported, make it in equivalent forms, until one is accepted.
 
-        Args:
-            interface: which of FlashInfer's functions is called.
-            function: makes the call with given arguments, and raises Unsupported if the call is refused.
-            arguments: the arguments of the call.
-            by_engine: True for a call of an engine's pass. An equivalent form may then leave out `out`; the result is copied
-                into `out`.
-
-        Raises:
-            Unsupported: the call and all equivalent forms were refused. The message is that of the call without the arguments
-                that a kernel may leave out. A refusal after a write, or during the capture of a CUDA graph, is raised at once.
+        In a call of an engine's pass, a form may leave out `out`; the result is copied into `out`. If all forms are
+        refused, the message is that of the call without the arguments that a kernel may leave out. A refusal after a write,
+        or during the capture of a CUDA graph, is raised at once.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():
@@ -350,9 +323,6 @@ class KernelCalls:
 def _made(
     interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call by `function`, with its arguments changed by all forms in `used`, and return the result. If a form has
-    removed the argument `out`, copy the result into it.
-    """
     changed = arguments
     for form in used:
         changed = form.change(interface, changed)

@@ -1,8 +1,7 @@
 """Unpickle safely what a worker sends to the main process.
 
-Unpickling can call any function that a pickle names, and a kernel can write to the pipes of its worker. So only plain values
-and the classes in `_SENT` are unpickled. Every other object becomes a `Foreign`. No class or enum member of this process is
-changed.
+Unpickling can call any function that a pickle names, and a kernel can write to the pipes of its worker. So only plain
+values and the classes in `_SENT` are unpickled. Every other object becomes a `Foreign`.
 """
 
 import builtins
@@ -43,7 +42,6 @@ class Foreign(Exception):  # noqa: N818 - it stands for any object
 
 @functools.cache
 def _permitted() -> dict[tuple[str, str], Any]:
-    """Return what may be unpickled, by (module, name): the classes `_SENT`, pebble's messages, and torch's dtypes."""
     from pebble.common.types import RemoteException, Result, ResultStatus
     from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
 
@@ -51,7 +49,6 @@ def _permitted() -> dict[tuple[str, str], Any]:
     rebuild = RemoteException.rebuild_exception
 
     def rebuilt(exception: Any, traceback: Any) -> Any:
-        """Attach a traceback to an unpickled exception and return it. Return `Foreign` if the object is no exception."""
         return rebuild(exception, traceback) if isinstance(exception, Exception) else Foreign()
 
     return {
@@ -68,8 +65,8 @@ class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one
         return _permitted().get((module, name), Foreign)
 
     def build(self) -> None:
-        """Set attributes of an unpickled object (the pickle opcode BUILD). Raise UnpicklingError unless it is an instance of a
-        dataclass or an exception: a changed class or enum member would change the judge in this process.
+        """Set attributes of an unpickled object (the pickle opcode BUILD), if it is an instance of a dataclass or an
+        exception: a changed class or enum member would change the judge in this process.
         """
         instance = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(instance, type) or not (is_dataclass(instance) or isinstance(instance, Exception)):
@@ -97,7 +94,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """In the `with` block, read all pickles from multiprocessing's pipes by `loads`, which permits only known classes."""
+    """In the `with` block, read all pickles from multiprocessing's pipes by `loads`."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler

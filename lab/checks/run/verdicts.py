@@ -1,7 +1,4 @@
-"""Verdicts as data: the verdict on a case has the case and its judgement (`Judged`), which is what a check found in it.
-
-A check is one test of the judge. It judges many cases. A case describes the inputs of a call or of a forward pass.
-"""
+"""Verdicts as data: the verdict on a case has the case and its judgement (`Judged`), which is what a check found in it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,7 +144,6 @@ class CaseVerdict:
 
     @property
     def reason(self) -> str:
-        """Return the sentences about errors as one text; if there are none, the sentences about refused calls."""
         return "; ".join(self.judged.wrongs or self.judged.declines)
 
     def __str__(self) -> str:
@@ -169,8 +165,8 @@ def dishonest(judged: Judged, reason: str) -> Judged:
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the judgement that a worker sent. If a kernel must have changed it, because it is no `Judged`, or RIGHT
-    with an error above its bound, return a DISHONEST one. Only a process without the kernel's code may call this.
+    """Return the judgement that a worker sent. If a kernel must have changed it, because it is no `Judged`, or RIGHT with
+    an error above its bound, return a DISHONEST one. Only a process without the kernel's code may call this.
     """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))

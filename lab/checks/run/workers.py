@@ -61,15 +61,14 @@ class Pending:
 
     @property
     def is_ready(self) -> bool:
-        """Return True unless a call of this object would wait for a worker process."""
         return self.future is None or self.future.done()
 
 
 class Workers:
     """The processes that judge cases: worker processes if the implementation is given by name, else this process.
 
-    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. With a
-    lost context, it still sends its judgement. Workers take turns on the GPUs if the device has no index.
+    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. Workers
+    take turns on the GPUs if the device has no index.
     """
 
     def __init__(
@@ -122,8 +121,8 @@ class Workers:
             self._pool = self._pool_without_kernel = None
 
     def _watch(self) -> None:
-        """Stop all workers if no case ends within its time limit, because a kernel may have damaged the pipe that all workers
-        share. Runs in a thread until the run is over.
+        """Stop all workers if no case ends within its time limit, because a kernel may have damaged the pipe that all
+        workers share. Runs in a thread until the run is over.
         """
         while not self._is_over.wait(WATCHED_EVERY_S):
             limits_s = dict(self._limits_s)
@@ -134,8 +133,7 @@ class Workers:
                         future.set_exception(BrokenProcessPool("its worker does not answer"))
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call `function` in a worker with the implementation as its argument, and return the result. If the implementation is
-        not given by name, call it in this process.
+        """Call `function` in a worker with the implementation as its argument, and return the result.
 
         Raises:
             lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
@@ -181,8 +179,8 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case for judging by the check with the key `check`, within `ranges` (None: those of `self`). Calling
-        the returned `Pending` raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
+        """Submit a case for judging by the check with the key `check`, within `ranges` (None: those of `self`). Calling the
+        returned `Pending` raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
@@ -242,9 +240,6 @@ class Workers:
 
 
 def _status_of(exitcode: int | None) -> int | None:
-    """Return the exit status with which a kernel ended its worker, from the worker's own (`exitcode`), which is
-    `ENDED_WITH_0` instead of 0; None if it is unknown.
-    """
     return 0 if exitcode == ENDED_WITH_0 else exitcode
 
 
@@ -270,7 +265,6 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _begin(environment: dict[str, str], device: torch.device, begun: "Synchronized[int]") -> None:
-    """Initialise a worker's environment variables, output, signals, exit status and GPU. `begun` counts the workers so far."""
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
     os.dup2(2, 1)  # a kernel's output goes to stderr, because stdout is for the report
@@ -291,7 +285,6 @@ def _end_with_another(end: Callable[[int], NoReturn], status: int) -> NoReturn:
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
-    """Make the next visible GPU this worker's current CUDA device. `begun` counts the workers that have taken one."""
     with begun.get_lock():
         turn, begun.value = begun.value, begun.value + 1
     torch.cuda.set_device(turn % torch.cuda.device_count())
@@ -308,9 +301,8 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case with the implementation `name` in a worker. Shortly before the time limit, write the worker's stack
-    to a file. If the kernel destroyed the CUDA context or used up all file descriptors, the worker can judge no more:
-    it writes the errors to `last_words`, one per line, and ends with the exit status `SPOILED`.
+    """Judge a case with the implementation `name` in a worker. If the kernel destroyed the CUDA context or used up all file
+    descriptors, write the errors to `last_words`, one per line, and end the worker with the exit status `SPOILED`.
     """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
@@ -332,9 +324,6 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
 
 
 def _lost(judged: Judged, where: torch.device) -> str:
-    """Return a sentence that says why this worker can judge no later case on the device `where`; "" if it can. `judged`
-    is the judgement of its last case.
-    """
     if judged.outcome in BROKEN and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
@@ -352,9 +341,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words for the function calls in which a worker was shortly before its time limit, from the stack file that
-    belongs to `last_words`; "" if they were not recorded.
-    """
+    """Return words for the function calls in which a worker was shortly before its time limit."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
