@@ -1,8 +1,7 @@
 """FlashInfer's TRT-LLM attention functions in Triton, for any GPU that Triton compiles for and for Triton's CPU interpreter.
 
-`prepare_<name>` checks the arguments of `<name>` and returns a function that runs the call any number of times
-(`lab.kernels.prepare`). On a GPU, `<name>` does not check arguments that differ from an earlier call's only in addresses and
-tensor contents (`lab.kernels.portable.kept_calls`).
+On a GPU, `<name>` does not check arguments that differ from an earlier call's only in addresses and tensor contents
+(`lab.kernels.portable.kept_calls`).
 """
 
 from lab.extras import require

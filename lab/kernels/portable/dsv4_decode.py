@@ -9,10 +9,8 @@ from lab.kernels.support.portable import PORTABLE_DSV4
 
 @takes(DSV4DecodeCall)
 def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
-    """Return a prepared call: DeepSeek-V4's attention, in which each row attends to selected entries of two pools.
-
-    `lab.calls.DSV4DecodeCall` documents parameters, shapes, dtypes and errors. For products, checks and rows that are not
-    written see `prepare_trtllm_batch_decode_with_kv_cache_mla`.
+    """Return a prepared call of DeepSeek-V4's attention, documented by `lab.calls.DSV4DecodeCall`; see also
+    `prepare_trtllm_batch_decode_with_kv_cache_mla`.
     """
     return prepared_mla(PORTABLE_DSV4, call)
 

@@ -1,8 +1,4 @@
-"""Host code of the Gluon kernels for SM90: which calls they serve, which tiles they have, and how they are launched.
-
-The Triton kernels (`paged_kernel`, `mla_decode`) can serve every call. On SM90, the Gluon kernels serve calls that are bound by
-matrix products, with `wgmma`. Gluon is imported only when a kernel is launched.
-"""
+"""Host code of the Gluon kernels for SM90, which serve calls that are bound by matrix products. Gluon is imported at a launch."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +16,7 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The tiles of the paged Gluon kernel for one head_dim. Which one a launch uses depends on how the work is divided.
+    """The tiles of the paged Gluon kernel for one head_dim.
 
     Attributes:
         shares: tile of launches in which one block has all rows of a request and several programs divide its keys.
@@ -101,9 +97,6 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True if the Gluon kernel can serve a call: the GPU is SM90, `max_q_len` query tokens are at least `least_rows`
-    rows (token and head) per K/V head, and TMA can load the tiles from `caches`.
-    """
     if triton_interprets():  # the interpreter does not run Gluon
         return False
     rows = problem.max_q_len * problem.group
@@ -116,9 +109,7 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True if tiles of `keys` keys and pages of `page_size` tokens fit each other: a page has whole tiles, or a tile
-    whole pages of at least LEAST_PAGE tokens.
-    """
+    """Return True if a page has whole tiles, or a tile whole pages of at least LEAST_PAGE tokens."""
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
 
@@ -130,13 +121,7 @@ def hopper_launches(
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
     """Return the launches that compute a call by the paged Gluon kernel: attention, and a merge if programs divide a request's
-    keys.
-
-    Args:
-        results: the output, and the LSE or None, that the launches write.
-        tile: one of `hopper_tiles`.
-        shares: how the keys are divided among programs; None: one program reads all keys of a block of rows and a K/V head.
-        least_q_len: the launches serve only requests of at least this number of query tokens; None: all requests.
+    keys. They serve only requests of at least `least_q_len` query tokens, or all requests if it is None.
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
@@ -187,11 +172,7 @@ def hopper_launches(
 def hopper_mla_launches(
     problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares
 ) -> list[TritonLaunch]:
-    """Return the launches of an MLA call by its Gluon kernel: attention, and a merge if programs divide a request's keys. They
-    write `results`.
-
-    `tile` is the result of `hopper_mla_tile`, and `shares` how the keys are divided among programs.
-    """
+    """Return the launches of an MLA call by its Gluon kernel: attention, and a merge if programs divide a request's keys."""
     from lab.kernels.portable.hopper_mla import hopper_mla_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.num_qo_heads, tile.rows)
@@ -227,9 +208,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool `cache` of K, of V, or of MLA's entries. A box, the unit of a copy, has BOX_BYTES of
-    each key of a tile, within one page.
-    """
+    """Return the TMA descriptor of a pool. A box, the unit of a copy, has BOX_BYTES of each key of a tile, within one page."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -80,7 +80,7 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 class Rings(NamedTuple):
     """Circular buffers for K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots, [stages,
-    1] each. A `full` barrier completes when a tile has arrived, an `empty` one when it has been read.
+    1].
     """
 
     k: Any
@@ -93,7 +93,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Allocate `Rings` for tiles [TILE.keys, DIMS] of dtype DTYPE. READERS partitions read each tile."""
+    """Allocate `Rings` for tiles [TILE.keys, DIMS]. READERS partitions read each tile."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -146,11 +146,8 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until `slot` is empty, and load into it the K or V tile of a request that begins at its key `begin`. `piece` says
-    which of the request's keys the program computes. `barriers` is (full, empty).
-
-    `descriptor` is the TMA descriptor of the pool, `table` the request's row of the page table, and `parity` (0, 1, 0, ...)
-    counts the uses of the slot: the wait for the empty slot uses the opposite parity.
+    """Load the tile that begins at key `begin` into `slot` when it is empty. `barriers` is (full, empty), and `parity` counts
+    the uses of the slot.
     """
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
@@ -177,9 +174,7 @@ def _consume(
     GROUP: gl.constexpr,  # query heads per K/V head
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Compute attention of CONSUMER_ROWS query rows of each piece (those of consumer number WHICH) over all its tiles, and
-    write the results.
-    """
+    """Compute attention of the rows of consumer number WHICH in each piece over all its tiles, and write the results."""
     KEYS: gl.constexpr = TILE.keys
     q_slot = q_slots.index(WHICH)
     DIMS: gl.constexpr = q_slot.shape[1]
@@ -254,10 +249,7 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, which must have arrived in its slot of `rings`. Return the incomplete
-    accumulator, float32 [CONSUMER_ROWS, keys] in the register layout SCORES. `q_slot` is the shared memory of the consumer's
-    query rows.
-    """
+    """Launch Q.K^T of the program's `number`-th tile, which has arrived. Return the incomplete accumulator."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -265,9 +257,7 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for V of the program's `number`-th tile in `rings`, and launch P.V added to `sums`, [CONSUMER_ROWS, head_dim] in the
-    register layout SUMS. Return the incomplete accumulator. `weights` are P, [CONSUMER_ROWS, keys].
-    """
+    """Wait for V of the program's `number`-th tile, and launch P.V added to `sums`. Return the incomplete accumulator."""
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))

@@ -40,12 +40,10 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait until the e4m3 tile in `loaded` is there and slot `slot` of the ring of float16 tiles is empty. Write the tile in
-    float16 to `converted`, the memory of this slot.
+    """Write an e4m3 tile in float16 to slot `slot` of the ring of float16 tiles. `barriers` is (full and empty of the e4m3
+    ring, full and empty of the float16 ring), and `parity` counts the uses of the slot.
 
-    `barriers` is (full and empty of all slots of the e4m3 ring, full and empty of all slots of the float16 ring), and `parity`
-    (0, 1, 0, ...) counts the uses of the slot. A warp loads half a tile before it writes the first element, so that it waits
-    for shared memory only twice per tile.
+    A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """
     DIMS: gl.constexpr = loaded.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])

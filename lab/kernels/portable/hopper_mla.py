@@ -73,9 +73,8 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots for K/V tiles in shared memory (`Columns`, [stages, keys, elements]), and their barriers, [stages, 1] each. `full`
-    completes when the columns have arrived, `empty` when they have been read. The rope and left columns of a slot have the same
-    barriers.
+    """Slots for K/V tiles in shared memory (`Columns`, [stages, keys, elements]), and their barriers, [stages, 1] each. The
+    rope and left columns of a slot have the same barriers.
     """
 
     tiles: Any
@@ -87,7 +86,7 @@ class Ring(NamedTuple):
 
 class Message(NamedTuple):
     """Shared memory by which consumer 0 sends the weights of a tile, [rows, keys], and the factors of earlier sums, float32 [2,
-    rows], to consumer 1. Of the two barriers, `full` completes when a message is complete, `empty` when it has been read.
+    rows].
     """
 
     weights: Any
@@ -98,9 +97,7 @@ class Message(NamedTuple):
 
 @gluon.jit
 def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride). A
-    comment in `hopper_pieces` describes `walk` (the program's work) and `batch`; HEADS is the number of query heads.
-    """
+    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride)."""
     boxes, block_table, table_stride = pool
     tiles = ring.tiles
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -141,9 +138,7 @@ def _consume_left(
     HEADS: gl.constexpr,  # query heads
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Run consumer 0: compute the softmax weights of all tiles of the program, send them through `message`, and compute the
-    left half of each output row.
-    """
+    """Run consumer 0: compute the weights of all tiles of the program, send them, and compute the left half of each output row."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])
@@ -207,9 +202,6 @@ def _consume_left(
 
 @gluon.jit
 def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load the query rows of a piece, and write them to the shared memory `q_slots` (`Columns`); negate them if `is_negative`.
-    `query` is (pointer, strides of rows and of heads), and HEADS the number of query heads.
-    """
     HALF: gl.constexpr = q_slots.left.shape[1]
     ROPE: gl.constexpr = q_slots.rope.shape[1]
     left = load_query(query, piece, is_negative, HALF, 0, HEADS, TILE)
@@ -223,9 +215,7 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the columns of the program's `number`-th tile in `ring`, and launch Q.K^T with the query in `q_slots`. Return
-    the incomplete accumulator, float32 [rows, keys] in the register layout SCORES.
-    """
+    """Wait for the columns of the program's `number`-th tile, and launch Q.K^T. Return the incomplete accumulator."""
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -238,18 +228,14 @@ def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Launch P.V of the left columns of the program's `number`-th tile in `ring`, added to `sums` (register layout SUMS).
-    Return the incomplete accumulator. `weights` are P, [rows, keys].
-    """
+    """Launch P.V of the left columns of the program's `number`-th tile, added to `sums`. Return the incomplete accumulator."""
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, ring.tiles.left.index(number % TILE.stages), sums, is_async=True)
 
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Wait until the previous message (number `sent` - 1) has been read. Write a tile's `weights` [rows, keys] and the factors
-    `rescale` [rows] of earlier sums to `message`.
-    """
+    """Send a tile's `weights` and the factors of earlier sums as message number `sent`, when the previous one has been read."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)
@@ -259,12 +245,7 @@ def _send_weights(message, sent, weights, rescale):
 
 @gluon.jit
 def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Run consumer 1: compute the right half of each output row over all tiles of the program (`ring`) with weights from
-    `message`, and write it.
-
-    `terms` is (sinks, scales, results, partials); a comment in `hopper_pieces` describes `walk` (the program's work) and
-    `batch`. HEADS is the number of query heads.
-    """
+    """Run consumer 1: compute the right half of each output row with weights from `message`, and write it."""
     HALF: gl.constexpr = ring.tiles.right.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -319,9 +300,8 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,  # `HopperTile`
     OVERLAPS: gl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles.
-
-    The grid is (q_blocks, num_shares).
+    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles. The
+    grid is (q_blocks, num_shares).
     """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()

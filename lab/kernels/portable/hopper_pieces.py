@@ -1,9 +1,7 @@
 """The code that both Gluon kernels use: the division of work into pieces, copies of tiles, loads of queries, and masks.
 
-A piece is some key tiles of one request and one K/V head, with the block of query rows that sees them. The warps of a program
-form groups with different work, partitions (`hopper_attention`, `hopper_mla`). All partitions go through the same pieces and
-tiles in the same order, which this module defines. A place is a position in the batch's sequence of work
-(`lab.kernels.portable.key_shares`).
+`hopper_attention` explains piece and partition, and `key_shares` place. All partitions go through the same pieces and tiles in
+the order that this module defines.
 """
 
 from typing import Any, NamedTuple
@@ -30,10 +28,8 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """One step of a program's work: key tiles of a request and K/V head, and block number `q_block` of the rows that see them.
-
-    The tiles are `first_tile` to `end_tile` - 1 of the `num_tiles` that at least one row of the request may see. `keys` is the
-    `KeyRange` of the block. The request has `kv_len` keys, and `q_len` query tokens from row `q_start` on.
+    """One step of a program's work: tiles `first_tile` to `end_tile` - 1 of the `num_tiles` that some row of the request may
+    see, and block number `q_block` of its rows, whose first is `q_start`. `keys` is the `KeyRange` of the block.
     """
 
     request: Any
@@ -56,12 +52,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_places, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the tuple `walk` at the start of the program's work. `walk` is a position in this work.
-
-    A comment above describes `walk` and `batch`; GROUP is the number of query heads per K/V head. With SHARED, a program
-    computes consecutive key tiles of the batch, one of `num_shares` equal parts of at least `least_places` places
-    (`key_shares`). Without SHARED, it computes one block of rows and K/V head after another.
-    """
+    """Return `walk` at the start of the program's work."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
     if SHARED:
@@ -86,11 +77,7 @@ def begin_walk(batch, num_shares, least_places, SHARED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` at position `walk` of the program's work, the next position).
-
-    A comment above describes `walk` and `batch`. With SHARED, programs divide the keys. GROUP is the number of query heads per
-    K/V head.
-    """
+    """Return (the `Piece` at position `walk` of the program's work, the next position)."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -134,11 +121,8 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the request to which block number `block` of all blocks of query rows in `batch` belongs.
-
-    The result is (request, its first block, number of requests with blocks from this one on); the arguments `request`, `begin`
-    and `left` are such a result for an earlier block. A block has TILE.rows rows, one for each query token and each of GROUP
-    query heads.
+    """Return (request of block number `block`, its first block, number of requests with blocks from this one on); the arguments
+    `request`, `begin` and `left` are such a result for an earlier block.
     """
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
@@ -166,11 +150,10 @@ def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return, for each score column of the tile that begins at key `begin`, the index of its key; NO_KEY if it must be masked.
-    `column` is arange(KEYS), and the request has `kv_len` keys.
+    """Return the key in each score column of the tile that begins at key `begin`; NO_KEY if it must be masked.
 
-    `copy_boxes` loads a tile as TMA boxes. A box that would reach n keys beyond the request's last key is loaded from n keys
-    earlier. Its first n columns are then zeros or keys of an earlier box: they are NO_KEY.
+    A box that would reach n keys beyond the request's last key is loaded from n keys earlier (`copy_boxes`). Its first n
+    columns are then zeros or keys of an earlier box: they are NO_KEY.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
@@ -180,9 +163,7 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Return the page id of each TMA box of the tile from key `begin` on, a tuple of int32; 0 for boxes after the last of
-    `kv_len` keys. `table` points to the request's row of the page table. A box has min(KEYS, PAGE_SIZE) keys.
-    """
+    """Return the page id of each TMA box of the tile from key `begin` on, a tuple of int32; 0 for boxes after the last key."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()
     for box in gl.static_range(KEYS // BOX_KEYS):
@@ -203,13 +184,11 @@ def copy_boxes(
     FIRST_DIM: gl.constexpr,  # first element of each key that is copied
     PAGE_SIZE: gl.constexpr,
 ):
-    """Copy the tile that begins at key `begin` to `slot` in shared memory, one TMA box after another. `full` is the slot's
-    barrier.
+    """Copy the tile that begins at key `begin` to `slot` in shared memory, one TMA box after another.
 
-    A box has BOX_BYTES of each key of the tile that lies in one page. Keys after the request's last key are not read: a box
-    that would reach n keys beyond it begins n keys earlier. `tile_keys` hides its first n keys; TMA writes zeros for those
-    before the page. A box before every row's window is copied from before its page, because the page may belong to another
-    request.
+    Keys after the request's last key are not read: a box that would reach n keys beyond it begins n keys earlier (`tile_keys`),
+    and TMA writes zeros for those before the page. A box before every row's window is copied from before its page, because the
+    page may belong to another request.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -233,7 +212,7 @@ def copy_boxes(
 
 @gluon.jit
 def consumer_rows(LAYOUT: gl.constexpr):
-    """Return arange(CONSUMER_ROWS), the query rows of a consumer, in the register layout of the rows of LAYOUT."""
+    """Return the query rows of a consumer, in the register layout of the rows of LAYOUT."""
     return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
 
 
@@ -263,9 +242,8 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (the absolute value of the logits' scale, at least LEAST_SCALE; True if the scale is negative).
-
-    `softmax_step` requires a positive scale. `load_query` negates the query instead.
+    """Return (the absolute value of the logits' scale, at least LEAST_SCALE; True if the scale is negative). `softmax_step`
+    requires a positive scale, and `load_query` negates the query instead.
     """
     scale = logit_scale(scales)
     is_negative = scale < 0
@@ -275,18 +253,14 @@ def positive_scale(scales):
 
 @gluon.jit
 def wait_for(full, number, TILE: gl.constexpr, pred=True):
-    """Wait until the program's `number`-th tile has arrived in its slot. `full` are the barriers of all slots. If `pred` is
-    False, do not wait.
-    """
+    """Wait until the program's `number`-th tile has arrived in its slot, if `pred`. `full` are the barriers of all slots."""
     mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
 
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Set the scores of the tile that begins at key `begin` to -inf where a row does not see a key, and return them.
-
-    `scores` are float32 [rows, keys]. `column` is arange of the tile's keys, `piece` the `Piece` of the tile, and `bounds` the
-    result of `row_bounds`.
+    """Set the scores of the tile that begins at key `begin` to -inf where a row does not see a key (`row_bounds`), and return
+    them.
     """
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
@@ -306,15 +280,12 @@ def sums_by_thread(weights):
 
 @gluon.jit
 def in_rows_of(x, tile):
-    """Convert x [rows] to the register layout of the rows of `tile` [rows, columns], so that both can be combined."""
     return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout))
 
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return the softmax's denominator [rows, 4], four partial sums per row (`sums_by_thread`), after one more tile of keys
-    with these `weights` [rows, keys]. Earlier sums are multiplied by `rescale` [rows].
-    """
+    """Return the denominator [rows, 4] (`sums_by_thread`) after one more tile of keys."""
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)
 
 

@@ -1,18 +1,14 @@
 """A cache of prepared calls: a later call whose arguments differ only in addresses and contents skips checks and preparation.
 
-A call's *key* is everything that its preparation reads from its arguments:
-
-* of a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, on which Triton's code depends
-* of a tuple or list: the key of each part
-* of any other argument: type and value
+A call's *key* is everything that its preparation reads from its arguments: of a tensor its class, shape, strides, dtype,
+device, and address and storage offset modulo 16, on which Triton's code depends; of other arguments type and value.
 
 The contents of a tensor on a GPU are not read. So calls with the same key pass the same checks, and their launches differ in
 addresses only. A call has no key if a tensor is not on a GPU, if a check might read an argument's contents, or if `out` or
 `lse` has the storage of another tensor.
 
-The second call with a key is cached if it consists of launches only. The cache then has its kernels with all arguments except
-addresses, and the shapes of the tensors that the call allocates, but no tensor. The first call is not cached, because many keys
-occur only once. A call that raises an error is not cached, so that the next call with its key raises it again.
+The second call with a key is cached if it consists of launches only, without its tensors. The first call is not cached, because
+many keys occur only once. A call that raises an error is not cached, so that the next one raises it again.
 """
 
 import functools
@@ -73,7 +69,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
     """Raise NotKeptError if `out` or `lse` has the storage of another tensor: whether they overlap depends on their addresses,
-    which the key does not have. Raise it also if `out` or `lse` may be among the positional `args`.
+    which the key does not have.
     """
     if len(args) > MOST_POSITIONAL:
         raise NotKeptError
@@ -84,9 +80,7 @@ def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequen
 
 
 class _Place:
-    """The cache entry of the calls with one key. `call` is the cached call, or None; `is_known` is True after the first call
-    with the key.
-    """
+    """The cache entry of the calls with one key. `is_known` is True after the first call with the key."""
 
     def __init__(self, _key: Hashable) -> None:
         self.is_known = False
@@ -94,11 +88,8 @@ class _Place:
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return the part of a call's cache key for `value`, one of the call's arguments, and append the tensors of `value` to
-    `given`.
-
-    Raises:
-        NotKeptError: a tensor is not on a GPU, or a check might read the argument's contents.
+    """Return the part of a call's cache key for one argument, and append the argument's tensors to `given`. Raise NotKeptError
+    if there is none.
     """
     kind = type(value)
     if kind in TENSORS and value.is_cuda and value.layout is torch.strided:
@@ -116,7 +107,6 @@ class KeptCall:
     """A cached call. Calling this object with the tensors of a later call repeats the kernel launches with them.
 
     Args:
-        device: the GPU of the call.
         new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
         views: (index of a given or new tensor, distance from its address in bytes) for each view that the launches take.
         launches: functions that launch a kernel from a list of addresses: of the given tensors, then of the new tensors, then
@@ -147,9 +137,8 @@ class KeptCall:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return the cached form of a call that has run. Return None if a later call with the same key may need other launches.
-
-    `given` are the tensors of the call's arguments.
+    """Return the cached form of a call that has run with the tensors `given`; None if a later call with the same key may need
+    other launches.
     """
     launches, results = call.launches, call.returned
     if launches is None or call.reads_contents:
@@ -189,16 +178,8 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index in `sources` of a tensor or, if the tensor is a view, of the tensor that it views.
-
-    If several sources lie in the tensor's allocation, only one at the tensor's address fits.
-
-    Args:
-        memory, address: the address of the tensor's allocation, and the address of the tensor.
-        sources: the same two addresses of each source.
-
-    Raises:
-        NotKeptError: no source fits, or more than one.
+    """Return the index in `sources` of the tensor at `address`, or of the tensor that it views. Each source is (address of the
+    allocation, address). Raise NotKeptError if no source fits, or more than one.
     """
     found = [index for index, source in enumerate(sources) if source[0] == memory]
     if len(found) > 1:

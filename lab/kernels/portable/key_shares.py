@@ -59,11 +59,11 @@ class Shares:
     """How the key tiles of a call are divided among programs.
 
     Attributes:
-        count: number of shares (parts of the work). Each block of query rows has one program per share.
-        least_places: smallest number of places in a share, which are key tiles or, before each unit's tiles, empty.
+        count: number of shares. Each block of query rows has one program per share.
+        least_places: smallest number of places in a share.
         lanes: number of lengths that a program of a small batch reads at once, WARP_REQUESTS or BLOCK_REQUESTS; 0: the batch is
             not small.
-        merges_at_once: True if the last program that stores a partial result of a request and K/V head merges them
+        merges_at_once: True if the last program that stores a partial result of a unit merges them
             (`lab.kernels.portable.merge`); False if a second launch merges.
     """
 
@@ -74,12 +74,8 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return `Shares` for a launch with as many programs as the GPU runs at the same time; one program on a CPU.
-
-    Args:
-        tile: the launch's tile; `tile.per_multiprocessor` programs run on a multiprocessor at the same time.
-        q_blocks: blocks of query rows per request; each block has its own programs.
-        least_keys: smallest share, in keys; an empty place counts as a tile of keys.
+    """Return `Shares` for a launch with as many programs as the GPU runs at the same time; one program on a CPU. `q_blocks` is
+    the number of blocks of query rows per request, and `least_keys` the smallest share in keys.
     """
     if device.type != "cuda":
         return Shares(1)
@@ -93,19 +89,15 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return how many of a request's last keys its at most `max_q_len` query tokens may see, int32; NO_REACH without a window
-    (window_left -1).
-    """
+    """Return how many of a request's last keys its query tokens may see, int32; NO_REACH without a window (window_left -1)."""
     reach = tl.minimum(tl.cast(window_left, tl.int64) + max_q_len, NO_REACH).to(tl.int32)
     return tl.where(window_left >= 0, reach, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return the first key tile that some row of a request with `kv_len` keys may see, and the number of tiles from it to the
-    last key, int32.
-
-    The number is at least 1, because rows without keys must be written too. `reach` is the result of `reach_of`.
+    """Return the first key tile that some row of a request may see, and the number of tiles from it to the last key, int32; at
+    least 1, because rows without keys must be written too.
     """
     kv_len = kv_len.to(tl.int32)
     first = tl.maximum(kv_len - reach, 0) // BLOCK_KEYS
@@ -119,10 +111,7 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return how many places (positions in the sequence of work) a K/V head of each request `start + lanes` has, int32.
-
-    They are START_PLACES and its key tiles; none if the launch does not serve the request. A comment above describes `batch`.
-    """
+    """Return how many places a unit of each request `start + lanes` has, int32; 0 if the launch does not serve the request."""
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
     kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
@@ -133,10 +122,7 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 @triton.jit
 def places_per_share(batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the number of places (positions in the sequence of work) of the whole batch, and of one program's share.
-
-    A share has at least `least_places` places. They are key tiles, or empty START_PLACES. A comment above describes `batch`.
-    """
+    """Return the number of places of the whole batch, and of one share."""
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     CUT_TILES: tl.constexpr = (CUT_KEYS + CUT_KEYS_OF_ROW * TILE.rows) // BLOCK_KEYS
@@ -162,9 +148,7 @@ def places_per_share(batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the request to which a place (position in the sequence of work) belongs, and the first place of this request. A
-    comment above describes the tuple `batch`, and the glossary START_PLACES.
-    """
+    """Return the request to which a place belongs, and the first place of this request."""
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -180,10 +164,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the places (positions in the sequence of work) that the program number `share` computes.
-
-    A share has at least `least_places` places. A comment above describes `batch`. The result is (first place, end, number of
-    places in a share, request of the first place, first place of this request).
+    """Return (first place, end, number of places in a share, request of the first place, first place of this request) of a
+    share.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
@@ -194,9 +176,7 @@ def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the places of a share as `begin_share` does: (first place, end, number of places in a share, request, its first
-    place). If a share begins at one of the empty START_PLACES of a unit, its first place is that of the unit's first key tile.
-    """
+    """Return the places of a share as `begin_share` does, but skip the empty places of a unit at which the share begins."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_places, TILE)
@@ -208,15 +188,12 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the work of program `number` of `num_shares` in a small batch: the five values of `begin_at_tile`, the number of
-    the program's share, and the number of places of a unit (0 if units have different numbers). A share has at least
-    `least_places` places.
+    """Return the five values of `begin_at_tile` for a program in a small batch, the number of its share, and the number of
+    places of a unit (0 if units have different numbers).
 
-    If the requests are about equally long, each request and K/V head is cut into equal parts, as many as there are programs for
-    it. Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every
-    part has the same time to begin and end. The numbers of the request and of the part do not depend on the lengths, so that
-    they are computed while the lengths are read. Programs of the last parts, which are never empty in the longest request, have
-    the first numbers, because the GPU runs these on different multiprocessors.
+    Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every part
+    has the same time to begin and end. The request and the part follow from the program's number while the lengths are read.
+    Programs of the last parts, which are never empty, have the first numbers: the GPU runs these on different multiprocessors.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -253,11 +230,7 @@ def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.const
 
 @triton.jit
 def begin_program(number, batch, num_shares, least_places, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return the work of program `number`; if SMALL, the result of `begin_in_small_batch`.
-
-    Otherwise it is the result of `begin_at_tile` for share `number`, followed by `number` and 0, which says that units (a
-    request and a K/V head) may have different numbers of places.
-    """
+    """Return the work of a program as `begin_in_small_batch` does, also for a batch that is not SMALL."""
     if SMALL:
         return begin_in_small_batch(number, batch, num_shares, least_places, TILE)
     place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_places, TILE)
@@ -266,21 +239,15 @@ def begin_program(number, batch, num_shares, least_places, TILE: tl.constexpr, S
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return the number of places that a unit (request and K/V head) has before its key tiles.
-
-    `num_tiles` is the number of these tiles, and `unit_places` the number of places of a unit. It is 0 if units have different
-    numbers: each then has START_PLACES before its tiles.
-    """
+    """Return how many places a unit has before its key tiles. `unit_places` is 0 if units have different numbers of places."""
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
-    """Return the K/V head to which a place belongs, and the place's index among the places of this head. `request_begin` is the
-    first place of the request, `unit_places` the number of places of each of its heads.
+    """Return the K/V head to which a place belongs, and the place's index among the places of this unit.
 
-    A division of 32 bits, which takes fewer instructions than a division of 64 bits, is enough for 2**31 keys of 31 K/V heads
-    in tiles of 16 keys.
+    A division of 32 bits takes fewer instructions, and is enough for 2**31 keys of 31 K/V heads in tiles of 16 keys.
     """
     in_request = (place - request_begin).to(tl.uint32)
     places = unit_places.to(tl.uint32)
@@ -289,12 +256,8 @@ def place_in_unit(place, request_begin, unit_places):
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return where the next unit (request and K/V head) begins: (place of its first key tile, request, first place of the
-    request).
-
-    The current unit belongs to `request`, whose places are `request_begin` to `request_end` - 1, and ends at `place`. Requests
-    that the launch does not serve (`kind`) are skipped. The next unit may lie after the end of the program's share; another
-    program then computes it.
+    """Return (place of its first key tile, request, first place of the request) of the next unit, which another program
+    computes if it lies after the end of the share. The current unit ends at `place`.
     """
     if place == request_end:
         request_begin = place

@@ -57,12 +57,8 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call: [attention], followed by a launch that merges its partial results if `partials` is not
-    None.
-
-    `q_blocks` is the number of blocks of query rows per request in the attention launch, and `results` the tensors that both
-    launches write. The launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens, or all requests if
-    `least_q_len` is None.
+    """Return the launches of a call: [attention], followed by one that merges its partial results if there are any. They serve
+    only requests of `least_q_len` to `problem.max_q_len` query tokens, or all requests if `least_q_len` is None.
     """
     if partials is None:
         return [attention]
@@ -104,11 +100,8 @@ def with_merge(
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
     """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes).
 
-    If a call has few rows, each row has many partial results, and groups of threads (lanes) divide them. If it has many rows, a
+    If a call has few rows, each has many partial results, and groups of threads (lanes) divide them. If it has many rows, a
     program computes several, with 4 or 16 elements per thread and one lane.
-
-    Args:
-        num_rows: number of rows of all requests and query heads.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -120,9 +113,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return two powers of 2 for `merge_if_last`: (at least the rows of a request and K/V head; partial results read at a
-    time). `num_shares` is the number of programs among which the keys are divided.
-    """
+    """Return two powers of 2 for `merge_if_last`: (at least the rows of a unit; partial results read at a time)."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -142,10 +133,8 @@ def merge_if_last(
     BLOCK_ROWS: tl.constexpr,  # rows of a partial result in `partials`
     AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
-    """Merge the partial results of a request and K/V head into the output, if this program has stored the last one of them.
-
-    All rows of the request and K/V head must be in one block. Partial results are merged in groups of GROUPED_PIECES: the last
-    program of a group merges the group, and the last of these programs merges the groups.
+    """Merge the partial results of a unit into the output, if this program has stored the last one. The unit has one block of
+    rows.
     """
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
@@ -177,14 +166,14 @@ def merge_if_last(
 
 @triton.jit
 def arrives_last(counter, expected):
-    """Count this program's arrival in `counter`, a pointer to int32. Return True in the last of `expected` programs, which
-    resets the counter to zero.
+    """Count this program's arrival in `counter`, int32. Return True in the last of `expected` programs, which resets the
+    counter.
 
-    After that the last program reads what the other programs stored before they arrived, by PTX's memory model ("Causality
-    Order"): the barrier orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All
-    arrivals are read-modify-writes of one counter, so the last one acquires what the others released, and invalidates the L1 of
-    its multiprocessor. The second barrier orders the atomic before the loads of the other threads. Only the last program
-    touches the counter after the last arrival, and a launch ends before the next launch's first arrival.
+    The last program reads what the others stored before they arrived, by PTX's memory model ("Causality Order"): the barrier
+    orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All arrivals are
+    read-modify-writes of one counter, so the last one acquires what the others released, and invalidates the L1 of its
+    multiprocessor. The second barrier orders the atomic before the loads of the other threads. A launch ends before the next
+    launch's first arrival.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -196,10 +185,8 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return the softmax state (largest [...], denominator [...], sums [..., head_dim]) after adding one more partial result of
-    each row.
-
-    `lse` is the LSE of the partial result in base 2, and `part` its normalised output [..., head_dim].
+    """Return the softmax state after one more partial result of each row, of which `lse` is the LSE in base 2 and `part` the
+    output.
     """
     new_largest = tl.maximum(largest, lse)
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -221,7 +208,7 @@ def merged(
     ROW_DIMS: tl.constexpr,  # elements of an output row
     AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
-    """Merge partial results of a request and K/V head. Return the softmax state (largest, denominator, sums [ROWS, DIMS])."""
+    """Return the softmax state (largest, denominator, sums [ROWS, DIMS]) of merged partial results of a unit."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -251,7 +238,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Merge partial results and return the softmax state, as `merged` does. LANES groups of threads divide the work."""
+    """Merge partial results as `merged` does. LANES groups of threads divide the work."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

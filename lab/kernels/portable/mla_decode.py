@@ -74,12 +74,9 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
     kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths and page ids are not read: call
     `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
     `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Output rows after the last request's rows
-    are not written. If a call has `cum_seq_lens_q` and no `max_q_len`, the host reads the largest number of rows from
-    `cum_seq_lens_q`.
-
-    Returns:
-        A function that runs the call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16
-        unless `out` is given. With `return_lse` it returns (out, lse), lse in base 2 unless `return_lse_base` is "basee".
+    are not written. With `cum_seq_lens_q` and without `max_q_len` the host reads the largest number of rows. A run returns out,
+    the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse` (out, lse), lse
+    in base 2 unless `return_lse_base` is "basee".
     """
     return prepared_mla(PORTABLE_MLA, call, reads_rows=call.cum_seq_lens_q is not None and call.max_q_len is None)
 
@@ -88,8 +85,8 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
-    """Return a prepared MLA or DeepSeek-V4 call after checking that `kernel` supports it. `reads_rows` is True if the
-    preparation has read `cum_seq_lens_q` on the host; `call` is then not cached.
+    """Return a prepared MLA or DeepSeek-V4 call. `reads_rows` is True if the preparation has read `cum_seq_lens_q` on the host;
+    the call is then not cached.
     """
     problem = call.problem()
 
@@ -107,7 +104,6 @@ def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonC
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
     """Return the dtype of the products' operands: bf16 for a bf16 query in tiles of 64 rows, else the result of `dot_dtype`.
-    The two differ over an e4m3 cache, for which `dot_dtype` returns float16.
 
     Triton keeps a converted query in registers, and the sums of 64 rows leave too few registers
     (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
@@ -118,7 +114,6 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
 
 
 def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
-    """Return the launches that compute an MLA or DeepSeek-V4 problem and write its output and LSE (`results`)."""
     selected, window = problem.selected, None
     if selected is None:
         return _attention_launches(problem, results)
@@ -155,7 +150,7 @@ def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
     """Return the launches that write `results`: attention and, if programs divide a request's keys, a merge. `window` describes
-    DeepSeek-V4's second pool (`_mla_kernel`); None: an MLA problem.
+    DeepSeek-V4's second pool (`_mla_kernel`).
     """
     device = problem.query.device
     is_selected = problem.selected is not None
@@ -220,9 +215,7 @@ def _columns_kernel(
     num_columns,  # of the table of selected entries
 ):
     """Write two numbers for each query row: how many columns of the table of selected entries it uses (0 for padding rows), and
-    how many keys are at or before its position.
-
-    The grid is (num_rows,). The numbers go to `columns` and `up_to_row`; the second is undefined for padding rows.
+    how many keys are at or before its position (undefined for padding rows). The grid is (num_rows,).
     """
     row = tl.program_id(0)
     request = row // max_q_len
@@ -269,9 +262,8 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,  # dtype of the operands of products
     OVERLAPS: tl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles.
-
-    The grid is (q_blocks, num_shares).
+    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles. The
+    grid is (q_blocks, num_shares).
     """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()

@@ -84,11 +84,8 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 
     `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the
     kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths and page ids are not read: call
-    `PagedAttention.check_values` to check them. Sums are in float32; `workspace_buffer` is not used.
-
-    Returns:
-        A function that runs the call and returns out [num_rows, num_qo_heads, head_dim]; with `return_lse` it returns (out,
-        lse), lse in base 2.
+    `PagedAttention.check_values` to check them. Sums are in float32; `workspace_buffer` is not used. A run returns out
+    [num_rows, num_qo_heads, head_dim]; with `return_lse` (out, lse), lse in base 2.
     """
     problem = call.problem()
     if call.bmm1_scale_log2 is None:
@@ -100,10 +97,8 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
-    """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill).
-
-    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. For the result, checks and NotImplementedError see
-    `prepare_trtllm_batch_decode_with_kv_cache`.
+    """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill), documented by
+    `lab.calls.ContextCall`; see also `prepare_trtllm_batch_decode_with_kv_cache`.
     """
     return _prepare(call.problem())
 
@@ -121,14 +116,8 @@ def shares_of(
 ) -> Shares | None:
     """Return how the keys are divided among programs; None if one program reads all keys of a block of rows and a K/V head.
 
-    The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
-
-    Args:
-        tile: tile of the attention launch.
-        q_blocks: number of blocks of query rows per request; each has its own programs.
-        of_kind: True if the launch serves only one kind of requests: those with few query tokens, or those with more.
-            `problem.max_q_len` is then the largest number of query tokens of these requests. False: the launch serves all
-            requests of the call.
+    The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix. If
+    the launch is `of_kind`, `problem.max_q_len` is the largest number of query tokens of its requests.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
@@ -155,11 +144,7 @@ def num_lengths(problem: PagedAttention) -> int:
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if the last program of each unit (request and K/V head) should merge partial results. False: a second launch
-    merges them.
-
-    `tile` is the tile of the attention launch, `num_shares` the number of programs among which the keys are divided.
-    """
+    """Return True if the last program of each unit should merge partial results, False if a second launch should."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
@@ -171,8 +156,8 @@ def few_tokens(problem: PagedAttention) -> int | None:
     """Return the most query tokens of a request in the first of two launches; None if one launch should serve all requests.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. The
-    first launch serves requests whose rows fit the tile for that equal number. A wrong guess costs only time.
+    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. A wrong
+    guess costs only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -187,15 +172,12 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return the `shares` of the first of two launches with fewer programs (at least half), so that both launches run together.
+    """Return the `shares` of the first of two launches with fewer programs (at least half), so that both launches run together:
+    a multiprocessor with a program of each reads keys for one while it multiplies for the other. `prefill` is the tile of
+    the second.
 
-    A multiprocessor with a program of each launch reads keys for one while it multiplies for the other. `shares` is returned
-    unchanged if a program of the second launch needs a whole multiprocessor, and if the second launch is the Gluon kernel's,
-    with which fewer programs made batches 4 to 8 % slower.
-
-    Args:
-        shares: how the first launch divides the keys if it runs alone.
-        prefill: the tile of the second launch.
+    `shares` is unchanged if a program of the second launch needs a whole multiprocessor, and if it is the Gluon kernel's, with
+    which fewer programs made batches 4 to 8 % slower.
     """
     if prefill.per_multiprocessor == 1 or isinstance(prefill, HopperTile):
         return shares
@@ -205,7 +187,6 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
 
 
 def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
-    """Return the tile of the Triton kernel for requests of at most `q_len` query tokens each."""
     kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
     return choose_tile(q_len * problem.group, problem.head_dim, kv_bytes, capability)
 
@@ -245,13 +226,6 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
 def _grid(
     problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
 ) -> tuple[int, ...]:
-    """Return the grid of a launch of the Triton kernel. `q_blocks` is the number of blocks of rows per request, each of
-    `tile.rows` rows.
-
-    It is (blocks of rows per request, shares). Without shares it is (blocks of rows per request, K/V heads, requests) or, if
-    `least_q_len` is not None, (largest possible number of blocks of all requests with at least `least_q_len` tokens, K/V
-    heads).
-    """
     if shares is not None:
         return q_blocks, shares.count
     if least_q_len is None:
@@ -268,9 +242,7 @@ def _launches_of(
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
     """Return the launches for the requests of `least_q_len` (None: any number) to `problem.max_q_len` query tokens: attention
-    and, if programs divide a request's keys, a merge. They write `results`. `tile` is the tile of the attention launch.
-
-    `shares` is how programs divide the keys, None if one program reads all keys of a block of rows and a K/V head.
+    and, if programs divide a request's keys, a merge.
     """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)

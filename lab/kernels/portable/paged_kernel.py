@@ -44,7 +44,7 @@ from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pa
 
 
 class Strides(NamedTuple):
-    """Strides in elements: of the query's rows and heads, of the pools of K and V, and of the rows of their page tables."""
+    """Strides in elements."""
 
     query_row: int
     query_head: int
@@ -212,11 +212,7 @@ def _attention_kernel(
 
 @triton.jit
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
-    """Return (request, K/V head, index in this unit) of a place, which is a position in the sequence of work.
-
-    The place is in `request`, whose first place is `request_begin`; a unit has `unit_places` places. With BY_HEAD, the argument
-    `request` is K/V head * `batch_size` + request.
-    """
+    """Return (request, K/V head, index in this unit) of a place. With BY_HEAD, `request` is K/V head * `batch_size` + request."""
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:
         kv_head = request // batch_size
@@ -239,11 +235,10 @@ def _store(
     MERGED: tl.constexpr,  # as in `_attention_kernel`
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the result of a block of rows over the keys of a request and K/V head that this program has read.
+    """Write the result of a block of rows over the keys of a unit: the output if the program has read all, else a partial
+    result.
 
-    The result is the output if the program has read all keys of this unit, else a partial result. With MERGED, the program that
-    stores the unit's last partial result merges them. Without MERGED, the program that has read the unit's first key writes
-    `PartialResults.of_units` for the merge launch.
+    Without MERGED, the program that has read the unit's first key writes `PartialResults.of_units` for the merge launch.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
@@ -268,11 +263,10 @@ def _store(
 
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return the work of a program that reads all keys of its block of rows: (index of the block in the request, first place,
-    end, number of key tiles of a K/V head, request, first place of the request).
+    """Return (index of the block in the request, first place, end, number of key tiles of a K/V head, request, first place of
+    the request) of a program that reads all keys of its block; without a block, `end` equals the first place.
 
-    A place is here a key tile of the request, counted head after head from 0. `batch` is described in `key_shares`, and GROUP
-    is the number of query heads per K/V head. A program without a block has `end` equal to `place`.
+    A place is here a key tile of the request, counted head after head from 0.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.
@@ -304,8 +298,8 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load a tile of K and of V by TMA, or by pointers if `tiles` is None. Return (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS,
-    ELEMENTS]).
+    """Return a tile of K [ELEMENTS, BLOCK_KEYS] and of V [BLOCK_KEYS, ELEMENTS], loaded by TMA, or by pointers if `tiles` is
+    None.
 
     If MASKED, V is zero where `key_exists` is False, because a weight of 0 times NaN is NaN. K is undefined there.
     """

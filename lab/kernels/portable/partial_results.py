@@ -24,19 +24,16 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 
 
 class PartialResults(NamedTuple):
-    """The scratch memory for the partial results of all programs.
-
-    A unit is one request and one K/V head. A program has two slots, because two units can be only partly in its share of the
-    work: the unit in which the share begins, and the unit in which it ends. A partial result is a normalised output with its
-    LSE.
+    """The scratch memory for the partial results of all programs: normalised outputs with their LSE. A program has two slots,
+    because its share may begin and end inside a unit.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * shares * 2, rows], base 2; -inf if a row sees none of the keys.
-        of_units: int32, one row for each unit. If a second launch merges: [batch_size * num_kv_heads, 2], the first and the
-            last share that has keys of the unit. If the last program of a unit merges: [batch_size * num_kv_heads, 1 + groups],
-            counters that are zero between launches: how many groups of GROUPED_PIECES partial results have been merged, then
-            how many partial results of each group have been stored.
+        of_units: int32, one row for each unit. If a second launch merges: [units, 2], the first and the last share that has
+            keys
+            of the unit. If the last program of a unit merges: [units, 1 + groups], counters that are zero between launches: how
+            many groups of GROUPED_PIECES partial results have been merged, and how many results of each group have been stored.
     """
 
     out: torch.Tensor
@@ -45,11 +42,9 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the scratch memory for partial results. There are `q_blocks` blocks of `rows` query rows per request. Return
-    None if each program reads all keys of its rows.
+    """Allocate the scratch memory for partial results of blocks of `rows` rows; return None if each program reads all keys.
 
-    Counters are filled with zeros here, and each launch resets them to zero. The call owns the memory, because streams may
-    share the caller's workspace, and trtllm-gen writes into the whole workspace (`lab.calls.workspace`).
+    The call owns the memory, because streams may share the caller's workspace, and trtllm-gen writes into the whole workspace.
     """
     if shares is None or shares.count == 1:
         return None
@@ -79,21 +74,15 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index in `PartialResults.out` of the partial result of one share and block of rows. `q_blocks` is the number
-    of blocks of a request, and `q_block` the index of this one.
-
-    A share has two slots per block. The first is for a unit (request and K/V head) that began in an earlier share, the second
-    for a unit that begins in this share (`begins_unit`).
+    """Return the index in `PartialResults.out` of the result of one share and block of rows. The first of a share's two slots
+    is for a unit that began in an earlier share.
     """
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write the first and the last share that has keys of a unit (request and K/V head) to row `unit` of `unit_shares`.
-
-    A share has `share_places` places. The unit has `tiles` key tiles, and the first one is at place `first_place`.
-    """
+    """Write the first and the last share that has keys of a unit, whose `tiles` key tiles begin at `first_place`."""
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
 
@@ -138,12 +127,7 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return where each packed row (query token and head) of a request and K/V head lies in the output. `packed` are the rows'
-    indices in the request, which has `q_len` query tokens, the first in row `q_start`.
-
-    GROUP is the number of query heads per K/V head. The result is (row * num_qo_heads + head, head, True where the row exists),
-    each [packed rows].
-    """
+    """Return (row * num_qo_heads + head, head, True where the row exists) in the output for each packed row of a unit."""
     token = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     return (q_start + token) * (num_kv_heads * GROUP) + head, head, token < q_len

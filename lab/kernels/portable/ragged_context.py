@@ -1,9 +1,7 @@
 """FlashInfer's ragged context call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
-The call is MLA's prefill before absorption: keys have 192 elements, values 128. 192 is no power of two, so Q and K are loaded
-as two tiles, of 128 and of 64 elements, and the two products are added. One tile of 256 elements would need a third more
-products and shared memory. Each block of query rows of a head has a program. It applies a mask only to tiles with keys that
-some row of the block does not see.
+Keys have 192 elements, no power of two: Q and K are loaded as tiles of 128 and of 64 elements, because one tile of 256 would
+need a third more products and shared memory. Each block of query rows of a head has a program.
 """
 
 import torch
@@ -39,11 +37,8 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
     `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if
     the kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths are not read: call
     `RaggedAttention.check_values` to check them. Products are in the query's dtype, in fp16 over e4m3; sums are in float32.
-    `workspace_buffer` is not used. Output rows after the last request's rows are not written.
-
-    Returns:
-        A function that runs the call and returns out [num_rows, num_qo_heads, v_head_dim]; with `return_lse` it returns (out,
-        lse), lse in base 2.
+    `workspace_buffer` is not used. Output rows after the last request's rows are not written. A run returns out [num_rows,
+    num_qo_heads, v_head_dim]; with `return_lse` (out, lse), lse in base 2.
     """
     problem = call.problem()
     return prepared(PORTABLE_RAGGED, problem, lambda *results: [_launch(problem, *results)])

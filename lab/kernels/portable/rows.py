@@ -18,13 +18,12 @@ from lab.calls.problem import PagedAttention
 
 
 class KeyRange(NamedTuple):
-    """The keys that one program reads for a block of query rows: the tiles with a key that at least one row sees.
+    """The key tiles that one program reads for a block of query rows: those with a key that at least one row sees.
 
     Attributes:
         q_position: position of the request's first query token; negative if the request has fewer keys than rows.
         first_key: the first key that some row sees.
         begin, end: the first key of the first tile, and the end of the keys that the program reads.
-        num_tiles: number of tiles from `begin` to `end`.
         num_before, num_common: in tiles `num_before` to `num_before + num_common - 1` every row sees every key. All other tiles
             need a mask.
     """
@@ -39,11 +38,8 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return an upper bound, for one K/V head, of the number of blocks of `block_rows` rows in all requests of at least
-    `least_q_len` query tokens.
-
-    A row is one query token and one head of a K/V head's group. The bound is computed from `num_rows`, `batch_size` and
-    `max_q_len`, because lengths are on the device. None for `least_q_len` counts all requests.
+    """Return an upper bound, for one K/V head, of the blocks of `block_rows` rows in all requests of at least `least_q_len`
+    query tokens (None: of any number). Lengths are on the device, so it is computed from the call's totals.
     """
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
@@ -64,8 +60,8 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each request in `requests` (indices, of any shape); 0 if its index is at least
-    `batch_size`, or if the launch does not serve it. `kind` is (cu_seqlens_q, least_q_len, max_q_len).
+    """Return the number of query tokens of each request index in `requests`; 0 from `batch_size` on, and where the launch does
+    not serve the request.
     """
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
@@ -81,12 +77,9 @@ def q_lens_of_kind(requests, batch_size, kind):
 
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the request to which the `number`-th block of query rows of the batch belongs. Blocks are in order of the
-    requests.
-
-    The result is (request, index of its first block, number of requests with blocks from this one on, number of all blocks).
-    After the last block, the request is `batch_size`. Only requests that the launch serves (`kind`) have blocks. `lanes` is
-    arange of the number of lengths that are read at a time. A block has BLOCK_ROWS rows, and a query token GROUP rows.
+    """Return (request of the `number`-th block of query rows of the batch, index of its first block, number of requests with
+    blocks from this one on, number of all blocks). The request is `batch_size` after the last block. `lanes` is arange of
+    the number of lengths that are read at a time.
     """
     request = number * 0
     begin = request
@@ -116,11 +109,7 @@ def keys_of_block(
     GROUP: tl.constexpr,  # query heads per K/V head
     TILE: tl.constexpr,  # `ProgramTile` or `HopperTile`
 ):
-    """Return the `KeyRange` of a block of rows: the keys of tiles `first_tile` to `end_tile` - 1 that at least one row of the
-    block sees.
-
-    It has no tiles if the block has no row of the request.
-    """
+    """Return the `KeyRange` of a block of rows in the program's tiles. It has no tiles if the block has no row of the request."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     q_position = kv_len - q_len
@@ -150,8 +139,8 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of a tile of a `KeyRange` (`keys`), whose tiles have BLOCK_KEYS keys: of the `number`-th tile that
-    needs a mask if MASKED, else of the `number`-th that needs none.
+    """Return the first key of the `number`-th tile of a `KeyRange` that needs a mask if MASKED, else of the `number`-th that
+    needs none.
     """
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS

@@ -16,19 +16,17 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
     """Return the dtype of the operands of matrix products: float16 over an e4m3 cache, else the dtype of K and V.
 
-    float16 holds every e4m3 value, and SM89 and later convert two e4m3 values to float16 by one instruction. A conversion to
-    bf16 takes six instructions.
+    float16 holds every e4m3 value, and SM89 and later convert two of them by one instruction; bf16 takes six.
     """
     return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
 
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return an exponent p for each row of a query `q` [rows, elements], such that the row divided by 2 ** p fits DOT_DTYPE.
+    """Return an exponent p for each row of a query `q`, such that the row divided by 2 ** p fits DOT_DTYPE: float32 [rows] for
+    a bf16 query for float16 products, whose range is smaller, otherwise zero, [1].
 
-    A bf16 query for float16 products is scaled, because the range of bf16 is larger: the largest element of a row is then in [2
-    ** 14, 2 ** 15), and an element that float16 rounds to 0 is at most 2 ** -39 of it. The result is then float32 [rows],
-    otherwise zero, [1].
+    The largest element of a row is then in [2 ** 14, 2 ** 15), and what float16 rounds to 0 is at most 2 ** -39 of it.
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -41,7 +39,6 @@ def fitting_power(q, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def fitted(q, power, DOT_DTYPE: tl.constexpr):
-    """Convert a query to DOT_DTYPE. A bf16 query for float16 products is divided by 2 ** `power` (`fitting_power`) first."""
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         q = q.to(tl.float32) * tl.exp2(-power)[:, None]
     return q.to(DOT_DTYPE)
@@ -55,24 +52,18 @@ def scalar(scale):
 
 @triton.jit
 def logit_scale(scales):
-    """Return bmm1_scale * log2(e), the factor that turns Q·K^T into logits in base 2. `scales` is (bmm1_scale, bmm2_scale)."""
+    """Return bmm1_scale * log2(e), which turns Q·K^T into logits in base 2. `scales` is (bmm1_scale, bmm2_scale)."""
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return `scale` * 2 ** `power`, by which the products of each row are multiplied to get its logits.
-
-    `scale` is the result of `logit_scale`, and `fitted` has divided each row by 2 ** `power`.
-    """
+    """Return the factor of each row's logits after `fitted` has divided the row by 2 ** `power`."""
     return scale * tl.exp2(power)
 
 
 @triton.jit
 def logits_log2(products, scale):
-    """Return logits in base 2, float32 [rows, keys]: `products`, which is Q·K^T of a tile, times `scale` [rows], the scale of
-    each row.
-    """
     return products * scale[:, None]
 
 
@@ -100,7 +91,6 @@ def without_bits(x, COUNT: tl.constexpr):
 
 @triton.jit
 def dot(a, b, sums):
-    """Return `sums + a @ b` with float32 sums."""
     if INTERPRETED:  # Triton 3.7's interpreter would multiply the bit patterns of bf16
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -109,12 +99,10 @@ def dot(a, b, sums):
 
 @triton.jit
 def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
-    """Compute the weights of a tile of keys in an online softmax. Return (weights [rows, keys], factor by which earlier sums
-    must be multiplied [rows], new `largest`).
+    """Return (weights of a tile of keys, factor of earlier sums, new `largest`) of an online softmax.
 
-    DOT_DTYPE is the dtype to which the caller rounds the weights. The largest weight is 1, or 2 ** 14 for float16 products,
-    where `largest` is 14 less than the largest logit: float16 has no value below 2 ** -24, and small weights of very many keys
-    may add up.
+    The largest weight is 1, or 2 ** 14 for float16 products, where `largest` is 14 less than the largest logit: float16 has no
+    value below 2 ** -24, and small weights of very many keys may add up.
 
     Args:
         scores: float32 [rows, keys], logits in base 2 divided by `scale`; -inf where a row does not see a key.
@@ -135,12 +123,7 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def with_weights(denominator, rescale, weights):
-    """Return the softmax's denominator after one more tile of keys: `denominator * rescale` plus the tile's `weights` [rows,
-    keys].
-
-    `rescale` [rows] is the factor of `softmax_step`. A denominator [rows, keys] has one partial sum per key of the tile, a
-    denominator [rows] one sum (`empty_denominator`).
-    """
+    """Return the softmax's denominator after one more tile of keys, [rows] or with a part for each key of the tile."""
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
     else:  # noqa: RET505 - Triton compiles one of the two
@@ -149,16 +132,11 @@ def with_weights(denominator, rescale, weights):
 
 @triton.jit
 def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KEY: tl.constexpr):
-    """Return zeros, the softmax's denominator before the first key: [rows], or [rows, keys] if PER_KEY.
-
-    PER_KEY is `ProgramTile.denominator_per_key`.
-    """
     return tl.zeros([BLOCK_ROWS, BLOCK_KEYS] if PER_KEY else [BLOCK_ROWS], tl.float32)
 
 
 @triton.jit
 def whole_denominator(denominator):
-    """Return the softmax's denominator [rows]. If it is [rows, keys], its partial sums are added up."""
     if len(denominator.shape) == 2:
         denominator = tl.sum(denominator, 1)
     return denominator
@@ -166,12 +144,7 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Add a tile of keys to the state of an online softmax, and return the new state: (largest, denominator, sums [rows,
-    head_dim]).
-
-    `scores` [rows, keys] are logits in base 2, `values` is the tile's V [keys, head_dim], and DOT_DTYPE the dtype of the
-    product's operands.
-    """
+    """Return the state of an online softmax after one more tile: `scores` [rows, keys] in base 2, `values` [keys, head_dim]."""
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
@@ -179,9 +152,7 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 @triton.jit
 def log2_sum(largest, denominator):
-    """Return the LSE in base 2 from `largest` and `denominator` of a softmax's state, [rows] each; -inf for a row without keys,
-    NaN if the state is NaN.
-    """
+    """Return the LSE in base 2 of a softmax's state, [rows]; -inf for a row without keys, NaN if the state is NaN."""
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
 

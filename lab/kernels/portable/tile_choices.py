@@ -41,17 +41,12 @@ SM100_PREFILL = {
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
     """Return the tile of the paged kernel for requests of at most `num_packed_rows` rows (max_q_len * query heads per K/V
-    head).
+    head). `kv_bytes` is the size of an element of K and V.
 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
-    allow, and two programs on a multiprocessor hide each other's waits. With more rows, SM90 is bound by the time from a tile's
-    arrival to its products: its tiles have 128 rows, for two warp groups. TMA loads these tiles, which saves registers for
-    addresses. It also loads tiles of up to 32 rows, because a program then reads its first keys sooner.
-
-    Args:
-        head_dim: elements of a head of K and of V.
-        kv_bytes: bytes of an element of K and V.
-        capability: compute capability of the GPU; None for the interpreter, which runs SM90's tiles.
+    allow, and two programs on a multiprocessor hide each other's waits. With more rows SM90 is bound by its products, and tiles
+    have 128 rows, for two warp groups. TMA loads these tiles, which saves registers for addresses, and tiles of up to 32 rows,
+    whose first keys then arrive sooner.
     """
     family = family_that_runs(capability)
     rows = max(16, triton.next_power_of_2(num_packed_rows))
@@ -95,18 +90,13 @@ def _sm90_paged(rows: int, head_dim: int, kv_bytes: int) -> ProgramTile:
 def choose_prefill_tile(
     tile: ProgramTile, head_dim: int, kv_bytes: int, described: bool, capability: Capability | None
 ) -> ProgramTile:
-    """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows.
+    """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows. `tile` is the
+    result of `choose_tile`, and `described` True if TMA can load the tiles of K and V.
 
-    The programs of a request's blocks run at the same time and find each other's keys in L2. So blocks of 64 rows read no more
-    from memory than blocks of 128 rows, and mask fewer keys in their last tiles. On SM90 blocks of 64 rows were slower with
-    pages of 16 tokens, whose tiles TMA does not load. On SM100 one product takes 128 rows, so tiles have 128 rows if they do
-    not spill. A block of up to 32 rows sees few keys (a short window or prompt): with two warps a multiprocessor has room for
-    four programs, which hide each other's waits for their first keys.
-
-    Args:
-        tile: the result of `choose_tile`.
-        head_dim, kv_bytes, capability: as in `choose_tile`.
-        described: True if TMA can load the tiles of K and V.
+    Programs of a request's blocks find each other's keys in L2, so blocks of 64 rows read no more from memory than blocks of
+    128, and mask fewer keys. On SM90 they were slower with pages of 16 tokens, which TMA does not load. On SM100 one product
+    takes 128 rows. A block of up to 32 rows sees few keys: with two warps, four programs of a multiprocessor hide each other's
+    waits.
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
@@ -118,10 +108,8 @@ def choose_prefill_tile(
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
     """Return the tile of the MLA kernel for requests of at most `num_packed_rows` rows (max_q_len * num_qo_heads). `kv_bytes`
-    is the number of bytes of an element of the cache, and `capability` is None for the interpreter.
-
-    Registers and shared memory limit the rows of a tile. At a kv_lora_rank of 512 the sums of 64 rows take half the registers
-    of an SM90 multiprocessor. More rows than a tile's are divided into blocks, whose programs each read all entries.
+    is the size of an element of the cache. At a kv_lora_rank of 512 the sums of 64 rows take half the registers of an SM90
+    multiprocessor.
     """
     family = family_that_runs(capability)
     most_rows = _most_mla_rows(family, kv_bytes)
@@ -139,11 +127,6 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    """Return the largest number of query rows for which an MLA tile over a cache with `kv_bytes` per element fits a program's
-    shared memory and registers.
-
-    On SM100 tiles of 64 rows spill registers (results/blackwell-dry-run/portable.md, "MLA on SM100").
-    """
     if not family.has_large_shared_memory:
         return 16
     if family.has_tensor_memory:
@@ -152,11 +135,8 @@ def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the ragged kernel, whose K/V is not paged, for requests of at most `max_q_len` rows. `head_dim` is
-    that of Q and K, `v_head_dim` that of V; a `capability` of None stands for the interpreter.
-
-    A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. There are few
-    different tiles, so that a new length rarely compiles a new kernel. They were compiled, but not timed on any GPU.
+    """Return the tile of the ragged kernel for requests of at most `max_q_len` rows. The tiles were compiled, but not timed.
+    They are as large as registers and shared memory allow, and few, so that a new length rarely compiles a new kernel.
     """
     roomy = family_that_runs(capability).has_large_shared_memory
     wide = head_dim + v_head_dim > 320

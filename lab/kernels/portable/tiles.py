@@ -16,12 +16,11 @@ class ProgramTile(NamedTuple):
     Attributes:
         rows, keys: query rows and keys of one step of the program. A row is one query token and one head.
         per_multiprocessor: programs that run on a multiprocessor at the same time.
-        start_keys: the fixed time of one request and K/V head (the wait for the first keys, and writing the results), expressed
-            as the number of keys that a program could read in this time. The division of keys among programs counts it.
+        start_keys: the time to begin and end a unit (one request and K/V head), in keys that a program reads in that time.
         num_warps, num_stages: Triton's options of a launch.
         by_descriptor: TMA loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a mask.
-        denominator_per_key: the softmax's denominator has one part per key of a tile, and the parts are added up after the last
-            tile. Warps that compute the same rows wait for each other less often; a thread needs one more register per score.
+        denominator_per_key: the softmax's denominator has one part per key of a tile until the last tile. Warps wait for each
+            other less often; a thread needs one more register per score.
     """
 
     rows: int
@@ -35,7 +34,7 @@ class ProgramTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """The work and resources of one program of a Gluon kernel. `ProgramTile` documents the fields that are not listed here.
+    """The work and resources of one program of a Gluon kernel; other fields are as in `ProgramTile`.
 
     Attributes:
         rows: query rows of all consumers, the warp groups that multiply. Each consumer has 64.
@@ -55,9 +54,7 @@ class HopperTile(NamedTuple):
 
 
 class PoolStrides(NamedTuple):
-    """Strides of a pool of K or V [num_pages, num_kv_heads, page_size, head_dim], in elements: from page to page, from head to
-    head, and from token to token.
-    """
+    """Strides in elements of a pool of K or V [num_pages, num_kv_heads, page_size, head_dim]."""
 
     page: int
     head: int
@@ -65,27 +62,21 @@ class PoolStrides(NamedTuple):
 
 
 def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> TensorDescriptor | None:
-    """Return a TMA descriptor of the tiles of a pool; None if `tile.by_descriptor` is False or TMA cannot load them.
-
-    `dims` is the number of elements of each key in a tile, a power of two.
-    """
+    """Return a TMA descriptor of the tiles of a pool; None if `tile.by_descriptor` is False or TMA cannot load them."""
     if not tile.by_descriptor or not loads_by_descriptor(cache, tile.keys):
         return None
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile.keys, dims])
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if TMA can load tiles of `keys` keys, each tile from one page of the pool, faster than by pointers.
-
-    It is no faster for an e4m3 tile, which is converted before it is multiplied.
+    """Return True if TMA loads tiles of `keys` keys faster than pointers: not for e4m3, which is converted before it is
+    multiplied.
     """
     return is_described(cache) and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
 def is_described(cache: torch.Tensor) -> bool:
-    """Return True if TMA can read a pool: its address and strides are multiples of 16 bytes, its last stride is 1, and it is
-    not empty.
-    """
+    """Return True if TMA can read a pool."""
     return is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1 and cache.numel() > 0
 
 
@@ -96,11 +87,11 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V (`caches`): e4m3 pools viewed as int16, two elements in one, if that makes their conversion
-    to float16 faster, else as they are.
+    """Return the pools of K and V: e4m3 pools viewed as int16, two elements in one, if that makes their conversion to float16
+    faster.
 
-    The conversion is faster in tiles of fewer than 64 rows, whose products take K/V from registers: one permutation of bytes
-    sorts four loaded elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved.
+    It does in tiles of fewer than 64 rows, whose products take K/V from registers: one permutation of bytes sorts four loaded
+    elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
@@ -113,10 +104,8 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids of the tile from key `begin` on, int64: one id if a page holds the whole tile, else one per key.
-
-    `table` points to the request's row of the page table. `begin` is a multiple of BLOCK_KEYS. The id is 0 for keys from `end`
-    on.
+    """Return the page ids of the tile from key `begin` on, int64: one id if a page holds the whole tile, else one per key; 0
+    for keys from `end` on.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
@@ -128,10 +117,7 @@ def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS].
-
-    `page` is the result of `page_ids`, `begin` the tile's first key; the strides are in elements.
-    """
+    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]. `page` is the result of `page_ids`."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
     else:

@@ -16,13 +16,10 @@ Addresses = Sequence[int]
 
 
 class TritonLaunch:
-    """One launch of a Triton kernel with all its arguments. Calling this object launches the kernel on the current stream.
-
-    The first call compiles the kernel if needed. Later calls launch the compiled kernel directly, with the same addresses.
+    """One launch of a Triton kernel on the current stream. The first call compiles the kernel if needed; later calls launch the
+    compiled kernel directly.
 
     Args:
-        kernel: a `triton.jit` function.
-        grid: numbers of programs, in one to three dimensions.
         arguments: the kernel's first arguments: tensors, numbers, and tuples of them.
         scratch: the tensors among the arguments that need not be initialised (`new_scratch`).
         counters: the tensors among the arguments that must be zero before each call, and are zero after it. Each is a torch
@@ -55,7 +52,6 @@ class TritonLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """Return True after the first launch on a GPU; False in the interpreter."""
         return self._compiled is not None
 
     def _bare_launch(self) -> Callable[..., object]:
@@ -65,13 +61,9 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that takes a list of addresses, and launches the compiled kernel with them instead of this launch's
-        tensors.
+        """Return a function that launches the compiled kernel with addresses from a list. It keeps no tensor alive.
 
-        The function keeps no tensor of this launch alive.
-
-        Args:
-            index_of: returns the index in the list of the address that replaces a given tensor of this launch.
+        `index_of` returns the index in that list of the address that replaces a given tensor of this launch.
         """
         bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
@@ -88,17 +80,13 @@ class TritonLaunch:
 
 
 def _addressed(argument: Any) -> Any:
-    """Return a kernel argument with each tensor, also inside tuples, replaced by its address."""
     if isinstance(argument, tuple):
         return tuple(map(_addressed, argument))
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that makes a kernel argument from a list of addresses; None if the argument contains no tensor.
-
-    `index_of` returns the index in that list of the address that replaces a given tensor of the argument.
-    """
+    """Return a function that makes a kernel argument from a list of addresses; None if the argument contains no tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
@@ -135,18 +123,11 @@ def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype
 
 
 class TritonCall:
-    """A prepared call (`lab.kernels.prepare`). Calling this object launches its kernels on the current stream, and returns the
-    results.
-
-    If no `out` was given, every run writes the same output tensor. Run the call on the stream on which it was prepared, or on
-    one that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled
-    yet, so it must come before a capture.
+    """A prepared call (`lab.kernels.prepare`): calling it launches its kernels on the current stream, and returns the results.
 
     Args:
-        device: the device of all tensors of the call.
         check: raises an error if lengths or page ids are wrong. It is called in each run on a CPU, before the steps.
         steps: the functions that a run calls in order: kernel launches, and torch operations before and after them.
-        returned: the result of the call.
         reads_contents: True if the preparation has read contents of GPU tensors on which the steps depend.
     """
 
@@ -182,17 +163,10 @@ def prepared(
     returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
     reads_contents: bool = False,
 ) -> TritonCall:
-    """Return a prepared call after checking that the kernel supports it. A call without query rows launches nothing.
+    """Return a prepared call after checking that `kernel` supports it. A call without query rows launches nothing.
 
-    Args:
-        kernel: what the kernel supports.
-        problem: the checked arguments of a call, one of `lab.calls.Problem`.
-        steps: takes the output and the LSE (or None), and returns the `steps` of `TritonCall`.
-        returned: takes the output and the LSE (or None), and returns the call's result; by default `problem.returned`.
-        reads_contents: True if the preparation has read contents of GPU tensors on which the steps depend.
-
-    Raises:
-        NotImplementedError: the kernel does not support the problem; `lab.kernels.support.why_not` gives the reason.
+    `steps` takes the output and the LSE (or None), and returns the `steps` of `TritonCall`; `returned` takes them too, and
+    returns the call's result, by default `problem.returned`.
     """
     out, lse = problem.results()
     made: Sequence[Callable[[], object]] = ()
