@@ -1,8 +1,7 @@
 """Kernels under test: FlashInfer's (`trtllm`), portable Triton kernels (`portable`) and other projects' kernels (`peers`).
 
-Their functions have FlashInfer's names. `serving` has the Triton kernels that write metadata,
-`generate_draft_decode_kv_indices` and `write_forward_metadata`. Importing this package imports none of these modules, because
-each has its own heavy dependency.
+Their functions have FlashInfer's names. `serving` has the Triton kernels that write metadata. Importing this package imports
+none of these modules, because each has its own heavy dependency.
 """
 
 import functools
@@ -49,20 +48,18 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """A wrapper of an implementation whose functions read lengths on the host. With it, `prepare` reads them once, not in each
+    """A wrapper of an implementation whose functions read lengths on the host: with it, `prepare` reads them once, not in each
     run.
 
-    In addition to a function `<name>` that reads them, the implementation has `plan_<name>` with the same arguments, which
-    reads lengths and page tables once and returns a function that runs the call. This class offers it as `prepare_<name>`.
-    Lengths, numbers of rows and page ids must not change between runs; they do not change between the layers of one forward
-    pass.
+    Such an implementation has, in addition to `<name>`, a function `plan_<name>` with the same arguments, which reads lengths
+    and page tables once and returns a function that runs the call. This class offers it as `prepare_<name>`. Lengths, numbers
+    of rows and page ids must not change between runs; they do not change between the layers of one forward pass.
     """
 
     def __init__(self, implementation: Any) -> None:
         self._implementation = implementation
 
     def plans(self, name: str) -> bool:
-        """Return True if the implementation has `plan_<name>`."""
         return hasattr(self._implementation, f"plan_{name}")
 
     def __getattr__(self, name: str) -> Any:
@@ -100,12 +97,6 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `arguments` for which `function` has a parameter. Check that the others have the default of FlashInfer's
-    call `name`.
-
-    Raises:
-        NotImplementedError: the function has no parameter for an argument that differs from FlashInfer's default.
-    """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a compiled function may have no signature

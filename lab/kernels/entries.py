@@ -1,4 +1,4 @@
-"""The two functions that each module of `trtllm` and `peers` offers for a call: one prepares the call, one runs it at once."""
+"""The two functions that each module of `trtllm` and `peers` offers for a call."""
 
 import functools
 from collections.abc import Callable
@@ -11,16 +11,14 @@ Ready = Callable[[], Any]  # a call, ready to be made
 
 
 def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
-    """Return two functions for a function of FlashInfer's, whose name `call_type` has: `<kind>_<name>` prepares a call, and
-    `<name>` prepares and runs it.
-
-    Both have FlashInfer's parameters and the docstring of `make_ready`. They use `make_ready` only for calls with query rows.
+    """Return `<kind>_<name>`, which prepares a call of FlashInfer's function `<name>`, and `<name>`, which prepares and runs
+    it.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).
         call_type: the class of the call in `lab.calls`.
-        make_ready: takes a call and its checked arguments (the problem), and returns a function that runs the call any number
-            of times.
+        make_ready: takes a call that has query rows and its checked arguments (the problem), and returns a function that runs
+            the call any number of times. Its docstring is that of both functions.
     """
 
     @functools.wraps(make_ready)

@@ -1,4 +1,4 @@
-"""Helpers for all calls of FlashInfer: the installed functions and their signatures, workspaces, and contiguous page tables."""
+"""What calls of installed packages need: their functions and signatures, workspaces, and contiguous page tables."""
 
 import functools
 import importlib
@@ -33,11 +33,8 @@ class PreparedCall:
     """A prepared call (`lab.kernels.prepare`) of an installed package. Calling this object calls the package's function.
 
     Attributes:
-        function: the installed function, of FlashInfer or of another package.
-        arguments: the function's keyword arguments.
         refreshes: functions that each run calls before `function`. Each computes one of the arguments from the contents of
-            other tensors: a contiguous page table, fmha_v2's page table for K and V in one allocation, or XQA's scale from
-            `bmm1_scale_log2`.
+            other tensors, such as a contiguous page table.
         returned: the result of each run; None: a run returns the result of `function`.
     """
 
@@ -54,15 +51,13 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return the prepared form of a call without query rows: it launches no kernel and returns `returned(out, lse)`."""
+    """Return the prepared form of a call without query rows, which launches no kernel."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call on its query's device. `problem` has the checked arguments, and
-    `backend` is the call's argument of that name.
-
-    Raises NotImplementedError if the device is no GPU, or the kernel does not support the call.
+    """Return the TRT-LLM kernel that FlashInfer runs for a call on its query's device. Raise NotImplementedError if there is
+    none, or if it does not support the call.
     """
     of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
@@ -71,20 +66,14 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a `PreparedCall` of the installed FlashInfer's function `module.name` with these keyword arguments and
-    `refreshes`.
-
-    Raises NotImplementedError if the installed version has no such function, or takes other arguments.
-    """
+    """Return a `PreparedCall` of the installed FlashInfer's function `module.name`."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
 @functools.cache
 def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callable[..., Any]:
-    """Return the function `module.name` of the installed FlashInfer, after checking that it takes exactly these keywords.
-
-    Raises:
-        NotImplementedError: the installed version lacks the function or one of these parameters, or requires another parameter.
+    """Return the installed FlashInfer's function `module.name`. Raise NotImplementedError unless it takes exactly these
+    keywords.
     """
     function, signature = installed(module, name)
     try:
@@ -99,10 +88,8 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """Return the function or class `module.name` of the installed FlashInfer, and its signature.
-
-    Raises:
-        NotImplementedError: the installed FlashInfer has no function or class of that name.
+    """Return the installed FlashInfer's function or class `module.name`, and its signature. Raise NotImplementedError if there
+    is none.
     """
     require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
@@ -118,8 +105,8 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return those arguments of a call, after they are updated by `changes`, that differ from their default, because an older
-    FlashInfer may not have all arguments.
+    """Return the arguments of a call, updated by `changes`, that differ from their default: an older FlashInfer may not have
+    all.
     """
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
@@ -136,7 +123,6 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def capability_for(device: torch.device) -> Capability:
-    """Return the compute capability (major, minor) of a GPU. Raise NotImplementedError if the device is not a GPU."""
     capability = capability_of(device)
     if capability is None:
         raise NotImplementedError(
@@ -147,10 +133,8 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a contiguous page table, and the functions that copy the given table into it before each run; if the table is
-    contiguous itself, return it and ().
-
-    FlashInfer's kernels ignore a table's strides.
+    """Return a page table whose rows are contiguous, because FlashInfer's kernels ignore a table's strides, and what refreshes
+    it.
     """
     if table.is_contiguous():
         return table, ()
@@ -159,14 +143,11 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 
 
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
-    """Return a call's workspace after checking it. For None return the lab's workspace of the device and the current stream.
-
-    The call's kernel needs `statistics_bytes` of it for softmax statistics. The lab has one workspace per stream, because
-    streams must not share semaphores.
+    """Return a call's workspace after checking it; for None the lab's own of the device and the current stream, because streams
+    must not share semaphores. The call's kernel needs `statistics_bytes` of it for softmax statistics.
 
     Raises:
-        TypeError, ValueError: the workspace is no contiguous tensor on the device, or is too small for the semaphores, the
-            statistics and LEAST_SCRATCH_BYTES.
+        TypeError, ValueError: the workspace is no contiguous tensor on the device, or is too small.
         RuntimeError: the lab's workspace would have to be allocated while a CUDA graph is captured.
     """
     if workspace is None:
@@ -191,16 +172,16 @@ def workspace_for(workspace: object, device: torch.device, statistics_bytes: int
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the lab's own workspace of a device and stream, uint8: semaphores, which start as 0, then scratch. `stream` is the
-    CUDA stream's handle, 0 for the default stream.
+    """Return the lab's workspace of a device and a stream's handle (0: the default stream), uint8: semaphores, which are 0, and
+    scratch.
     """
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return two arguments of a call that XQA runs on `device`: the checked workspace, and None for the counters, which only
-    trtllm-gen uses.
+    """Return two arguments of a call that XQA runs: the checked workspace, and None for the counters, which only trtllm-gen
+    uses.
     """
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
@@ -208,8 +189,7 @@ def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[s
 def trtllm_gen_memory(
     call: DecodeCall | ContextCall | MLADecodeCall | DSV4DecodeCall, problem: PagedAttention
 ) -> dict[str, Any]:
-    """Return the arguments for workspace and counters of a call that runs trtllm-gen. `problem` has the call's checked
-    arguments.
+    """Return the arguments for workspace and counters of a call that runs trtllm-gen.
 
     If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. Without them
     FlashInfer would allocate and zero counters in each call.
@@ -227,8 +207,7 @@ def trtllm_gen_memory(
 def takes_counters() -> bool:
     """Return True if the installed FlashInfer takes trtllm-gen's counters in a separate buffer.
 
-    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), use the first 8 MiB of the workspace as counters, which
-    must be zero.
+    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), use the first 8 MiB of the workspace, which must be zero.
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
     return "multi_ctas_kv_counter_buffer" in signature.parameters
@@ -236,17 +215,15 @@ def takes_counters() -> bool:
 
 def takes_kv_pairs() -> bool:
     """Return True if the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors: since 0.6.18
-    (flashinfer-ai/flashinfer#4124). Raises NotImplementedError before 0.6.7, which has no such function.
+    (flashinfer-ai/flashinfer#4124). Raise NotImplementedError before 0.6.7, which has no such function.
     """
     installed("flashinfer.prefill", "trtllm_fmha_v2_prefill")
     return hasattr(importlib.import_module("flashinfer.prefill"), "_check_paged_kv_non_interleaved")
 
 
 def _statistics_bytes(problem: PagedAttention) -> int:
-    """Return the number of workspace bytes for trtllm-gen's softmax statistics, 0 in a call without LSE.
-
-    There are two float32 per request, head and row; the number of rows is rounded up to a multiple of 256. 1 MiB follows them
-    (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
+    """Return the bytes of trtllm-gen's softmax statistics: two float32 per request, head and row (rounded up to a multiple of
+    256), and 1 MiB (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
     """
     if problem.lse is None and not problem.return_lse:
         return 0
@@ -254,23 +231,19 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace after the semaphores, uint8, in which a kernel may leave any contents. None stands
-    for the lab's workspace; errors are those of `workspace_for`.
-    """
+    """Return the part of a call's workspace after the semaphores, uint8, in which a kernel may leave any contents."""
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the workspace argument of a ragged call: the part after the semaphores, or the whole workspace if the installed
-    FlashInfer has its counters in it (`takes_counters` is False). A `workspace_buffer` of None stands for the lab's own.
-    """
+    """Return the workspace argument of a ragged call: all of it if the installed FlashInfer has its counters in it."""
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured on the device. `what` names the memory that must not be allocated in
-    the graph, because later calls use it too.
+    """Raise RuntimeError while a CUDA graph is captured: the memory `what` must not be allocated in the graph, as later calls
+    use it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

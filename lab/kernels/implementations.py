@@ -39,10 +39,8 @@ class Availability:
 
 
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
-    """Yield an `Availability` for each function of each implementation, on a machine with a GPU of this compute capability.
-
-    A `capability` of None stands for a machine without a GPU. The function imports no package. `lab.kernels.support.why_not`
-    says which arguments a kernel supports.
+    """Yield an `Availability` for each function of each implementation, on a machine with a GPU of this compute capability,
+    None for a machine without one. No package is imported.
     """
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])
@@ -56,9 +54,6 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
-    """Return the modules that have kernels for a call, except the references: {module: None if the module can run on a GPU of
-    this compute capability, else the reason}.
-    """
     found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
     return {each.implementation.module: each.why_not for each in found}
 

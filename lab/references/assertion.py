@@ -86,7 +86,7 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the `lab.calls` object of the FlashInfer call that has these arguments. Raise TypeError if there is none."""
+    """Return the call of `lab.calls` that has these arguments. Raise TypeError if there is none."""
     errors: dict[type[Any], TypeError] = {}
     for call in CALL_TYPES.values():
         try:
@@ -102,9 +102,7 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return sentences about a wrong type, shape, device or dtype of `out`, the output of a call with the checked arguments
-    `problem`. Without `check_dtype` any float dtype is right. Raise ValueError if `out` overwrote the query.
-    """
+    """Return sentences about a wrong type, shape, device or dtype of `out`. Raise ValueError if `out` overwrote the query."""
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
     expected = (*call.query.shape[:-1], problem.v_head_dim)
@@ -123,7 +121,6 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return [a sentence about wrong vectors of `out`]; [] if all are right, or without query rows (`truth` None)."""
     if truth is None:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]
@@ -132,9 +129,6 @@ def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
 
 
 def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:
-    """Return sentences about a wrong type, shape, device or value of an LSE of a call with the checked arguments `problem`.
-    `truth` is None if no request has a query row.
-    """
     if not isinstance(lse, Tensor):
         return [f"the LSE is of type {type(lse).__name__}, not a tensor"]
     if tuple(lse.shape) not in (call.query.shape[:-1], problem.query.shape[:-1]):
@@ -149,7 +143,6 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def lse_in_base_2(lse: Tensor, is_base_e: bool) -> Tensor:
-    """Return an LSE in base 2: divided by log(2) if it is in base e (`is_base_e`), else unchanged."""
     return lse.to(torch.float64) / math.log(2.0) if is_base_e else lse
 
 
@@ -160,12 +153,11 @@ def truth_of_problem(
     requests: Sequence[int] | None = None,
     histories: Sequence[History] | None = None,
 ) -> Truth:
-    """Return the expected results of a checked problem. At least one request must have query rows. K and V are read through the
-    problem's page tables or offsets.
+    """Return the expected results of a checked problem, whose K and V are read through its page tables or offsets. At least one
+    request must have query rows.
 
     Args:
-        arithmetic: dtype of the operands of Q·K^T and of P·V in the low-precision computation that sets the error bound; None:
-            the query's dtype.
+        arithmetic: dtype of the control's operands; None: the query's dtype.
         requests: the requests whose rows are computed, in this order; None: all.
         histories: the result of `histories_of` for the same requests; None: it is computed. Ignored for block-sparse calls.
     """
@@ -200,9 +192,8 @@ def truth_of_problem(
 
 
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
-    """Return (K, V) of each request of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables
-    or offsets. If rows select entries, K and V have only the selected entries (`lab.calls.entries`). `requests` None means all
-    requests.
+    """Return (K, V) of each request (None: of all), [kv_len, num_kv_heads, head_dim] each, read through the problem's page
+    tables or offsets. If rows select entries, K and V have only the selected entries (`lab.calls.entries`).
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if isinstance(problem, PagedAttention):
@@ -212,9 +203,7 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return `history`, K and V of a request, with zeros for the keys that none of its `q_len` rows sees because they are
-    before all windows. An engine may have freed their pages.
-    """
+    """Return K and V with zeros for the keys before all windows: an engine may have freed their pages."""
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
     for side in (k, v):
@@ -232,9 +221,7 @@ def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[H
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
-    """Return the entries of a K or V cache with the token indices `places` (page * page_size + offset in the page),
-    [len(places), num_kv_heads, head_dim]. Entries of an NVFP4 cache, which has `scale_factors`, are dequantised.
-    """
+    """Return the entries of a cache with the token indices `places`, [len(places), num_kv_heads, head_dim], dequantised."""
     slots = places // page_size, slice(None), places % page_size
     entries = cache[slots]
     if scale_factors is None:

@@ -89,12 +89,7 @@ def generate_draft_decode_kv_indices(
 
 
 def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
-    """Return the position in a request's row of ``req_to_token`` at which the draft slots of a branch begin. `length` is the
-    number of tokens of the prefix.
-
-    If pages have several tokens and requests several branches, each branch continues in its own copy of the prefix's
-    last page, if that is partly filled.
-    """
+    """Return the position in a request's row of ``req_to_token`` at which the draft slots of a branch begin."""
     if page_size == 1 or topk == 1:
         return length + branch * num_steps
     in_last_page = length % page_size
@@ -103,16 +98,11 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
 
 
 def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
-    """Return the positions that a K/V list keeps of a prefix of `length` tokens: the first `sink_size` and the last
-    `window_size`; all if `window_size` is 0.
-    """
+    """Return the positions of a prefix that a K/V list keeps: the first `sink_size` and the last `window_size`; 0: all."""
     return [at for at in range(length) if not window_size or at < sink_size or at >= length - window_size]
 
 
 def _physical_slot(slot: int, pages: list[int], page_size: int) -> int:
-    """Return the physical slot of a virtual slot: 0 if the slot is negative or its virtual page has no physical page. `pages`
-    are the physical pages by virtual page, negative for none.
-    """
     page, token = divmod(slot, page_size)
     if page >= len(pages):
         raise ValueError(f"slot {slot} is in virtual page {page}, but v2p has {len(pages)} pages")

@@ -1,14 +1,13 @@
 """The expected results of a call (`Truth`), the error of each output vector, and its bound: a multiple of a control's error.
 
 The error is the relative L2 error of the output vector of each row and head. The control is the same attention by plain
-low-precision torch operations, with the same dtypes and inputs. The bound is its error times a small factor. There is no
-absolute tolerance and no allowed number of wrong elements.
+low-precision torch operations, with the same dtypes and inputs. There is no absolute tolerance and no allowed number of wrong
+elements.
 
 If all vectors are within their bounds, a regression of the output on the expected output finds an error (bias) that is common
-to many vectors. A vector's slope is sum(out * expected) / sum(expected ** 2), which is the factor by which the vector is too
-large. The slope of a group is the mean of its vectors' slopes, so that long and short vectors count equally. For a right kernel
-this mean differs from 1 only by rounding. Rounding errors of different vectors are independent, so the mean's error falls with
-the square root of the number of vectors.
+to many vectors. A vector's slope, sum(out * expected) / sum(expected ** 2), is the factor by which the vector is too large. The
+slope of a group is the mean of its vectors' slopes, so that long and short vectors count equally. For a right kernel it differs
+from 1 only by rounding, whose part in the mean falls with the square root of the number of vectors.
 """
 
 import math
@@ -68,7 +67,6 @@ def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
 
 
 def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
-    """Return `relative_l2(out, expected)`. `expected` is float64, and `size` has the norms of its vectors."""
     difference = (out.to(torch.float64) - expected).norm(dim=-1)
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
     return torch.where(difference.isfinite(), ratio, math.inf)
@@ -76,9 +74,8 @@ def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of vectors in one output. A vector's slope, sum(out * expected) / sum(expected ** 2), is the
-    factor by which it is too large. There are five kinds of groups: all vectors; the vectors of one head; of one request; of
-    the i-th row of every request; and of the i-th row from the end of every request.
+    """The mean slope of each group of vectors in one output. The groups are all vectors; the vectors of one head; of one
+    request; of the i-th row of every request; and of the i-th row from the end of every request.
     """
 
     #: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name
@@ -95,7 +92,6 @@ class Regression:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest `ratio` of all groups; 0 if there is no group."""
         return float(self.ratio.max()) if self.words else 0.0
 
     @property
@@ -114,9 +110,7 @@ class Regression:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of comparing an output with the expected one: the error of each vector, its bound, and a regression that finds
-    a bias common to many vectors.
-    """
+    """The error of each vector of an output, its bound, and a regression that finds a bias common to many vectors."""
 
     error: Tensor  #: relative L2 of each vector, float64 [num_rows, num_heads]
     bound: Tensor  #: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads]
@@ -129,8 +123,8 @@ class Comparison:
 
     @property
     def faulty(self) -> Tensor:
-        """Return which vectors are reported as wrong, bool [num_rows, num_heads]: the vectors above their bounds and, if a
-        slope of the regression exceeds its bound, the vectors of the worst group.
+        """Return which vectors are reported as wrong, bool [num_rows, num_heads]: those above their bounds and, if a slope of
+        the regression exceeds its bound, the vectors of the worst group.
         """
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
@@ -148,9 +142,7 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio of an error to its bound, over all vectors and all slopes: at most 1 for a right output, 0
-        for an empty one.
-        """
+        """Return the largest ratio of an error to its bound, over all vectors and all slopes; 0 for an empty output."""
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
@@ -188,7 +180,7 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
 
 
 def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None) -> Comparison:
-    """Return the result of `compare` (`groups` None: one group), without checks of types, dtypes and devices."""
+    """Return the result of `compare`, without checks of types, dtypes and devices."""
     dtype, expected, control = control.dtype, expected.to(torch.float64), control.to(torch.float64)
     for name, values in (("expected", expected), ("control", control)):
         if not bool(values.isfinite().all()):
@@ -212,8 +204,8 @@ def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | N
 
 
 def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return an upper bound of each vector's relative L2 error if its elements are rounded to multiples of the dtype's
-    smallest positive number, float64 [num_rows, num_heads]; 0 for zeros. `size` has the vectors' norms.
+    """Return an upper bound of each vector's relative L2 error if its elements are rounded to multiples of the dtype's smallest
+    positive number; 0 for zeros.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps
@@ -223,8 +215,9 @@ def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dty
 def regress(
     out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
 ) -> Regression:
-    """Return the mean slope of the output vectors of each group (`Regression`), such as a head's, and the largest allowed
-    distance of this mean from 1. A vector's slope is sum(vector * expected) / sum(expected ** 2). For a group of n vectors::
+    """Return the mean slope of the output vectors of each group (`Regression`), and the largest allowed distance of this mean
+    from 1.
+    For a group of n vectors::
 
         bound = COMMON + |mean control slope of the group - 1| + DEVIATIONS * deviation / sqrt(n)
         deviation = ROUNDING_DEVIATION * eps / 2 + sqrt(mean of (control slope - 1) ** 2 over all vectors of the output)
@@ -235,8 +228,7 @@ def regress(
     kernel.
 
     Args:
-        out, expected, control: [num_rows, num_heads, head_dim]: the judged output; the expected output in float64; the output
-            of plain low-precision torch operations (`Truth`).
+        out, expected, control: [num_rows, num_heads, head_dim], `expected` in float64.
         lse_log2: float64 [num_rows, num_heads].
         request_of_row: int64 [num_rows], the request of each row. Rows of a request must be consecutive.
         arithmetic: dtype of the operands with which the control was computed.
@@ -272,8 +264,8 @@ def regress(
 
 
 def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield five groupings of the vectors: all; by head; by request; by row from a request's start; by row from its
-    end. Each is (names of the groups, index of each vector's group, which broadcasts to [num_rows, num_heads]).
+    """Yield five groupings of the vectors: (names of the groups, index of each vector's group, which broadcasts to [num_rows,
+    num_heads]).
     """
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -329,8 +321,8 @@ class Truth:
         (`regress`).
 
         Each bound is at least `least_bound` and at least the error of two roundings, one to `arithmetic` and one to the
-        output's dtype. A right kernel may round a weight or a split's result and then the output, while the control may
-        have no error, as where a row sees one key. The error that skip-softmax may cause is added to the bound.
+        output's dtype: a right kernel may round a weight or a split's result and then the output, while the control may have no
+        error, as where a row sees one key. The error that skip-softmax may cause is added to the bound.
         """
         comparison = _compared(out, self.expected, self.control, self.request_of_row)
         roundings = sum(torch.finfo(dtype).eps / 2 for dtype in (self.arithmetic, self.control.dtype))
@@ -344,9 +336,7 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Return a sentence about a wrong output, whose `comparison` is the result of `compare`: its bias, or the number,
-        requests and largest errors of its wrong vectors.
-        """
+        """Return a sentence about a wrong output, whose `comparison` is the result of `compare`."""
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()
@@ -359,7 +349,6 @@ class Truth:
         return f"{count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
 
     def _wrong_vector(self, comparison: Comparison, out: Tensor, row: int, head: int) -> str:
-        """Return words about the wrong vector of one row and head: its error, or that it is not finite or not zero."""
         got = out[row, head].to(torch.float64)
         bad = got[~got.isfinite()]
         must_be_zero = not bool(self.expected[row, head].any())

@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The expected metadata of a pass on the MHA kernels, as lists. `cache_seqlens` has each request's number of keys.
-    The `swa_` fields are about the sliding-window pool. A page table has only pages with tokens of the request.
+    """The expected metadata of a pass on the MHA kernels, as lists. `cache_seqlens` has each request's number of keys. The
+    `swa_` fields are about the sliding-window pool. A page table has only pages with tokens of the request.
     """
 
     cache_seqlens: list[int]
@@ -45,10 +45,6 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
 
 
 def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], key_lens: list[int]) -> ForwardMetadata:
-    """Return the metadata of the requests of a batch from their rows of ``req_to_token``, their numbers of query rows and of
-    keys.
-    """
-
     def tables(*full_to_swa: Tensor) -> list[list[int]]:
         return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
 
@@ -94,8 +90,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
     """Return the number of keys and the pages of each query row of a target verify on an encoder-only layer, in which each row
-    is a request that sees all keys, also the keys of later rows (SGLang 0.5.23). `batch` and `pool` are as in
-    `forward_metadata`.
+    is a request that sees all keys, also the keys of later rows (SGLang 0.5.23).
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):
@@ -107,9 +102,9 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The expected metadata of a pass on the MLA decode kernel, as lists. Requests are padded to equal numbers of query
-    rows. `seq_lens_k` has the number of keys that a request's last row sees, `seen_lens` the number that its last row
-    before the padding sees. A block table has only pages that rows may see.
+    """The expected metadata of a pass on the MLA decode kernel, as lists. Requests are padded to equal numbers of query rows:
+    `seq_lens_k` has the number of keys that a request's last row sees, `seen_lens` the number that its last row before the
+    padding sees. A block table has only pages that rows may see.
     """
 
     seq_lens_k: list[int]
@@ -154,8 +149,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
     """Return the slots of the cached prefix tokens in each chunk of an MLA prefill, as [chunk][request][token]. A chunk has at
-    most `capacity` tokens, divided equally among the requests. `batch` must also have extend_prefix_lens. Raises ValueError if
-    `capacity` is below the number of requests.
+    most `capacity` tokens, divided equally among the requests; ValueError if that is below the number of requests.
     """
     remaining = [
         pool.req_to_token[row, :prefix].tolist()
@@ -172,13 +166,8 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
     """Return the number of a request's tokens that one rank of decode context parallelism has, and the pages of these tokens.
-    Position p belongs to rank p % size. A page holds ``page_size / size`` tokens of each rank.
-
-    Args:
-        keys: number of tokens of the request on all ranks.
-        row: the request's row of ``req_to_token``.
-        pool: as in `forward_metadata`.
-        size, rank: number of ranks, and this rank.
+    Position p belongs to rank p % size. A page holds ``page_size / size`` tokens of each rank. `keys` counts the tokens on
+    all ranks, and `row` is the request's row of ``req_to_token``.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
@@ -187,9 +176,7 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 @dataclass(frozen=True)
 class DSAForwardMetadata:
-    """The expected number of entries of each query row, and the places of these entries, of a pass on the sparse MLA decode
-    call. A place is the index of an entry in the pool.
-    """
+    """The expected number of entries of each query row on the sparse MLA decode call, and their places, indices in the pool."""
 
     seq_lens: list[int]
     places: list[list[int]]
@@ -229,9 +216,7 @@ def dsa_forward_metadata(
 
 @dataclass(frozen=True)
 class DSV4ForwardMetadata:
-    """The expected metadata of a forward pass on DeepSeek-V4's call, as Python lists. `seq_lens` and `sparse_indices`
-    have one item for each query row, `request_lens` one length for each request.
-    """
+    """The expected metadata of a forward pass on DeepSeek-V4's call, as lists."""
 
     seq_lens: list[int]  # of each query row
     sparse_indices: list[list[int]]  # the used columns of each query row
@@ -339,10 +324,9 @@ def key_length(batch: Any, i: int) -> int:
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
     """Return, in order, the pages of the first ``length`` tokens (at most ``max_context_len``) of the request with row ``row``
-    of ``req_to_token``.
-
-    They are pages of the sliding-window pool if ``full_to_swa``, its map of slots, is not None. Slot -1 is in page -1. If slots
-    are virtual, ``v2p`` maps pages to the full pool's pages; slot -1 and a virtual page without a physical page map to page 0.
+    of ``req_to_token``; pages of the sliding-window pool if ``full_to_swa``, its map of slots, is given. Slot -1 is in page
+    -1. If slots are virtual, ``v2p`` maps pages to the full pool's pages; slot -1 and a page without a physical page map to
+    page 0.
     """
     pages = []
     v2p = getattr(pool, "v2p", None)
@@ -365,7 +349,6 @@ def _stated_query_length(batch: Any) -> int:
 
 
 def _boundaries(lengths: list[int]) -> list[int]:
-    """Return 0 and the running sum of the lengths."""
     boundaries = [0]
     for length in lengths:
         boundaries.append(boundaries[-1] + length)
@@ -373,6 +356,5 @@ def _boundaries(lengths: list[int]) -> list[int]:
 
 
 def _swa_out_cache_loc(batch: Any, pool: Any) -> list[int]:
-    """Return the slot of each query row in the sliding-window pool; padding rows have slot 0."""
     slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()]
     return slots + [0] * (batch.num_tokens - len(slots))

@@ -103,11 +103,9 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
 
 
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of a checked problem in float64, and round the result once.
-
-    Returns:
-        (out, `problem.out_dtype` [num_rows, num_qo_heads, v_head_dim]; lse_log2, float32 [num_rows, num_qo_heads], or None).
-        Padding rows have the output zero and the LSE -inf, also with sinks.
+    """Return (out, `problem.out_dtype` [num_rows, num_qo_heads, v_head_dim]; lse_log2, float32 [num_rows, num_qo_heads], or
+    None) of a checked problem, computed in float64 and rounded once. Padding rows have the output zero and the LSE -inf,
+    also with sinks.
 
     Raises:
         ValueError: `PagedAttention.check_values` refuses a length, an offset, a page id or a selected entry.
@@ -193,17 +191,15 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """A batch of blocks (`_Block`) that are computed together, padded to the largest block. Key 0 of a block is the first key
-    of its first page.
+    """A batch of blocks that are computed together, padded to the largest block. Key 0 of a block is the first key of its first
+    page.
 
     Attributes:
-        tiles: the blocks' keys, divided into tiles of whole pages.
         request, kv_len, first_key: each block's request, the request's number of keys, and the position of the block's key 0,
             int64 [len(blocks)].
         positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
             Values after a block's last row are undefined.
-        places, rows: index in the piece (block * num_rows + row) and in the query of each row that is not padding,
-            int64.
+        places, rows: index in the piece (block * num_rows + row) and in the query of each row that is not padding, int64.
         k_pages, v_pages: page ids of each tile, int64 [requests * pages]; 0 if no row of a block may see the page.
     """
 
@@ -250,8 +246,8 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return the keys of a tile that no row of their block sees, as (index of the block, index of the key), int64 each; ()
-        if there are none.
+        """Return the keys of a tile that no row of their block sees, as (index of the block, index of the key), int64 each; or
+        ().
         """
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
@@ -271,9 +267,7 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Divide all rows of a problem into pieces and yield them. The blocks of a piece have similar numbers of keys, and
-    together at most `PIECE_ELEMENTS` elements of K and V or of scores. `offsets` are the problem's `row_offsets`.
-    """
+    """Yield pieces with all rows of a problem. The blocks of a piece have similar numbers of keys."""
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + v_head_dim)  # of one key
@@ -293,9 +287,7 @@ def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Ite
 
 
 def _blocks(problem: PagedAttention, offsets: list[int], most: int) -> Iterator[_Block]:
-    """Divide the rows of each request, which begin at `offsets`, into blocks and yield them. The scores of a block have at most
-    `most` elements.
-    """
+    """Yield blocks of the rows of each request. The scores of a block have at most `most` elements."""
     num_qo_heads, page_size, window_left = problem.query.shape[1], problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
@@ -338,9 +330,6 @@ def _solve(problem: PagedAttention, piece: _Piece, v_head_dim: int) -> tuple[tor
 
 
 def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tensor:
-    """Return which keys each row of a piece sees, bool [len(blocks), num_rows, kv_len]. `kv_len` is the number of keys of the
-    largest block. Padding rows are undefined.
-    """
     key_positions = piece.first_key.unsqueeze(1) + torch.arange(kv_len, device=piece.first_key.device)
     visible = visible_keys(
         piece.positions,
@@ -357,9 +346,7 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return the K or V (`cache`) of a tile, which has these whole `pages`, float64 [requests * num_kv_heads, keys,
-    head_dim]. NVFP4 is dequantised; `scale_factors` is None for other caches.
-    """
+    """Return the K or V (`cache`) of a tile, float64 [requests * num_kv_heads, keys, head_dim]."""
     num_keys = tile.end - tile.start
 
     def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]
@@ -376,10 +363,8 @@ def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: tor
 def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
     """Return the keys that each row sees with XQA's packed draft mask, bool [batch, q_len, kv_len].
 
-    Args:
-        mask: the mask's words as int32 [batch, q_len, words].
-        rows: [batch, q_len], index of each row in its request.
-        draft_tokens: [batch, kv_len], index of each key in the draft; negative for keys before the draft.
+    `rows` [batch, q_len] are the rows' indices in the request, and `draft_tokens` [batch, kv_len] the keys' in the draft,
+    negative before it.
     """
     q_len = mask.shape[1]
     shown = shown_draft_tokens(mask)

@@ -87,8 +87,8 @@ def check_arithmetic(arithmetic: object) -> None:
 
 
 def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
-    """Raise an error if `attention` does not support the arguments: TypeError for a wrong type or dtype, ValueError if
-    shapes or devices contradict each other, or if the query, the sinks or a scale of `softmax` has NaN on a CPU.
+    """Raise TypeError for a wrong type or dtype, ValueError if shapes or devices contradict each other, or if the query, the
+    sinks or a scale of `softmax` has NaN on a CPU.
     """
     expected = "[batch, {}, heads, head_dim]"
     for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):

@@ -11,14 +11,11 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4 values in float64. They are not multiplied by the cache's global scale.
+    """Return NVFP4 values in float64 [..., head_dim]. They are not multiplied by the cache's global scale.
 
     Args:
         packed: uint8 [..., head_dim // 2]. The even element of a pair is in the low four bits.
         scale_factors: e4m3 [..., head_dim // 16], one per 16 elements, in token order (not interleaved).
-
-    Returns:
-        float64 [..., head_dim].
     """
     magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
     of_codes = torch.cat((magnitudes, -magnitudes))
@@ -29,14 +26,8 @@ def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch
 
 
 def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `values / global_scale` as NVFP4: an e4m3 scale factor per block of 16, then the nearest e2m1.
-
-    Args:
-        values: [..., head_dim], any float dtype, head_dim a multiple of 16.
-        global_scale: the scale of the whole cache.
-
-    Returns:
-        packed uint8 [..., head_dim // 2], scale factors e4m3 [..., head_dim // 16], as `dequantize_nvfp4` reads them.
+    """Return `values / global_scale` as NVFP4: an e4m3 scale factor per block of 16, then the nearest e2m1; as
+    `dequantize_nvfp4` reads them. `values` are [..., head_dim], head_dim a multiple of 16.
     """
     blocks = (values.to(torch.float64) / global_scale).unflatten(-1, (-1, NVFP4_BLOCK))
     scale_factors = quantize_e4m3(blocks.abs().amax(dim=-1) / E2M1_MAX, 1.0)

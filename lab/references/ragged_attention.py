@@ -34,8 +34,8 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (out, lse_log2 or None) of a checked problem, computed in float64 and rounded once. Padding rows have the
-    output zero and the LSE -inf. Raises ValueError if `RaggedAttention.check_values` refuses a length or an offset.
+    """Return (out, lse_log2 or None) of a checked problem, computed in float64 and rounded once. Padding rows have the output
+    zero and the LSE -inf.
     """
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already

@@ -39,7 +39,6 @@ def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to `dtype`. For e4m3 they are first clamped to ±448 (`saturated`)."""
     return saturated(values, dtype).to(dtype)
 
 
@@ -49,8 +48,8 @@ def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to `dtype`, float32 or float64, without rounding, contiguous. On a CPU e4m3 is looked up in a
-    table, because torch converts it one element at a time.
+    """Return `values` converted to `dtype`, float32 or float64, contiguous. On a CPU e4m3 is looked up in a table, because
+    torch converts it one element at a time.
     """
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
@@ -89,9 +88,8 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V of a batch, read one tile at a time. The functions `keys` and `values` return one tile, contiguous float64
-    [requests * num_kv_heads, keys, head_dim]. `kv_len` is the end of the last tile, 0 without tiles. Values must be finite,
-    also where they are not visible.
+    """K and V of a batch, read one tile at a time. `keys` and `values` return one tile, contiguous float64 [requests *
+    num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
     """
 
     keys: Callable[[Tile], Tensor]
@@ -108,7 +106,6 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
     Args:
         kv_lens: number of keys of each request, ascending multiples of `step`.
         elements: number of elements of one key in K or in V, whichever has more.
-        device: where the tiles are computed.
         step: tiles begin at multiples of `step` keys.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
@@ -128,10 +125,7 @@ def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse_log2) as `lab.references.attention` does, with at most one tile of K or V in float64 at a time.
-
-    Args:
-        query: [batch, q_len, num_qo_heads, head_dim].
-        visible: returns bool [batch, q_len or 1, kv_len]. It is called while a GPU computes the scores.
+    `visible` returns bool [batch, q_len or 1, kv_len]. It is called while a GPU computes the scores.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -171,8 +165,8 @@ def attention_by_tiles(
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write `left @ right`, batches of matrices, to the view `out`. On a CPU a strided view gets a copy of the product,
-    because torch would write to the view one matrix at a time.
+    """Write `left @ right` to the view `out`. On a CPU a strided view gets a copy, because torch would write one matrix at a
+    time.
     """
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
@@ -211,8 +205,7 @@ def visible_to(
     causal: bool,
     window_left: int,
 ) -> Tensor:
-    """Return the keys that the given rows see, for requests that all have `q_len` rows and `kv_len` keys. Rows are a
-    request's newest tokens.
+    """Return the keys that rows see, for requests that all have `q_len` rows, their newest tokens, and `kv_len` keys.
 
     Args:
         rows: indices of the rows in each request.
@@ -220,8 +213,7 @@ def visible_to(
         causal, window_left: as in `visible_keys`.
 
     Returns:
-        bool [num_requests, len(rows), keys], without the keys after the last one that a row may see. Without `shown` the first
-        axis is 1.
+        bool [num_requests (1 without `shown`), len(rows), keys], without the keys after the last one that a row may see.
     """
     first, causal = kv_len - q_len, causal and shown is None  # first: position of a request's first row
     last = max(first + rows.stop, 0) if causal else kv_len
@@ -240,8 +232,8 @@ def visible_to(
 
 
 def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Stack `histories`, (K, V) of requests that have equally many keys: return [num_requests, kv_len, num_kv_heads, head_dim]
-    each. K and V of a single request are not copied. e4m3 becomes float32.
+    """Stack (K, V) of requests that have equally many keys: [num_requests, kv_len, num_kv_heads, head_dim] each. K and V of a
+    single request are not copied. e4m3 becomes float32.
     """
     of_batch = [torch.stack(sides) if len(sides) > 1 else sides[0][None] for sides in zip(*histories, strict=True)]
     return [widened(side, torch.float32) if side.dtype == E4M3 else side for side in of_batch]
@@ -250,9 +242,7 @@ def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def unchecked_eager_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> Tensor:
-    """Return the output of `lab.references.eager_attention` in float32, not rounded, without checks of the arguments. `softmax`
-    has its scales and sinks.
-    """
+    """Return the output of `lab.references.eager_attention` in float32, not rounded, without checks of the arguments."""
     weights, denominator = _weights(query, keys, visible, softmax, arithmetic)
     values = values.to(torch.float32).transpose(1, 2)
     sums = _of_each_group(_as_operand(weights, arithmetic), values)
@@ -269,19 +259,12 @@ def skippable(
     threshold: float,
     out: Tensor,
 ) -> Tensor:
-    """Return the largest errors of the denominator and of the output if a kernel leaves out any of the weights below
-    `threshold` times a row's largest weight (`AttentionProblem.skip_softmax`).
+    """Return the left-out share of the denominator and the relative L2 error of the output if a kernel leaves out any of the
+    weights below `threshold` times a row's largest weight: float64 [batch, q_len, num_qo_heads, 2]. `out` is the exact
+    output.
 
     If the left-out weights are the share s of the denominator, the output's error is (s * out - sum(weight * value)) / (1 - s).
     Its norm is at most (s * ‖out‖ + sum(weight * ‖value‖)) / (1 - s), for these weights and for any subset of them.
-
-    Args:
-        query, keys, values, visible, softmax, arithmetic: as in `unchecked_eager_attention`.
-        threshold: the smallest weight that must be kept, relative to the row's largest; 0: all weights are kept.
-        out: the exact output, float64 [batch, q_len, num_qo_heads, v_head_dim].
-
-    Returns:
-        float64 [batch, q_len, num_qo_heads, 2]: the left-out share of the denominator, and the relative L2 error of the output.
     """
     if not threshold:
         return out.new_zeros(*out.shape[:3], 2)
@@ -301,9 +284,8 @@ def skippable(
 def _weights(
     query: Tensor, keys: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return, for the arguments of `unchecked_eager_attention`, the softmax's weights before the division, float32 [batch,
-    num_qo_heads, q_len, kv_len], and its denominators with the sinks, float32 [batch, num_qo_heads, q_len, 1]. The denominator
-    of a row that sees no key is 1.
+    """Return the softmax's weights before the division, float32 [batch, num_qo_heads, q_len, kv_len], and its denominators with
+    the sinks, [batch, num_qo_heads, q_len, 1]; 1 for a row that sees no key.
     """
     keys = keys.to(torch.float32).transpose(1, 2)
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
@@ -321,9 +303,7 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply each head's rows by the matrix of its K/V head: `rows` [batch, num_qo_heads, q_len, n] times `side` [batch,
-    num_kv_heads, n, m].
-    """
+    """Multiply each head's `rows` [batch, num_qo_heads, q_len, n] by `side` [batch, num_kv_heads, n, m] of its K/V head."""
     group = rows.shape[1] // side.shape[1]
     by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
     return by_head.unflatten(2, (group, rows.shape[2])).flatten(1, 2)

@@ -41,8 +41,8 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem with draft mask `shown` (None: no mask). `arithmetic` None is the query's
-        dtype, or float32 if that is float64.
+        """Return the rules of a problem with draft mask `shown`. `arithmetic` None is the query's dtype, or float32 for
+        float64.
         """
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
@@ -74,21 +74,14 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
-    """Return the request of each row, int64 [sum(q_lens)] on the device. Request i has `q_lens[i]` rows, after the rows of
-    request i - 1.
-    """
     return torch.arange(len(q_lens), device=device).repeat_interleave(torch.tensor(q_lens, device=device))
 
 
 def truth_of_selected(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], selected: Sequence[Tensor], rules: Rules
 ) -> Truth:
-    """Return the expected results of rows that each attend only to selected keys. The other arguments are as in
-    `truth_of_requests`.
-
-    Args:
-        selected: positions of the selected keys, int64 [q_len, num_columns] per request. A negative number is no key. A key
-            that is selected twice counts twice.
+    """Return the expected results of rows that each attend only to selected keys: int64 [q_len, num_columns] positions per
+    request, negative for none. A key that is selected twice counts twice.
     """
     of_rows = [
         (keys[row[row >= 0]], values[row[row >= 0]])
@@ -107,11 +100,8 @@ def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
 def truth_of_heads(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
-    """Return the expected results of a block-sparse call, in which each K/V head sees only some keys. A row's position
-    is its index among these keys. The other arguments are as in `truth_of_requests`.
-
-    Args:
-        seen: the keys that each K/V head sees, bool [kv_len, num_kv_heads] per request.
+    """Return the expected results of a block-sparse call, in which each K/V head sees only the keys `seen`, bool [kv_len,
+    num_kv_heads] per request. A row's position is its index among these keys.
     """
     num_kv_heads = seen[0].shape[1]
     parts = []
@@ -146,16 +136,13 @@ def solved_requests(
     *,
     with_control: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Compute attention of the rows of consecutive requests, one piece at a time. A piece has rows of one or more
-    requests; these have the same number of keys, and the same number of rows.
-
-    Args:
-        query, histories, q_lens, rules: as in `truth_of_requests`.
-        with_control: compute also the control and what skip-softmax may change (`Truth.skipped`); else both are None.
+    """Compute attention of the rows of consecutive requests, one piece at a time.
 
     Yields:
         For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in
-        base 2, float64 [rows, num_qo_heads]; control, float32 in the output's shape; `Truth.skipped`).
+        base 2, float64 [rows, num_qo_heads]; control, float32 in the output's shape; `Truth.skipped`). Without
+            `with_control` the
+        last two are None.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
@@ -183,9 +170,8 @@ def solved_requests(
 def _together(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield lists of the indices of requests that are computed together. `q_lens` are the requests' numbers of rows,
-    and `histories` their (K, V). The requests of a list have the same number of keys and the same number of rows, and
-    together at most `most` elements of K and V or of scores. Requests without rows are in no list.
+    """Yield lists of requests that are computed together: with the same number of keys and of rows, and together at most `most`
+    elements of K and V or of scores. Requests without rows are in no list.
     """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):

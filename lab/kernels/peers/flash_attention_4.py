@@ -46,7 +46,6 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [num_rows, ...] as they are if the call has `cu_seqlens_q`, else as a view [batch_size, q_len, ...]."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

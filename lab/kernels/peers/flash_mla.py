@@ -1,14 +1,13 @@
 """FlashMLA's sparse kernel for SM90 under the name of the MLA decode call, for calls that select entries for each row.
 
-The kernel is the bf16 one of `flash_mla_sparse_fwd`, which DeepSeek wrote for prefill: each query row has a list of tokens in a
-flat pool. It does not split a row's entries among programs, so that few rows leave most of a GPU idle. FlashMLA's own sparse
-decode kernel reads packed entries of 656 bytes, which the lab does not model. The package is imported at the first call; it is
-the fork that SGLang 0.5.23 uses, which keeps the kernels for SM90 under the name "legacy".
+The kernel is the bf16 one of `flash_mla_sparse_fwd`, which DeepSeek wrote for prefill. It does not split a row's entries among
+programs, so that few rows leave most of a GPU idle. FlashMLA's own sparse decode kernel reads packed entries of 656 bytes,
+which the lab does not model. The package is the fork that SGLang 0.5.23 uses, which keeps the kernels for SM90 under the name
+"legacy".
 
-The kernel stops at a number of columns for each row. One small launch writes these numbers before each call, so that the host
-reads no length. It reads whole 128 columns: a table of another width is copied before each call. The kernel has no `out`: its
-result is copied, and a call's time includes the copy. Its LSE is a natural logarithm without the sink, and +inf for a row
-without entries: more launches add the sink, and convert the base and +inf.
+One small launch writes the number of columns of each row before each call, so that the host reads no length. The kernel reads
+whole 128 columns: a table of another width is copied. The kernel has no `out`: its result is copied, and a call's time includes
+the copy. Its LSE is a natural logarithm without the sink, and +inf for a row without entries.
 """
 
 import math
@@ -77,21 +76,14 @@ def _arguments(problem: PagedAttention) -> dict[str, Any]:
 
 
 def whole_blocks(selected: torch.Tensor) -> torch.Tensor:
-    """Return a table of selected entries, int32 [num_rows, num_columns], padded with -1 to a multiple of 128 columns.
-
-    A table that already has this width is returned itself.
-    """
+    """Return a table of selected entries, int32 [num_rows, num_columns], padded with -1 to a multiple of 128 columns."""
     more = -selected.shape[1] % BLOCK_COLUMNS
     return torch.nn.functional.pad(selected, (0, more), value=-1) if more else selected
 
 
 def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:
-    """Write, for each query row, how many columns of the table of selected entries it uses. The host reads no length.
-
-    Args:
-        problem: a call that selects entries, with equally many rows for each request.
-        columns: the output, int32 [num_rows]. A row at position p gets its number in `sparse_mla_top_k_lens`, or p + 1 without
-            that argument, clamped to 0 and the number of columns.
+    """Write to `columns`, int32 [num_rows], how many columns of the table of selected entries each row uses: its number in
+    `sparse_mla_top_k_lens`, or its position + 1, clamped to 0 and the number of columns. The host reads no length.
     """
     assert problem.selected is not None
     most, lens = problem.selected.shape[1], problem.selected_lens

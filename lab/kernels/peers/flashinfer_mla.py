@@ -2,7 +2,7 @@
 trtllm-gen or XQA.
 
 The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
-backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.
+backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,9 @@ WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan an MLA decode call. Return a function that runs it. `lab.calls.MLADecodeCall` documents shapes and errors.
+    """Return a function that runs a planned MLA decode call with `backend`, "fa2", "fa3", or "" for the GPU's default.
 
-    `problem` has the checked arguments, and `backend` is "fa2", "fa3", or "" for the GPU's default. FlashInfer's planner raises
-    ValueError for some calls that `lab.kernels.support.why_not` accepts.
+    FlashInfer's planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts.
     """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
@@ -56,9 +55,6 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
 
 
 def _metadata(problem: PagedAttention) -> Any:
-    """Return the arguments of FlashInfer's planner (`MLAPlanMetadata`) for a call: offsets of query rows, offsets and ids of
-    pages, and lengths.
-    """
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     live = live_pages(problem)
     return metadata_type.csr(

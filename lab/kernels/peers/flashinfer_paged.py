@@ -1,9 +1,8 @@
 """FlashInfer's decode and prefill wrappers (FA2, FA3) over a paged cache, under the names of the decode and context calls.
 
 `BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 does.
-`BatchPrefillWithPagedKVCacheWrapper` serves all other calls: several rows, masks, sinks, V with other strides than K. The
-module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
-backend, as in `lab judge lab.kernels.peers.flashinfer_paged:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.
+`BatchPrefillWithPagedKVCacheWrapper` serves all other calls. The module's functions run FA3 on SM90 and FA2 on other GPUs. Its
+attributes `fa2` and `fa3` have the same functions with one backend, as in `lab judge lab.kernels.peers.flashinfer_paged:fa2`.
 """
 
 import importlib
@@ -30,11 +29,7 @@ LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a decode or context call. Return a function that runs it.
-
-    `lab.calls.DecodeCall` and `ContextCall` document shapes and errors. `problem` has the checked arguments, and `backend` is
-    "fa2", "fa3", or "" for the GPU's default.
-    """
+    """Return a function that runs a planned call with `backend`, "fa2", "fa3", or "" for the GPU's default."""
     out, lse = problem.results()
     decodes = _is_plain_decode(problem)
     wrapper_name = DECODE_WRAPPER if decodes else PREFILL_WRAPPER
@@ -59,10 +54,6 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
 
 
 def _is_plain_decode(problem: PagedAttention) -> bool:
-    """Return True if FlashInfer's decode wrapper can serve a call: one row per request, no mask, no sinks.
-
-    K and V must have equal strides, because without tensor cores the wrapper reads V with K's strides.
-    """
     return (
         problem.call is AttentionCall.DECODE
         and problem.max_q_len == 1
@@ -109,8 +100,7 @@ def _planned_prefill(
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return constructor arguments of FlashInfer's prefill wrapper for `backend`, "fa2" or "fa3". With them it applies sinks,
-    without them it ignores sinks.
+    """Return the constructor arguments with which FlashInfer's prefill wrapper applies sinks.
 
     FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` passes the same arguments. But its name for the JIT-compiled
     module lacks the head_dim and the dtype of K/V, so that different kernels have one name in the cache.
@@ -147,9 +137,7 @@ def _shared_plan_arguments(problem: PagedAttention) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
-    """Return the custom mask that FlashInfer takes for a packed draft mask: flat bool [sum of q_len * kv_len]. All keys before
-    the draft are visible. `pages` has the lengths of the requests.
-    """
+    """Return FlashInfer's custom mask for a packed draft mask: flat bool [sum of q_len * kv_len]."""
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []

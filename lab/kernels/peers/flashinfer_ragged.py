@@ -1,7 +1,7 @@
 """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call, for GPUs without trtllm-gen.
 
 The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
-backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`. `lab.kernels.peers.planned` describes `plan_<name>`.
+backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools
@@ -20,11 +20,7 @@ WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
 def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a ragged context call. Return a function that runs it.
-
-    `lab.calls.RaggedContextCall` documents shapes and errors. `problem` has the checked arguments, and `backend` is "fa2",
-    "fa3", or "" for the GPU's default.
-    """
+    """Return a function that runs a planned ragged call with `backend`, "fa2", "fa3", or "" for the GPU's default."""
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()

@@ -1,15 +1,14 @@
 """torch's `flex_attention` over a paged cache, under the names of FlashInfer's decode and context calls.
 
 The whole pool is one sequence of tokens, and one page is one block of keys. The mask function looks a token's position in its
-request up in a table, as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). Pages that
-every row of a block of rows sees are listed as full blocks, for which the mask function is not called. If all requests have the
-same number of rows, each request is a batch entry. Otherwise all rows are one sequence, and a block of rows reads the pages of
-each request that has rows in it.
+request up in a table, as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). If all
+requests have the same number of rows, each request is a batch entry. Otherwise all rows are one sequence, and a block of rows
+reads the pages of each request that has rows in it.
 
-Block lists and tables are made on the host from the lengths. `plan_<name>` makes them once (`lab.kernels.PlannedOnce`). On a
-GPU it also compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no `out`: the results are copied.
-On a CPU nothing is compiled, and the whole matrix of scores is computed. The weight of a hidden key is 0, so that NaN in its
-value reaches the output: the judge's check K4 (poison) reports it.
+Block lists and tables are made on the host from the lengths. On a GPU `plan_<name>` also compiles, which takes torch some ten
+seconds for a new shape. `flex_attention` has no `out`: the results are copied. On a CPU nothing is compiled, and the whole
+matrix of scores is computed. The weight of a hidden key is 0, so that NaN in its value reaches the output: the judge's check K4
+(poison) reports it.
 """
 
 import functools
@@ -94,10 +93,8 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Run `flex_attention`, and copy its output to `out` and its LSE, converted to base 2, to `lse` unless that is None.
-
-    `query`, `key` and `value` are [batch entries, heads, tokens, head_dim]; `out` and `lse` have tokens before heads.
-    `block_mask`, `scale` and `options` are arguments of `flex_attention`.
+    """Run `flex_attention`, and copy its output and LSE. `query`, `key` and `value` are [batch entries, heads, tokens,
+    head_dim]; `out` and `lse` have tokens before heads.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -117,7 +114,7 @@ def _attend(
 
 
 def _by_heads(pool: torch.Tensor) -> torch.Tensor:
-    """Return a pool [num_pages, heads, page_size, head_dim] as a view [1, heads, tokens, head_dim] for `flex_attention`."""
+    """Return a pool [num_pages, heads, page_size, head_dim] as a view [1, heads, tokens, head_dim]."""
     tokens = token_list(pool)
     assert tokens is not None
     return tokens.transpose(0, 1).unsqueeze(0)
@@ -125,16 +122,11 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request and the visible positions of each query row of a call; each tensor is int32 [batch entries, rows of an
-    entry].
-
-    A batch entry is one request if all requests have the same number of rows; otherwise one entry has all rows.
+    """The request and the visible positions of each query row, int32 [batch entries, rows of an entry] each.
 
     Attributes:
-        request: the request of each row.
         first, last: the first and last position that each row may see; 0 and -1 for padding rows.
-        whole_to: the last position before the draft mask applies; `last` without a mask. A row sees all positions from `first`
-            to `whole_to`.
+        whole_to: the last position before the draft mask applies; `last` without a mask.
     """
 
     request: torch.Tensor
@@ -143,7 +135,6 @@ class _Rows:
     whole_to: torch.Tensor
 
     def unflattened(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a tensor [num_rows, ...] as a view [batch entries, rows of an entry, ...]."""
         return rows.unflatten(0, self.request.shape)
 
 
@@ -163,8 +154,8 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask` of a call: the mask function and, for each block of rows, the pages in which at least one row
-    sees a token and the pages in which every row sees all tokens. The pool has `num_tokens` tokens.
+    """Return torch's `BlockMask` of a call. Pages that every row of a block of rows sees are full blocks, for which the mask
+    function is not called.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -197,11 +188,8 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return, for each request and each of the pool's `num_pages` pages, the page's index in the request's page table, int32
-    [batch_size, num_pages]; -1 for pages of other requests.
-
-    Raises:
-        NotImplementedError: a request has a page twice.
+    """Return the index of each of the pool's pages in each request's page table, int32 [batch_size, num_pages]; -1 for other
+    pages.
     """
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
@@ -217,19 +205,15 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert `seen`, bool [entries, 1, blocks, pages], to the lists that `BlockMask` takes, int32: the number of True pages,
-    and all page ids with the True ones first.
+    """Convert `seen`, bool [entries, 1, blocks, pages], to the lists of `BlockMask`: the number of True pages, and all page ids
+    with the True ones first.
     """
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the mask function of `flex_attention`: True if a query row sees a token.
-
-    It takes (batch entry, head, row of the entry, index of the token in the pool). `rows` are the `_Rows` of the call, and
-    `pages` is the result of `_page_in_request`.
-    """
+    """Return the mask function: it takes (batch entry, head, row of the entry, index of the token in the pool)."""
     page_size = problem.page_size
 
     def sees(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,10 @@ from lab.extras import require
 def installed_function(
     part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Return a function of an installed package, after checking that it takes exactly the given keywords.
+    """Return the function `name` (dotted, from the package on) after checking that it takes exactly `keywords`; empty:
+    unchecked.
 
-    Args:
-        part: the part of the lab that needs the function; errors name it.
-        name: dotted name of the function, which begins with the package.
-        written_for: the release for which the lab was written; errors name it.
-        keywords: the names of all arguments that will be passed; empty: the signature is not checked.
+    `part` is the part of the lab that needs it, and `written_for` the release for which the lab was written: errors name both.
 
     Raises:
         ModuleNotFoundError: the package or a package that it needs is not installed.

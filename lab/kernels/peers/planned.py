@@ -19,23 +19,15 @@ Plan = Callable[[Any, Any, str], Ready]  # takes a call, its checked arguments a
 
 
 class PlannedWrapper:
-    """An implementation of TRT-LLM calls by FlashInfer's own wrappers with one backend, FA2 or FA3.
+    """An implementation of TRT-LLM calls by FlashInfer's own wrappers with one backend, "fa2" or "fa3"; "": FA3 on SM90, else
+    FA2.
 
-    A function `<name>` copies lengths to the host and waits in each call, so that no CUDA graph can capture it. `plan_<name>`
-    does this once (`lab.kernels.PlannedOnce`) and returns a function that runs the call any number of times, also in a CUDA
-    graph. Lengths, numbers of rows, page ids and masks must not change after `plan_<name>`; the contents of the other tensors
-    may change.
+    A function `<name>` copies lengths to the host in each call, so that no CUDA graph can capture it. `plan_<name>` does this
+    once (`lab.kernels.PlannedOnce`) and returns a function that runs the call any number of times, also in a CUDA graph.
+    Lengths, numbers of rows, page ids and masks must not change after `plan_<name>`.
     """
 
     def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
-        """Add the functions `<name>` and `plan_<name>` of each call in `call_types` (classes of `lab.calls`) to this object.
-
-        Args:
-            module: name of the module that has this object.
-            plan: the body of `plan_<name>`.
-            backend: "fa2" or "fa3"; "": FA3 on SM90 and FA2 on other GPUs.
-        """
-
         def planned(call: Any, problem: Any) -> Ready:
             """Check and plan a call. Return a function that runs it. `call`'s class documents shapes and errors."""
             return plan(call, problem, backend)
@@ -52,7 +44,7 @@ class PlannedWrapper:
 
 @dataclass(frozen=True, eq=False)
 class LivePages:
-    """The pages that hold keys of each request, in the form that FlashInfer's `plan` takes. Only `indices` is on the device.
+    """The pages that hold keys of each request, as FlashInfer's `plan` takes them. Only `indices` is on the device.
 
     Attributes:
         kv_lens: int32 [batch_size], the number of keys of each request.
@@ -69,7 +61,6 @@ class LivePages:
 
 
 def live_pages(problem: PagedAttention) -> LivePages:
-    """Return the `LivePages` of a call. Copies its lengths to the host."""
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
@@ -83,11 +74,8 @@ def live_pages(problem: PagedAttention) -> LivePages:
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return the backend that runs a call: `backend` ("fa2" or "fa3"), or for "" the GPU's default. Errors name `wrapper`,
-    FlashInfer's class.
-
-    Raises:
-        NotImplementedError: the device is no GPU, a CUDA graph is being captured, or the backend does not support the call.
+    """Return `backend`, for "" the GPU's default. Raise NotImplementedError if the device is no GPU, a CUDA graph is being
+    captured, or the backend does not support the call. Errors name `wrapper`.
     """
     device = problem.query.device
     backend = backend or fa_backend(capability_for(device))
@@ -97,9 +85,6 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
 
 
 def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    """Raise NotImplementedError if `device` is a GPU and a CUDA graph is being captured, because a plan reads lengths on the
-    host. `wrapper` is named in the message.
-    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"

@@ -1,13 +1,10 @@
 """SGLang's Triton attention under the names of FlashInfer's decode and context calls.
 
-The installed SGLang has the kernels and is imported at the first call; the lab is written for 0.5.23. A call with one row per
-request runs `decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
+The installed SGLang is imported at the first call; the lab is written for 0.5.23. A call with one row per request runs
+`decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
 `extend_attention_fwd_unified`, which reads all keys from the pool. `extend_attention_fwd` and `verify_splitkv_fwd` are not
-used, because they take the new tokens' keys as separate tensors.
-
-SGLang's backend makes lists of tokens and numbers of splits once for all layers of a pass (`TritonAttnBackend` in
-`sglang/srt/layers/attention/triton_backend.py`). `plan_<name>` does the same (`lab.kernels.PlannedOnce`): it reads lengths and
-tables, and waits for the GPU. Lengths, page ids and masks must not change then.
+used, because they take the new tokens' keys as separate tensors. `plan_<name>` makes lists of tokens and numbers of splits once
+for all layers of a pass, as SGLang does (`TritonAttnBackend` in `sglang/srt/layers/attention/triton_backend.py`).
 """
 
 import itertools
@@ -90,11 +87,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if at least one row sees no key: no token before the draft and no token of the draft. Waits for the GPU.
-
-    `shown` is the draft mask, bool [batch_size, q_len, q_len], and a `window_left` of -1 stands for no window. `kv_lens` are
-    the requests' numbers of keys.
-    """
+    """Return True if at least one row sees no key. `shown` is the draft mask, bool [batch_size, q_len, q_len]."""
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
     row = torch.arange(q_len, device=shown.device)
@@ -105,9 +98,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return the `_Tokens` of a call with these numbers of rows and keys of each request. A request's list begins at the first
-    token that its first row sees, as in SGLang.
-    """
+    """Return the `_Tokens` of a call. A request's list begins at the first token that its first row sees, as in SGLang."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -153,9 +144,6 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
-    """Return into how many parts each request's keys are split, int32 [batch_size]. SGLang's kernel computes it; on a CPU it is
-    `MOST_SPLITS`. `tokens` has the numbers of keys.
-    """
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -198,9 +186,7 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return SGLang's custom mask of a request with `prefix` keys before the draft, flat bool [q_len * (prefix + q_len)].
-    `draft` is its draft mask, bool [q_len, q_len].
-    """
+    """Return SGLang's custom mask of a request with `prefix` keys before the draft, flat bool [q_len * (prefix + q_len)]."""
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 

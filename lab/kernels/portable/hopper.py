@@ -1,4 +1,4 @@
-"""Host code of the Gluon kernels for SM90, which serve calls that are bound by matrix products. Gluon is imported at a launch."""
+"""Host code of the Gluon kernels for SM90, which serve calls bound by matrix products. Gluon is imported at a launch."""
 
 from typing import Any, NamedTuple
 

@@ -138,7 +138,7 @@ def _consume_left(
     HEADS: gl.constexpr,  # query heads
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Run consumer 0: compute the weights of all tiles of the program, send them, and compute the left half of each output row."""
+    """Run consumer 0: compute and send the weights of all tiles, and compute the left half of each output row."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])

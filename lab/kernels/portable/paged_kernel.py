@@ -212,7 +212,7 @@ def _attention_kernel(
 
 @triton.jit
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
-    """Return (request, K/V head, index in this unit) of a place. With BY_HEAD, `request` is K/V head * `batch_size` + request."""
+    """Return (request, K/V head, index in this unit) of a place. BY_HEAD: `request` is K/V head * `batch_size` + request."""
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:
         kv_head = request // batch_size

@@ -104,8 +104,8 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids of the tile from key `begin` on, int64: one id if a page holds the whole tile, else one per key; 0
-    for keys from `end` on.
+    """Return the page ids of the tile from key `begin` on, int64: one if a page holds the whole tile, else one per key; 0 from
+    `end`.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
@@ -117,7 +117,7 @@ def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]. `page` is the result of `page_ids`."""
+    """Return the offset of each key of a tile in the pool, in elements, int64. `page` is the result of `page_ids`."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
     else:

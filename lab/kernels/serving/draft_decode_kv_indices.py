@@ -55,8 +55,6 @@ BLOCK_REQUESTS = 256
 
 
 class Schedule(NamedEnum):
-    """How the programs of a launch divide the writing of the K/V lists among them."""
-
     SERIAL = "serial"  # one program per (step, request, branch) copies a whole list, as in SGLang
     TOKEN_BLOCKS = "token_blocks"  # several programs divide each list: SGLang's kernel for long contexts (0.5.23)
     SPREAD = "spread"  # several programs divide each prefix; a program reads a slot once and writes it to all lists
@@ -142,9 +140,7 @@ def generate_draft_decode_kv_indices(
 
 
 def _grid(schedule: Schedule, num_steps: int, num_requests: int, topk: int, longest: int) -> tuple[int, ...]:
-    """Return the grid of a launch. `topk` is the number of branches per request, and `longest` an upper bound of the prefix
-    tokens in a K/V list.
-    """
+    """Return the grid of a launch. `longest` is an upper bound of the prefix tokens in a K/V list."""
     if schedule is Schedule.SPREAD:
         # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i.
         blocks = triton.cdiv(longest + STORE_ALIGNMENT.value, BLOCK_TOKENS)

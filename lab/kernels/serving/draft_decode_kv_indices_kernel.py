@@ -10,11 +10,9 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The compile-time parameters of both kernels. Those that are not listed are parameters of
-    `generate_draft_decode_kv_indices`.
+    """The compile-time parameters of both kernels; the first six are parameters of `generate_draft_decode_kv_indices`.
 
     Attributes:
-        num_steps: draft steps, the rows of `kv_indices`.
         block_steps: a power of two, at least `num_steps`.
         block_requests: requests whose lengths a program sums at a time.
         block_tokens: tokens that a program copies at a time.
@@ -111,8 +109,8 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the list of K/V indices of one (step, request, branch), or a part of the list if `FORM.by_token_blocks`. Write
-    the end of the list to kv_indptr.
+    """Write the list of K/V indices of one (step, request, branch), or a part of the list if `FORM.by_token_blocks`, and its
+    end to kv_indptr.
     """
     step = tl.program_id(0)
     request = tl.program_id(1)
@@ -144,9 +142,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return how many tokens of a prefix a list has: all `lengths` tokens of the prefix, or with a window at most window_size +
-    sink_size. FORM is the `ListsForm` of the launch.
-    """
+    """Return how many tokens of prefixes with `lengths` tokens a list has."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -154,9 +150,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position in a prefix of `length` tokens of the token at index `token` of a K/V list. FORM is the `ListsForm`
-    of the launch.
-    """
+    """Return the position in a prefix of the token at index `token` of a K/V list."""
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)
@@ -165,10 +159,8 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the K/V pool slots of a request's tokens at the positions `position`, from the request's row of `req_to_token`.
-
-    `row` points to this row, which has `row_width` entries. `v2p` maps virtual pages; None: slots are not virtual. The slots
-    are 0 for positions beyond the end of the row, and undefined where `inside` is False. FORM is the `ListsForm` of the launch.
+    """Return the slots at the positions `position` of a request, whose row of `req_to_token` is `row`; 0 beyond the end of the
+    row, and undefined where `inside` is False.
     """
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
@@ -185,23 +177,19 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return the index in `kv_indices[step]` at which the list of a request and branch in a step begins.
-
-    `before` is the number of prefix tokens in the step's lists of all earlier requests, and `kept` the number in this list.
-    FORM is the `ListsForm` of the launch.
+    """Return the index in `kv_indices[step]` at which the list of a request and branch begins. `before` is the number of prefix
+    tokens in the lists of all earlier requests.
     """
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 
 @triton.jit
 def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
-    """Copy the slots of one block of prefix tokens, from the `start`-th on, into one list. The block is shifted back so that
-    its stores are aligned.
+    """Copy the slots of one block of prefix tokens, from the `start`-th on, into the list at index `list_start` of its step's
+    row.
 
-    The list begins at index `list_start` of its step's row, which has `capacity` columns and begins at element `step_start` of
-    `kv_indices`. `row` is the request's row of `req_to_token`, `row_width` its entries, and `length` the tokens of the prefix.
-    A whole block is stored without a mask, because masked stores would be narrower than 16 bytes. FORM is the `ListsForm` of
-    the launch.
+    The block is shifted back so that its stores are aligned. A whole block is stored without a mask, because masked stores
+    would be narrower than 16 bytes.
     """
     lanes = tl.arange(0, FORM.block_tokens)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
@@ -225,9 +213,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
-    """Return the slots of the tokens that a branch drafts in all steps after a prefix of `length` tokens, `[block_steps]`; 0
-    for a position beyond `row`, the request's row of `req_to_token` with `row_width` entries. FORM is the launch's `ListsForm`.
-    """
+    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`."""
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
     else:  # each branch continues in its own copy of the prefix's last page
@@ -241,18 +227,15 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
-    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on. The
-    row has `capacity` columns, and `slots` is the result of `_drafted_slots`. FORM is the `ListsForm` of the launch.
-    """
+    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on."""
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
 
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl.constexpr):
-    """Write `kv_indptr[step, 1:num_branches + 1]`, the ends of the lists, for every step. `positions` [num_branches] are the
-    prefix lengths of all branches of all requests. FORM is the `ListsForm` of the launch, and a row of `kv_indptr` begins
-    `kv_indptr_stride` elements after the row before it.
+    """Write the ends of the lists of every step to `kv_indptr`. `positions` [num_branches] are the prefix lengths of all
+    branches.
     """
     NUM_STEPS: tl.constexpr = FORM.num_steps
     lanes = tl.arange(0, FORM.block_requests)
@@ -270,9 +253,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return how many prefix tokens (`_kept`) the lists of prefixes with `lengths[:end]` tokens have together, int64. FORM is
-    the `ListsForm` of the launch.
-    """
+    """Return how many prefix tokens the lists of prefixes with `lengths[:end]` tokens have together, int64."""
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

@@ -94,9 +94,6 @@ def prepare_write_forward_metadata(
             a sliding-window tensor.
         v2p: ``[num_virtual_pages]`` int64, the page of each virtual page, below 0 for none; None if slots are not virtual.
 
-    Returns:
-        A function without arguments. It may be called any number of times; the tensors' contents may change between calls.
-
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, stride or device, a number is too small, or ``full_to_swa`` or one of a
@@ -132,9 +129,6 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return a function that launches the kernel with the checked arguments of `prepare_write_forward_metadata`. The batch must
-    have at least one request.
-    """
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
@@ -185,9 +179,6 @@ def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: 
 
 
 def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
-    """Write the metadata of all `passes` of a batch without requests: the leading 0 of cumulative lengths, and 0 as each write
-    location.
-    """
     for each in passes:
         cu_seqlens_q = None if _query_rows_constant(each) == PRESET_ROWS else each.cu_seqlens_q
         for tensor in (each.cu_seqlens_k, cu_seqlens_q, each.swa_out_cache_loc):
@@ -196,9 +187,6 @@ def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
 
 
 def _query_rows_constant(buffers: PassBuffers) -> int:
-    """Return a pass's number of query rows per request; PRESET_ROWS if `cu_seqlens_q` of its `buffers` is not written,
-    CUMULATIVE_ROWS if each request has its own number.
-    """
     if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
     return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows
@@ -217,14 +205,10 @@ def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    """Return 2 n + 3 for the address n of each tensor, as `_encode_numbers` does; None stays None."""
     return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
 
 
 def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return (addresses, numbers of columns, row strides in elements) of page tables, each number n as 2 n + 3
-    (`_encode_numbers`).
-    """
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
     return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
 
@@ -243,8 +227,7 @@ def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple
 def _grid(num_requests: int, tables: Sequence[Tensor], with_locations: Sequence[PassBuffers]) -> tuple[int, int]:
     """Return (number of programs in a row of the grid, number of grid rows for write locations).
 
-    `tables` are the page tables to write, and `with_locations` the passes that have write locations. The grid has one row for
-    all lengths, then a row for each request's pages, then the rows for write locations.
+    The grid has one row for all lengths, then a row for each request's pages, then the rows for write locations.
     """
     columns = max((table.shape[1] for table in tables), default=1)
     column_blocks = -(-columns // BLOCK_COLUMNS)
@@ -277,9 +260,6 @@ def _check_pass(buffers: PassBuffers, num_requests: int, full_to_swa: Tensor | N
 
 
 def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
-    """Raise TypeError or ValueError if a pass's write locations are wrong, or if `full_to_swa` is wrong or, for a pass with a
-    sliding-window tensor, None.
-    """
     for name in ("out_cache_loc", "swa_out_cache_loc"):
         tensor = getattr(buffers, name)
         if tensor is not None:
@@ -305,7 +285,6 @@ def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
 
 
 def _check_devices(passes: Sequence[PassBuffers], *tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors of the passes and all further tensors are on one device."""
     of_passes = [value for each in passes for value in vars(each).values() if isinstance(value, Tensor)]
     devices = {tensor.device for tensor in (*tensors, *of_passes) if tensor is not None}
     if len(devices) > 1:

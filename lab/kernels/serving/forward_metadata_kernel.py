@@ -93,22 +93,17 @@ def _number(passed):
 
 @triton.jit
 def _int32s(passed):
-    """Return a pointer to int32 from its address n, which was passed as 2 n + 3."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _int64s(passed):
-    """Return a pointer to int64 from its address n, which was passed as 2 n + 3."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return the number of page table columns to write for a request of `length` tokens: its pages, at most the table's width.
-
-    `passed_width` is 2 * width + 3.
-    """
+    """Return how many page table columns to write for a request of `length` tokens: its pages, at most the table's width."""
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 
@@ -134,7 +129,6 @@ def _write_lengths(
     WIDE_QUERY_LENS: tl.constexpr,
     BLOCK: tl.constexpr,  # requests whose lengths are summed at a time
 ):
-    """Write `cache_seqlens`, `cu_seqlens_k` and `cu_seqlens_q` of every pass."""
     cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens = lengths
     lanes = tl.arange(0, BLOCK)
     for p in tl.static_range(len(cache_seqlens)):

@@ -1,8 +1,6 @@
 """What each kernel supports: one `Kernel` per kernel. `why_not` returns the reason why a kernel does not support a call.
 
-There is one module per family of kernels: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3,
-`packages` for kernels of other packages. Every limit names its source. An unsupported call raises the reason, and a skipped
-benchmark prints it.
+Every limit names its source. An unsupported call raises the reason, and a skipped benchmark prints it.
 """
 
 from collections.abc import Iterable
@@ -23,24 +21,21 @@ KERNELS: tuple[Kernel, ...] = (*portable.KERNELS, *trtllm.KERNELS, *peers.KERNEL
 
 
 def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:
-    """Raise NotImplementedError with the reason if a kernel does not support a call on the call's device (`why_not`)."""
+    """Raise NotImplementedError with the reason if a kernel does not support a call on the call's device."""
     reason = why_not(kernel, capability_of(problem.query.device), problem)
     if reason is not None:
         raise NotImplementedError(reason)
 
 
 def refuse_without_triton(device: torch.device) -> None:
-    """Raise NotImplementedError with the reason if Triton cannot run the lab's kernels on this device."""
     reason = no_triton(capability_of(device))
     if reason is not None:
         raise NotImplementedError(reason)
 
 
 def kernel_names(implementation: Any, functions: Iterable[str], device: torch.device) -> str:
-    """Return the names of the kernels that an implementation runs for these FlashInfer functions on a device, joined by " + ".
-
-    They come from the implementation's `kernel_for(call, capability)`. Without this function, or on a CPU, the result is the
-    last part of the implementation's own name.
+    """Return the names of the kernels that an implementation runs for these FlashInfer functions on a device, joined by " + ";
+    the last part of the implementation's own name on a CPU, or without `kernel_for`.
     """
     capability = capability_of(device)
     if capability is None or not hasattr(implementation, "kernel_for"):

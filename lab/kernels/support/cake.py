@@ -10,9 +10,7 @@ PAGE_SIZES = {BF16: 16, E4M3: 64}
 
 
 def _cake(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why the Cake kernel does not support a call, or None if it does. FlashInfer checks the limits in
-    `_validate_core_inputs` (cake_dcp.py), and also requires 1, 2, 4 or 8 ranks.
-    """
+    """Source: `_validate_core_inputs` (cake_dcp.py), which also requires 1, 2, 4 or 8 ranks."""
     kv, page_size = problem.kv_dtype, PAGE_SIZES[problem.kv_dtype]
     if problem.page_size != page_size:
         return f"reads pages of {page_size} tokens with {kv} K/V, not {problem.page_size}"

@@ -1,7 +1,6 @@
 """Dtypes, sizes and limits that several modules of this package use.
 
-A function that says why a kernel does not support a call returns a sentence without the kernel's name, or None if the kernel
-supports the call.
+A function that says why a kernel does not support a call returns a sentence without the kernel's name, or None.
 """
 
 from collections.abc import Iterable
@@ -46,7 +45,6 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return an error sentence, with the tensor's `name`, if its address is not a multiple of `load_bytes`, else None."""
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
@@ -56,8 +54,8 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return an error sentence, with the tensor's `name`, if its address or one of its strides except the last is not a
-    multiple of `load_bytes` bytes, else None.
+    """Return an error sentence unless a tensor's address and all its strides except the last are multiples of `load_bytes`
+    bytes.
     """
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
@@ -69,29 +67,23 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the first error sentence of `misaligned` for these (name, tensor) pairs, None if all are aligned."""
     return next((words for name, tensor in tensors if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Return an error sentence unless query, K, V (address and strides) and `out` (address) are aligned to 16 bytes. Return
-    None if they are.
-    """
+    """Return an error sentence unless query, K, V (address and strides) and `out` (address) are aligned to 16 bytes."""
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     return first_misaligned(sides) or (None if problem.out is None else misplaced("out", problem.out))
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return an error sentence if bmm1_scale is not positive, else None. A kernel that masks before it scales needs a positive
-    one.
-    """
+    """Return an error sentence unless bmm1_scale is positive, which a kernel needs that masks before it scales."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return an error sentence if the address of query, K, V or `out` is not aligned as XQA and fmha_v2 require, else None.
-
-    They load 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
+    """Return an error sentence unless the addresses of query, K, V and `out` are aligned as XQA and fmha_v2 require: they load
+    16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
     (`grainBytesGmemCache`).
     """
     kv_bytes = LOAD_BYTES // 2 if problem.kv_dtype == NVFP4 else LOAD_BYTES

@@ -13,7 +13,6 @@ from lab.kernels.support.kernel import Kernel, Sizes, sizes
 
 
 def _limits(_capability: Capability | None, problem: TwoPools) -> str | None:
-    """Return why the launcher cannot read the pools, the index tensor, the query or the output of a call, or None if it can."""
     selected = problem.selected
     for name, pool in (("swa_kv_cache", problem.window_cache), ("compressed_kv_cache", problem.k_cache)):
         # trtllm_fmha_kernel_launcher.cu 78-90

@@ -9,7 +9,7 @@ from lab.kernels.support.stored_cache import stored_cache
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why fmha_v2 does not support a call, else None. Sources: `trtllm_fmha_v2_prefill`, fmha_v2_run.cu, epilogues."""
+    """Sources: `trtllm_fmha_v2_prefill`, fmha_v2_run.cu, epilogues."""
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
@@ -27,8 +27,8 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
-    """Return why fmha_v2 cannot address K and V of a call, else None. It computes strides from shapes, and counts all pages
-    from K's first page. Sources: `_check_paged_kv_non_interleaved`, fmha_v2_run.cu.
+    """fmha_v2 computes strides from shapes, and counts all pages from K's first page. Sources:
+    `_check_paged_kv_non_interleaved`, fmha_v2_run.cu.
     """
     stored = stored_cache(problem)
     if problem.k_block_tables is not problem.v_block_tables:

@@ -19,14 +19,11 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes that a kernel supports, and the error sentences for other dtypes, without the kernel's
-    name.
+    """The (query, K/V, output) dtypes that a kernel supports.
 
-    Attributes:
-        triples: the supported combinations.
-        queries, kv, out: the error sentences for an unsupported query dtype, a K/V dtype that is unsupported with the query
-            dtype, and an output dtype that is unsupported with these two. They may contain `{q}`, `{kv}` and `{out}`. `kv` may
-            map each K/V dtype to its sentence, and `out` each query dtype.
+    `queries`, `kv` and `out` are the error sentences for a query dtype that is not supported, a K/V dtype with this query
+    dtype, and an output dtype with both. They may contain `{q}`, `{kv}` and `{out}`. `kv` may map each K/V dtype to its
+    sentence, and `out` each query dtype.
     """
 
     triples: Triples
@@ -35,7 +32,6 @@ class Dtypes:
     out: str | Mapping[torch.dtype, str]
 
     def why_not(self, q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> str | None:
-        """Return the error sentence for the first unsupported dtype among query, K/V and output; None if all are supported."""
         if (q, kv, out) in self.triples:
             return None
         if q not in {triple[0] for triple in self.triples}:
@@ -48,19 +44,12 @@ class Dtypes:
 
 
 def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iterable[torch.dtype]) -> Triples:
-    """Return every combination of a query dtype, a K/V dtype and an output dtype."""
     return frozenset(itertools.product(queries, kv, out))
 
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The values of one size, such as head_dim, that a kernel supports, and the error sentence for other values.
-
-    Attributes:
-        words: the part of that sentence between the kernel's name and ", not <value>".
-        size: takes a call's problem, and returns its value of this size.
-        among: the supported values.
-    """
+    """The values of one size, such as head_dim, that a kernel supports. The error sentence is "<words>, not <value>"."""
 
     words: str
     size: Callable[[Any], Any]
@@ -68,14 +57,11 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` for the supported values `among`. Its error sentence has `words`, and then lists `among`."""
+    """Return `Sizes` whose error sentence lists the supported values after `words`."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
 def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
-    """Return `Sizes` for the page sizes `among`, in tokens, that a kernel supports. `words` begins the error sentence for other
-    page sizes.
-    """
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
@@ -84,29 +70,24 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(names: str, pair_of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for pairs of dimensions, such as (576, 512). `pair_of` takes a call's problem and returns its pair;
-    `names` are the names of a pair, and `among` the supported pairs.
-    """
+    """Return `Sizes` for pairs of dimensions, such as (576, 512), whose names are `names`."""
     return Sizes(f"has kernels for {names} {' or '.join(map(str, among))}", pair_of, among)
 
 
 def mla_dims(problem: PagedAttention) -> tuple[int, int]:
-    """Return (kv_lora_rank, qk_rope_head_dim) of an MLA call, from its checked arguments."""
+    """Return (kv_lora_rank, qk_rope_head_dim) of an MLA call."""
     return problem.v_head_dim, problem.head_dim - problem.v_head_dim
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What one kernel supports: calls, GPUs, dtypes, sizes and features.
+    """What one kernel supports.
 
     Attributes:
         name: the kernel's name in sentences and recordings.
-        calls: FlashInfer's functions that the kernel serves.
-        gpus, dtypes, sizes: the supported families of GPUs, dtypes, and values of single sizes, such as head_dim.
         honours: the optional features of a call, such as a window, that the kernel computes correctly.
-        says: error sentences for unsupported features, without the kernel's name; by default "does not honour <feature>".
-        limits: a function of (capability, problem) for all other limits, called last. It returns a sentence without the
-            kernel's name for an unsupported call, else None.
+        says: error sentences for unsupported features; by default "does not honour <feature>".
+        limits: a function of (capability, problem) for all other limits, called last. It returns an error sentence or None.
         uses_triton: Triton compiles the kernel, for every GPU since SM80.
         on_cpu: the kernel also runs on a CPU, a Triton kernel in Triton's interpreter.
     """
@@ -166,10 +147,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return a sentence that says why a kernel does not run on a GPU, or not with these dtypes; None if it runs.
-
-    A `capability` of None means a CPU.
-    """
+    """Return why a kernel does not run on a GPU (`capability` None: a CPU) or with these dtypes; None if it runs."""
     if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
     if kernel.on_cpu and capability is None:
@@ -190,10 +168,7 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return a sentence that says why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does.
-
-    A `capability` of None means a CPU.
-    """
+    """Return why Triton runs no kernels with these dtypes on a GPU (`capability` None: a CPU); None if it does."""
     if capability is None:
         if importlib.util.find_spec("triton") is None:
             return sentence("lab.kernels", ["triton"])
@@ -209,13 +184,12 @@ def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ())
 
 
 def triton_interprets() -> bool:
-    """Return True if TRITON_INTERPRET=1 was set when Triton was imported, so that kernels run in its interpreter."""
+    """Return True if TRITON_INTERPRET=1 was set when Triton was imported."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return the error sentence "<name> needs a GPU of <gpus>, this is <GPU>". A `capability` of None means a CPU."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

@@ -35,7 +35,7 @@ MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACH
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why FA2 or FA3 does not support an MLA call, else None. Source: `_validate_generated_fa_plan`."""
+    """Source: `_validate_generated_fa_plan`."""
     quantised = problem.k_cache.dtype == E4M3
     if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
         return E4M3_CACHE
@@ -63,7 +63,7 @@ FA3_MLA = MLA("BatchMLAPagedAttentionWrapper with FA3", gpus=(SM90,), sizes=(RAN
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """Return why FA2 or FA3 does not support a ragged call, else None. Source: `BatchPrefillWithRaggedKVCacheWrapper`."""
+    """Source: `BatchPrefillWithRaggedKVCacheWrapper`."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return positive_bmm1_scale(problem) or first_misaligned(sides)
 
@@ -86,7 +86,7 @@ FA3_RAGGED = _ragged("FA3", (SM90,))
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why FA2 or FA3 does not support a paged call, else None. Sources: the wrappers, `AttentionSink`, the kernels."""
+    """Sources: the wrappers, `AttentionSink`, the kernels."""
     if problem.sinks is not None and problem.mask is not None:  # the `LogitsMask` of `AttentionSink` ignores the mask
         return "reads no mask where it has sinks"
     if problem.sinks is not None and problem.query.dtype == E4M3:
@@ -132,6 +132,5 @@ BY_BACKEND = {call: by_backend for by_backend in BY_MODULE.values() for call in 
 
 
 def fa_backend(capability: Capability) -> str:
-    """Return "fa3" if FlashInfer's FA3 kernels run on a GPU of this compute capability, else "fa2"."""
     family = family_of(capability)
     return "fa2" if family is None else family.fa_backend

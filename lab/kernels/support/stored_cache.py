@@ -27,7 +27,7 @@ class StoredCache:
 
     @property
     def is_stacked(self) -> bool:
-        """Return True if K and V are one contiguous tensor [num_pages, 2, ...]: each page of K is followed by that of V."""
+        """Return True if K and V are one contiguous tensor [num_pages, 2, ...]."""
         step_bytes = self.k.stride(0) * self.k.element_size()
         follows_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
         return follows_each and self.k[:1].is_contiguous() and self.k.stride() == self.v.stride()
@@ -40,11 +40,9 @@ class StoredCache:
 
     @property
     def is_one_pool(self) -> bool:
-        """Return True if K and V are the same contiguous memory."""
         return self.distance_bytes == 0 and self.k.is_contiguous() and self.k.stride() == self.v.stride()
 
     def stacked(self) -> torch.Tensor:
-        """Return K and V as one view [num_pages, 2, ...], which is valid only if `is_stacked`."""
         (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
         return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
 
@@ -65,9 +63,8 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
-    """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as a view [num_pages * page_size, num_kv_heads, head_dim].
-
-    Return None if there is no such view: it exists for NHD pages without gaps.
+    """Return a pool of K or V as a view [num_pages * page_size, num_kv_heads, head_dim]; None if it has none. NHD pages without
+    gaps have one.
     """
     pages, heads, page_size, head_dim = pool.shape
     page, head, token, element = pool.stride()
@@ -77,7 +74,6 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    """Return an error sentence if K or V of a call has no view by token (`token_list` returns None), else None."""
     sides = (("K", problem.k_cache), ("V", problem.v_cache))
     return next(
         (

@@ -64,14 +64,8 @@ class MaskKind(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of trtllm-gen's kernels, given by the values of their parameters: there is a kernel for each combination of these
-    values.
-
-    Attributes:
-        dtypes: triples of query, K/V and output dtype.
-        head_dims: pairs of the head_dim of K and of V.
-        page_sizes: tokens per page; (None,) for K/V that is not paged.
-        masks: kinds of masks.
+    """A set of trtllm-gen's kernels: there is one for each combination of these values. `head_dims` are pairs of K's and V's,
+    and `page_sizes` (None,) for K/V that is not paged.
     """
 
     dtypes: Triples
@@ -126,9 +120,7 @@ def _mask(problem: Problem) -> MaskKind:
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return an error sentence if none of the sets of kernels in `built` has a kernel for a call, else None. The sentence says
-    what the most similar kernels support.
-    """
+    """Return an error sentence if no kernel of `built` fits a call, with what the most similar kernels support."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -146,9 +138,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return, as text, the values of `built` that do not fit a call. `fits` says of its dtypes, head_dims, page sizes and
-    masks, in this order, whether they fit.
-    """
+    """Return, as text, the values of `built` that do not fit a call. `fits` has an item for each field of `Built`."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
@@ -161,16 +151,13 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _not_skipped(problem: Problem) -> str | None:
-    """Return an error sentence if the call has `skip_softmax` and no kernel for its dtypes supports it, else None. Source:
-    `mSkipsSoftmaxWhenPossible`.
-    """
+    """Source: `mSkipsSoftmaxWhenPossible`."""
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
     return None
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
-    """Return an error sentence if a decode call has too many query heads per K/V head, else None."""
     converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
     most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
     if problem.group > most and problem.group % most:
@@ -181,7 +168,7 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Return an error sentence if TMA cannot load a tensor of the call, else None. Source: `buildNdTmaDescriptor`."""
+    """Source: `buildNdTmaDescriptor`."""
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -208,7 +195,7 @@ def _misaligned(problem: Problem) -> Iterator[str | None]:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Return an error sentence if the launcher cannot read the NVFP4 scale factors (`makeTmaShapeStrideKvSf`), else None."""
+    """Source: `makeTmaShapeStrideKvSf`."""
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
         return None
@@ -220,9 +207,7 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Return an error sentence if no MLA kernel has the call's number of query heads, else None. Sources: mla/_core.py,
-    `selectMlaGenerationKernel`.
-    """
+    """Sources: mla/_core.py, `selectMlaGenerationKernel`."""
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
     if heads > most and most < MLA_HEADS_OF_A_CTA:
@@ -233,10 +218,7 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def _selected(problem: PagedAttention) -> str | None:
-    """Return an error sentence if no MLA kernel has the call's dimensions with, or without, selected entries; else None.
-
-    The kernels of selected entries need a contiguous cache (kernelParams.h 756).
-    """
+    """The kernels of selected entries need a contiguous cache (kernelParams.h 756)."""
     dims, width = mla_dims(problem), problem.head_dim
     if problem.selected is None:
         needs = f"with kv_lora_rank {dims[0]} and qk_rope_head_dim {dims[1]} has kernels of selected entries alone"
@@ -261,7 +243,7 @@ def _selected(problem: PagedAttention) -> str | None:
 
 
 def division(problem: PagedAttention) -> str | None:
-    """Return an error sentence if an MLA call would make the launcher divide by 0, which ends the process, else None."""
+    """Return an error sentence if an MLA call would make the launcher divide by 0, which ends the process."""
     is_dense = problem.selected is None  # only then `useSwapsMmaAbMlaGenKernel` is called, which divides
     if is_dense and problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:
         return (

@@ -38,7 +38,7 @@ GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why XQA does not support a call, else None. Sources: `xqa`, `gen_xqa_module`, xqa_wrapper.cu, mha.cu."""
+    """Sources: `xqa`, `gen_xqa_module`, xqa_wrapper.cu, mha.cu."""
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
@@ -58,7 +58,6 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
 
 
 def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return an error sentence if XQA does not compile for the call's numbers of heads and head_dim, else None."""
     group, head_dim = problem.group, problem.head_dim
     family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
     assert capability is not None  # `why_not` checks the GPU first
@@ -130,7 +129,7 @@ XQA = Kernel(
 
 
 def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return why XQA MLA does not support a call, else None. Sources: `xqa_batch_decode_with_kv_cache_mla`, mla_sm120.cu."""
+    """Sources: `xqa_batch_decode_with_kv_cache_mla`, mla_sm120.cu."""
     columns = problem.k_block_tables.shape[1]
     if columns * problem.page_size % 128:
         return f"needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"

@@ -1,9 +1,9 @@
 """FlashInfer's `trtllm_batch_decode_with_kv_cache_mla`: trtllm-gen on SM100 and SM103, XQA on SM120 and SM121.
 
-The lab had none of these GPUs. trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
-calls by signature and simulation. The adapter always passes the backend and the base of the LSE, because FlashInfer's default
-base depends on the backend. It passes sinks as a single tensor, as the kernels read them. For XQA it divides `bmm1_scale` by
-`bmm2_scale`, because the kernel multiplies the logits by both (mla_sm120.cu, `qkScaleLog2e`).
+The lab had none of these GPUs: trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
+by signature and simulation. The adapter always passes the backend and the base of the LSE, because FlashInfer's default base
+depends on the backend. For XQA it divides `bmm1_scale` by `bmm2_scale`, because the kernel multiplies the logits by both
+(mla_sm120.cu, `qkScaleLog2e`).
 """
 
 from dataclasses import replace

@@ -1,12 +1,9 @@
 """FlashInfer's TRT-LLM decode and context calls. FlashInfer is imported at the first call.
 
-The GPU decides which kernel runs, as in an engine. trtllm-gen runs on SM100 and SM103. On SM90, SM120 and SM121, XQA runs the
-decode call and fmha_v2 the context call. The adapter adds arguments that the kernels need and a call does not have: XQA's
-packed causal mask, a workspace whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and
-trtllm-gen's counters. trtllm-gen's path was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`), because the
-lab had no SM100 or SM103.
-
-Checking and converting the arguments takes longer than a small launch: prepare once and call many times (`prepare_<name>`).
+The GPU decides which kernel runs, as in an engine: trtllm-gen on SM100 and SM103; elsewhere XQA for the decode call and fmha_v2
+for the context call. The adapter adds what the kernels need and a call does not have: XQA's packed causal mask, a workspace
+whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's counters. trtllm-gen's path
+was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`), because the lab had no SM100 or SM103.
 """
 
 import functools
@@ -92,8 +89,8 @@ prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache =
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return (the call's arguments for K/V, page tables and window, converted so that every kernel of FlashInfer 0.7.2 reads
-    them correctly; the `refreshes` of `PreparedCall`). K/V becomes a pair of HND views. `problem` has the checked arguments.
+    """Return the call's arguments for K/V, page tables and window, converted so that every kernel of FlashInfer 0.7.2 reads
+    them correctly, and the `refreshes` of `PreparedCall`. K/V becomes a pair of HND views.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -158,12 +155,7 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return (K/V as fmha_v2 takes it, its page table, the `refreshes` of `PreparedCall`). `stored` says how the call's K and V
-    lie in memory.
-
-    Raises:
-        NotImplementedError: K and V are two tensors, and the installed FlashInfer takes only one tensor.
-    """
+    """Return K/V as fmha_v2 takes it, its page table, and the `refreshes` of `PreparedCall`."""
     if stored.is_stacked:
         return stored.stacked(), *packed(call.block_tables)
     if not takes_kv_pairs():

@@ -49,9 +49,7 @@ prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek = ent
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows that see none; else True.
-    `problem` has the checked arguments of the call.
-    """
+    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows that see none."""
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
@@ -74,9 +72,8 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the results of rows that see no key to `out` and, if not None, to `lse`. The host reads nothing from the device.
-
-    The output is 0, and the LSE the sink's logit in base 2, or -inf without a sink.
+    """Write the results of rows that see no key: the output 0, and the LSE the sink's logit in base 2, or -inf without a sink.
+    The host reads nothing from the device.
     """
     lacks_keys = _rows_without_keys(problem).unsqueeze(1)
     out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
@@ -87,7 +84,6 @@ def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: tor
 
 
 def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
-    """Return bool [num_rows], True for a row that sees no key. The values of padding rows are undefined."""
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)
