@@ -27,7 +27,7 @@ def check_results_apart(call: Any) -> None:
     if call.out is None and getattr(call, "lse", None) is None:
         return
     spans = [
-        (name, *_span(tensor))
+        (name, *span_of(tensor))
         for name, value in vars(call).items()
         if name not in FREE_ARGUMENTS
         for tensor in (value if isinstance(value, (tuple, list)) else (value,))
@@ -42,7 +42,7 @@ def check_results_apart(call: Any) -> None:
                 )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first element, and the address after its last element."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

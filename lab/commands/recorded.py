@@ -100,7 +100,7 @@ def shrink(
     from lab.checks.run.judging import device_of
     from lab.provenance import version_of
     from lab.recorded import own_form
-    from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of
+    from lab.recorded.reductions import contents_of
     from lab.recorded.repro import write_repro
     from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
 
@@ -110,13 +110,13 @@ def shrink(
         refuse(f"{why}: --implementation names one for the CPU, --from-outputs makes no calls", ExitStatus.NOT_JUDGED)
     with refusing_errors():
         if from_outputs:
-            smaller, fault = shrunk(call, recorded_fault, OF_OUTPUTS, synthetic)
+            smaller, fault = shrunk(call, recorded_fault, synthetic)
             called, versions = "", {"GPU": call.gpu or "(please fill in)", **call.versions}
         else:
             if (kernel := getattr(load(name), function, None)) is None:
                 raise ValueError(f"{name} has no {function}")
             find = fault_by_calling(kernel, device_of(device))
-            smaller, fault = shrunk(call, find, REDUCTIONS, synthetic)
+            smaller, fault = shrunk(call, find, synthetic)
             called, versions = name.rpartition("/")[2], {"GPU": own_form.gpu() or "none", **own_form.versions()}
             if (package := sys.modules.get(name.partition(".")[0])) is not None:
                 found = getattr(package, "__version__", None) or version_of(package.__name__)

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lab import files
 from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
+from lab.calls.memory import RESULTS
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
 from lab.references.assertion import lse_in_base_2
@@ -24,7 +26,6 @@ from lab.workloads.inputs.contents import fill
 # DeepSeek-V4's call is not recorded, because a recording would contain its whole pools.
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
 CPU = torch.device("cpu")
-RESULTS = ("out", "lse")  # arguments that a call writes
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this; no load of a kernel needs a larger alignment
 # The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
 DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError, BadZipFile, zlib.error)
@@ -43,12 +44,7 @@ class InvalidArgumentsError(RecordingError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Yield the path, for a block that reads the file. An error that the block raises because the file is damaged becomes a
-    RecordingError.
-
-    Raises:
-        RecordingError: the path is not a regular file, or the block raised an error that a damaged file causes.
-    """
+    """Raise a RecordingError if the path is not a regular file, or if the block, which reads it, finds it damaged."""
     try:
         regular = files.regular(path)
     except (OSError, ValueError) as error:
@@ -65,18 +61,15 @@ def reading(path: Path) -> Iterator[Path]:
 
 
 def recorded_function(path: Path, name: str) -> AttentionCall:
-    """Return the function with this name. Raises RecordingError, with the path of the record, if it is not in
-    `RECORDED_CALLS`.
-    """
-    for function in RECORDED_CALLS:
-        if function.value == name:
-            return function
-    raise RecordingError(f"{path} holds a call of {name}, and the lab does not read recordings of this function")
+    """Return the function of a record. Raises RecordingError if it is not in `RECORDED_CALLS`."""
+    if name not in [each.value for each in RECORDED_CALLS]:
+        raise RecordingError(f"{path} holds a call of {name}, and the lab does not read recordings of this function")
+    return AttentionCall(name)
 
 
 def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Convert the recorded value of the argument `name` to a tensor (of `tensors`, by the recorded key), a dtype, a tuple, a
-    list or a plain value. Raises RecordingError, which names `path`, if FlashInfer recorded only the type of the value.
+    """Return the value of an argument from its JSON in FlashInfer's notation. `tensors` has the recorded tensors by key.
+    Raises RecordingError if only the type of the value was recorded.
     """
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
@@ -97,12 +90,10 @@ def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) ->
 
 
 class ListedCall(NamedTuple):
-    """A recorded call before its tensors are read: its file, the name of the function ("" if the record is damaged),
-    its time, the number of the graph replay (0 for an eager call), and the model's layer (None if unknown).
-    """
+    """A recorded call before its tensors are read, as `RecordedCase` describes it."""
 
     path: Path
-    function: str
+    function: str  #: "" if the record is damaged
     time: str = ""
     replay: int = 0
     layer: int | None = None
@@ -168,14 +159,19 @@ class RecordedCall:
                 reads on the host stay on the CPU.
         """
 
-        def copied(name: str, value: Any) -> Any:
-            place = CPU if name in MIRRORS else device
-            return each_tensor(value, lambda _, tensor: self._copied(tensor, place, name not in RESULTS))
+        def copied(name: str, _: int, tensor: Tensor) -> Tensor:
+            address = 0 if self.lost else tensor.data_ptr()  # a lost alignment is that of an allocation
+            copy = placed(tensor, address, CPU if name in MIRRORS else device)
+            if name not in RESULTS:
+                unrepeated(copy).copy_(unrepeated(tensor))
+            elif tensor.is_floating_point():  # an integer output is wrong anyway, so zeros suffice
+                fill(unrepeated(copy), math.nan)
+            return copy
 
-        return {name: copied(name, value) for name, value in self.without_workspace().items()}
+        given = self.without_workspace()
+        return {name: each_tensor(value, partial(copied, name)) for name, value in given.items()}
 
     def without_workspace(self) -> dict[str, Any]:
-        """Return the recorded arguments, with None for the workspace, whose contents are not recorded."""
         return {**self.given, "workspace_buffer": None}
 
     def problem(self) -> Problem:
@@ -200,9 +196,6 @@ class RecordedCall:
         return problem
 
     def refuse_block_sparse(self, done: str) -> None:
-        """Raise RecordingError if the call is block-sparse, so that each K/V head selects its own pages. The message says that
-        "the call cannot be <done> yet".
-        """
         if self.given.get("enable_block_sparse_attention"):
             what = "a call whose K/V heads select pages (enable_block_sparse_attention)"
             raise RecordingError(f"{what} cannot be {done} yet")
@@ -222,16 +215,6 @@ class RecordedCall:
             return truth, out, lse
         return truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
 
-    def _copied(self, tensor: Tensor, device: torch.device, has_contents: bool) -> Tensor:
-        """Copy a tensor to a device. If `has_contents` is False, the copy contains NaN (0 for an integer dtype)."""
-        # A lost alignment is that of an allocation.
-        copy = placed(tensor, 0 if self.lost else tensor.data_ptr(), device)
-        if has_contents:
-            unrepeated(copy).copy_(unrepeated(tensor))
-        elif tensor.is_floating_point():  # an integer output is wrong anyway, so zeros suffice
-            fill(unrepeated(copy), math.nan)
-        return copy
-
 
 def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return K and V of a problem as views [num_pages, page_size, num_kv_heads, head_dim]. Ragged K and V become one page."""
@@ -241,26 +224,20 @@ def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Return change(0, value) for a tensor. For a tuple or list, replace each tensor in it by change(index, tensor). Return any
-    other value unchanged.
-    """
+    """Return the value with each tensor in it replaced by change(index in a tuple or list, tensor); an index of 0 otherwise."""
     if isinstance(value, tuple | list):
         return type(value)(change(side, each) if isinstance(each, Tensor) else each for side, each in enumerate(value))
     return change(0, value) if isinstance(value, Tensor) else value
-
-
-def size_bytes(layout: Tensor) -> int:
-    """Return the number of bytes from the start of a tensor's first element to the end of its last one, gaps included."""
-    meta = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta")
-    return meta.untyped_storage().nbytes()
 
 
 def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
     """Return a tensor of zeros with the shape, strides and dtype of `layout`, and with the alignment of `address`: its
     own address and `address` are equal modulo ALIGNMENT_BYTES.
     """
-    memory = torch.zeros(size_bytes(layout) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-    own = memory[(address - memory.data_ptr()) % ALIGNMENT_BYTES :][: size_bytes(layout)]
+    meta = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta")
+    size_bytes = meta.untyped_storage().nbytes()  # with gaps between elements
+    memory = torch.zeros(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    own = memory[(address - memory.data_ptr()) % ALIGNMENT_BYTES :][:size_bytes]
     return own.view(layout.dtype).as_strided(layout.shape, layout.stride())
 
 

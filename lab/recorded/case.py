@@ -37,23 +37,17 @@ class RecordedCase:
 
     @property
     def address(self) -> str:
-        """Return the text by which commands name this call: "FOLDER#number"."""
+        """Return the text by which commands name this call."""
         path = Path(self.path)
         is_dumped_replay = path.parent.name == flashinfer_dumps.REPLAYS
         return f"{path.parents[2] if is_dumped_replay else path.parent}#{self.number}"
 
     def read(self) -> RecordedCall:
-        """Read the call with its tensors. Raises RecordingError if the call cannot be read."""
         path = Path(self.path)
         return own_form.read(path) if path.suffix == own_form.SUFFIX else flashinfer_dumps.read(path)
 
     def posed(self) -> tuple[RecordedCall, Problem]:
-        """Read the call. Return it with the attention problem (sizes and tensors, checked) that its arguments define.
-
-        Raises:
-            RecordingError: the call cannot be read, or the lab does not support it.
-            InvalidArgumentsError: the arguments are invalid. It is a RecordingError too.
-        """
+        """Return the call with its problem. Raises what `RecordedCall.problem` does, and RecordingError for a damaged file."""
         try:
             call = self.read()
             return call, call.problem()

@@ -31,9 +31,7 @@ _ARGUMENT = re.compile(r"(arg_(?P<index>\d{1,9})|kwarg_(?P<name>\w+?))(__\d+)*",
 
 
 def read(path: Path) -> RecordedCall:
-    """Read the call in a folder, which may also be the folder of one replay. Raises RecordingError if a file is missing,
-    damaged or in another format, or if the function is not in `RECORDED_CALLS`.
-    """
+    """Read the call in a folder, which may be the folder of one replay. Raises RecordingError if the lab cannot read it."""
     record = _last_record(path)
     function = recorded_function(path, record["function_name"])
     given = _arguments(path, record, _tensors(path, "inputs"))
@@ -47,17 +45,15 @@ def read(path: Path) -> RecordedCall:
 
 
 def listed(folder: Path) -> list[ListedCall]:
-    """Return the calls that FlashInfer recorded in a folder, in the order of time, by their folders' names. A call that
-    was captured in a graph is replaced by its replays. Return [] for a folder `graph_flushes`.
+    """Return the calls that FlashInfer recorded in a folder, in the order of time, by their folders' names. A call that was
+    captured in a graph is replaced by its replays.
     """
     calls = [] if folder.name == REPLAYS else _folders_of_calls(folder)
     return [_listed(path) for call in calls for path in _folders_of_calls(call / REPLAYS) or (call,)]
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
-    """Return, sorted by name, the folders of calls, which have a record or the inputs of a call. If a call has no record,
-    `read` raises an error about it.
-    """
+    # A folder without a record is a call too, about which `read` raises an error.
     return sorted({path.parent for name in (METADATA, "inputs.*") for path in folder.glob(f"*/{name}")})
 
 
@@ -72,9 +68,6 @@ def _listed(path: Path) -> ListedCall:
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
-    """Return the last record in a call's `metadata.jsonl`: a JSON object with the function's name, versions and arguments.
-    Raises RecordingError if there is none.
-    """
     path = folder / METADATA
     with reading(path) as regular:
         lines = [line for line in regular.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -86,14 +79,10 @@ def _last_record(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_file(folder: Path, kind: str) -> Path | None:
-    """Return the file with a call's "inputs" or "outputs" (`kind`); None if there is none."""
     return next((path for end in (".pt", ".safetensors") if (path := folder / f"{kind}{end}").exists()), None)
 
 
 def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Return, by key and on the CPU, the tensors of a call's "inputs" or "outputs" (`kind`). Code in the file is not executed.
-    Raises RecordingError if the file is missing or damaged.
-    """
     path = _tensor_file(folder, kind)
     if path is None:
         raise RecordingError(
@@ -108,27 +97,20 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def _load_safetensors(path: Path) -> Any:
-    """Read tensors from a file. Raises RecordingError if the package safetensors is not installed, and ValueError if the file
-    is damaged.
-    """
     try:
         require(f"reading {path}", "safetensors")
+        import safetensors.torch
+
+        return safetensors.torch.load_file(path)
     except ModuleNotFoundError as error:
         raise RecordingError(str(error)) from error
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
+    except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
 
 
 def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the arguments of a call by name, from the tensors `inputs` and from the record's `input_metadata`. If both have an
-    argument, `input_metadata` is used, because it shows how tensors are nested in tuples.
-    """
     names, given = _parameters(record), dict[str, Any]()
+    # `input_metadata` shows how tensors are nested in tuples, so it overrides `inputs`.
     for key, value in (*inputs.items(), *record["input_metadata"].items()):
         if (match := _ARGUMENT.fullmatch(key)) is None:
             continue
@@ -140,11 +122,8 @@ def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, tor
 
 
 def _parameters(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the function's parameters, in order. They are read from the recorded signature; if it cannot be
-    parsed, from the lab's class for this call.
-    """
     try:
         definition = ast.parse(f"def call{record.get('function_signature')}: ...")
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError):  # some defaults are no Python
         return list(inspect.signature(CALL_TYPES[AttentionCall(record["function_name"])]).parameters)
     return [each.arg for each in ast.walk(definition) if isinstance(each, ast.arg)]

@@ -17,15 +17,11 @@ def traced_requests(
 ) -> list[TracedRequest]:
     """Return the requests of recorded decode calls as a trace. The length of a request is the number of keys that it had before
     the call. If there is no decode call, the trace has the requests of context calls, whose length is their number of query
-    rows.
+    rows. `note` is called with a sentence about each call that is left out.
 
     Consecutive calls with the same lengths are assumed to be layers of one forward pass, and are used once. The requests of a
-    pass arrive at the same time, and each generates one token. Requests without keys before the call, which pad a batch, are
-    omitted. Calls that cannot be read are omitted too, and so are block-sparse calls, whose lengths count only selected keys;
-    `note` is called with a sentence about each omitted call.
-
-    Raises:
-        RecordingError: no request is left.
+    pass arrive at the same time, and each generates one token. Requests without keys before the call pad a batch, and are left
+    out. Raises RecordingError if no request is left.
     """
     passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for case in cases:

@@ -1,12 +1,10 @@
 """Write and read recorded calls in the lab's own format: one file per call, with only those pages of K and V that the call
 reads.
 
-A file is a ZIP archive. Its member `call.json` has the arguments, in the notation of FlashInfer's recorder (`decoded` in
-`lab.recorded.call`), and the dtype, shape, strides and address modulo 256 of each tensor. The member `numbers`, compressed, has
-the elements of page tables, lengths and masks, and the member `contents` those of all other tensors: without gaps, one tensor
-after another. A tensor that is read from a file has the recorded strides and alignment, except that pages that shared memory in
-the engine become separate. Pages get new ids in the order of the engine's ids, and the file has the engine's ids too. The
-contents of the workspace are not recorded.
+A file is a ZIP archive. Its member `call.json` has the arguments, in the notation of FlashInfer's recorder, and the dtype,
+shape, strides and address modulo 256 of each tensor. The member `numbers`, compressed, has the elements of page tables, lengths
+and masks, and the member `contents` those of all other tensors: without gaps, one tensor after another. Pages get new ids in
+the order of the engine's ids, and the file has the engine's ids too.
 """
 
 import json
@@ -23,11 +21,10 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import torch
 from torch import Tensor
 
-from lab.calls.memory import may_overlap
+from lab.calls.memory import RESULTS, may_overlap, span_of
 from lab.provenance import version_of
 from lab.recorded.call import (
     ALIGNMENT_BYTES,
-    RESULTS,
     ListedCall,
     RecordedCall,
     RecordingError,
@@ -35,7 +32,6 @@ from lab.recorded.call import (
     placed,
     reading,
     recorded_function,
-    size_bytes,
     unrepeated,
 )
 
@@ -54,19 +50,16 @@ _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d
 
 def listed(folder: Path) -> list[ListedCall]:
     """Return the calls in a folder that are in the lab's own format, in the order of time, by their file names."""
-    found = [
-        (path, match.groups()) for path in sorted(folder.glob(f"*{SUFFIX}")) if (match := _NAME.fullmatch(path.name))
-    ]
+    found = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob(f"*{SUFFIX}")))
     return [
-        ListedCall(path, function, time, int(replay or 0), None if layer is None else int(layer))
-        for path, (time, function, layer, replay) in found
+        ListedCall(path, name[2], name[1], int(name[4] or 0), None if name[3] is None else int(name[3]))
+        for path, name in found
+        if name is not None
     ]
 
 
 def read(path: Path) -> RecordedCall:
-    """Read a call from its file. Raises RecordingError if the file is damaged, has another format or version, or lacks the
-    value of an argument.
-    """
+    """Read a call from its file. Raises RecordingError if the file is damaged or of another format or version."""
     with reading(path) as regular, ZipFile(regular) as archive:
         kinds = {member.filename: member.compress_type for member in archive.infolist()}
         if DESCRIPTION not in kinds or not {*kinds.values()} <= {*MEMBERS.values()}:
@@ -95,34 +88,33 @@ def read(path: Path) -> RecordedCall:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed version of each package in `PACKAGES`; "" for a package that is not installed."""
     return {name: version_of(package) or "" for name, package in PACKAGES.items()}
 
 
 def gpu() -> str:
-    """Return the name of this machine's GPU; "" if there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def write(folder: Path, call: RecordedCall) -> Path:
-    """Copy a call to the host and write it to a file in a folder; return the path. This waits for the GPU. The file gets its
-    name when it is complete, so that no reader finds a part of it.
+    """Write a call to a file in a folder, and return the path. This waits for the GPU. The file gets its name when it is
+    complete, so that no reader finds a part of it.
     """
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
     path = folder / f"{start}{layer}_call{call.number:06d}{replay}{SUFFIX}"
-    given, pages, lost, tensors = dict(call.given), None, [], dict[str, Tensor]()
+    given, pages, tensors = dict(call.given), None, dict[str, Tensor]()
     if "block_tables" in given:
         pages, given["block_tables"] = _renumbered(given)
-        lost = [OVERLAPPING] if _has_overlap(given["kv_cache"], len(pages)) else []
         tensors["pages"] = pages.int()
-    record: dict[str, Any] = {"version": VERSION, "function": call.function.value, "gpu": gpu(), "lost": lost}
+    record: dict[str, Any] = {"version": VERSION, "function": call.function.value, "gpu": gpu()}
     record |= {"raised": call.raised, "module": call.module, "versions": dict(call.versions)}
     record["arguments"] = {name: _described(name, value, tensors) for name, value in given.items()}
     tensors |= {f"result {name}": result for name in RESULTS if (result := getattr(call, name)) is not None}
     kept_pages = {key: pages for key in tensors if key.startswith(POOL)}
-    record["tensors"] = {key: _layout(tensor, kept_pages.get(key)) for key, tensor in tensors.items()}
+    record["tensors"] = layouts = {key: _layout(tensor, kept_pages.get(key)) for key, tensor in tensors.items()}
+    keeps_strides = all(layouts[key]["stride"] == tensors[key].stride() for key in kept_pages)
+    record["lost"] = [] if keeps_strides else [OVERLAPPING]
     unfinished = path.with_suffix(".unfinished")
     try:
         with ZipFile(unfinished, "w") as archive:
@@ -140,9 +132,7 @@ def write(folder: Path, call: RecordedCall) -> Path:
 
 
 def _described(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Convert the value of an argument to JSON that `decoded` reads. Tensors are added to `tensors`; `key` is the key of the
-    first one.
-    """
+    """Return an argument as JSON that `decoded` reads. Its tensors are added to `tensors`, under keys that begin with `key`."""
     match value:
         case Tensor():
             tensors[key] = value
@@ -164,28 +154,21 @@ def _described(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _layout(tensor: Tensor, pages: Tensor | None) -> dict[str, Any]:
-    """Describe a tensor in JSON: dtype, shape, strides, and address modulo ALIGNMENT_BYTES. If `pages` is given, the tensor is
-    a pool, and only its pages with these ids are recorded.
-    """
     shape, stride = list(tensor.shape), tensor.stride()
     if pages is not None:
         shape[0] = len(pages)
-        stride = torch.empty(shape, device="meta").stride() if _has_overlap(tensor, len(pages)) else stride
+        if may_overlap(shape, stride):  # as in a block-sparse call's compact cache, or with an expanded dimension
+            stride = torch.empty(shape, device="meta").stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"dtype": dtype, "shape": shape, "stride": stride, "address": tensor.data_ptr() % ALIGNMENT_BYTES}
 
 
 def _member(key: str, dtype: torch.dtype) -> str:
-    """Return which member of the archive has the elements of the tensor `key`: "contents" for floats and for a cache, else
-    "numbers".
-    """
     return "contents" if dtype.is_floating_point or key.startswith(POOL) else "numbers"
 
 
 def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read tensors from an archive. `layouts` describes each as `_layout` does. Raises ValueError if the archive has too few
-    elements, before memory for them is allocated.
-    """
+    # Sizes are compared before memory is allocated.
     members, tensors = {name: archive.open(name) for name in MEMBERS}, dict[str, Tensor]()
     left_bytes = {name: archive.getinfo(name).file_size for name in MEMBERS}
     for key, layout in layouts.items():
@@ -207,35 +190,21 @@ def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]
     """Return the arguments of a call, but replace inputs that share memory with `out` or `lse`, because the call will
     overwrite these inputs: by copies if `copies` is True, else by a RecordingError that says why they are lost.
     """
-    starts = {name: value.data_ptr() for name, value in given.items() if isinstance(value, Tensor)}
-    ends = {name: start + size_bytes(given[name]) for name, start in starts.items()}
-    written, apart = starts.keys() & {*RESULTS}, dict(given)
-    for name in starts.keys() - written:
-        if any(starts[name] < ends[each] and starts[each] < ends[name] for each in written):
+    spans = {name: span_of(value) for name, value in given.items() if isinstance(value, Tensor)}
+    written, apart = [spans[name] for name in RESULTS if name in spans], dict(given)
+    for name in spans.keys() - {*RESULTS}:
+        start, end = spans[name]
+        if any(start < last and first < end for first, last in written):
             lost = RecordingError("a tensor that the call overwrote in a CUDA graph")
             apart[name] = torch.clone(given[name]) if copies else lost
     return apart
 
 
-def _has_overlap(pool: Any, num_pages: int) -> bool:
-    """Return True if elements of a pool (a tensor or a pair of K and V) may share memory, judged by its strides for `num_pages`
-    pages. The compact cache of a block-sparse call is such a pool, and so is a pool with an expanded dimension.
-    """
-    if not isinstance(pool, Tensor):
-        return any(_has_overlap(side, num_pages) for side in pool)
-    return may_overlap((num_pages, *pool.shape[1:]), pool.stride())
-
-
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the ids of the pages that a call reads, and its page table with new page ids.
+    """Return the sorted ids of the pages that a call reads, int64, and its page table with new page ids, on the CPU.
 
-    Pages before the windows of all rows are not read. If K and V have separate tables, the pages of both tables are kept for K
-    and for V. A block-sparse call keeps the pages of all K/V heads. If rows select entries, the pages of all columns are kept,
-    also of columns that no row uses. An id outside the pool is not changed. A cell of the table that is not read gets page 0.
-
-    Returns:
-        The engine's id of each kept page, int64, sorted; and the new table on the CPU, with the strides and alignment of the
-        old one.
+    The pages of K and of V are kept for both, and so are those of all K/V heads. If rows select entries, the pages of unused
+    columns are kept too. An id outside the pool is not changed. A cell of the table that is not read gets page 0.
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
@@ -253,7 +222,6 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _read_cells(given: Mapping[str, Any], tables: Tensor, page_size: int) -> Tensor:
-    """Return a mask with the shape of `tables`: True for the cells of the page tables that a call reads."""
     is_shared, by_kv_head = given.get("uses_shared_paged_kv_idx", True), given.get("enable_block_sparse_attention")
     if tables.dim() != (2 if is_shared and not by_kv_head else 3):
         raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
@@ -266,9 +234,7 @@ def _read_cells(given: Mapping[str, Any], tables: Tensor, page_size: int) -> Ten
 
 
 def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
-    """Return the bytes of a tensor's elements, uint8 on the CPU, without gaps. An expanded dimension is stored once. If `pages`
-    is given, only the pages with these ids are copied, a few at a time, because an engine leaves little GPU memory free.
-    """
+    # Pages are copied a few at a time, because an engine leaves little GPU memory free.
     whole = tensor.detach()
     if pages is None:
         kept = unrepeated(whole).to("cpu", copy=True, memory_format=torch.contiguous_format)

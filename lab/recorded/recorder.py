@@ -19,23 +19,24 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from lab.calls import AttentionCall
+from lab.calls.memory import RESULTS
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
-from lab.recorded.call import DAMAGED, RECORDED_CALLS, RESULTS, InvalidArgumentsError, RecordedCall, RecordingError
+from lab.recorded.call import DAMAGED, RECORDED_CALLS, InvalidArgumentsError, RecordedCall, RecordingError
 from lab.recorded.shrink import Fault, Reason, fault_of
-from lab.recorded.wrapping import functions_of, replace_everywhere
 from lab.wording import counted
 
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
@@ -88,10 +89,8 @@ class _OfThread(threading.local):
 
 
 class Recorder:
-    """A context manager that records this process's calls of FlashInfer's functions.
-
-    The functions are replaced in all modules that imported them, and restored at the end. Calls that `torch.compile` traces are
-    not recorded. Errors of the recorder are logged, and not raised into the engine.
+    """A context manager that records this process's calls of FlashInfer's functions, except those that `torch.compile` traces.
+    Errors of the recorder are logged, and not raised into the engine.
 
     Args:
         out: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
@@ -132,34 +131,36 @@ class Recorder:
         self._wrappers = dict[int, Any]()  # by the id of the function
 
     def __enter__(self) -> "Recorder":
-        """Replace the recorded functions, and the methods of CUDA graphs, by wrappers that record calls."""
+        """Replace the recorded functions in all modules that imported them, and the methods of CUDA graphs, by wrappers."""
         self.out.mkdir(parents=True, exist_ok=True)
-        found = functions_of([each.value for each in RECORDED_CALLS], self._packages)
-        self._wrappers = {each: self._wrapper(*named) for each, named in found.items()}
+        for package in self._packages:
+            importlib.import_module(package)
+        for name, module in list(sys.modules.items()):
+            if any(f"{name}.".startswith(f"{package}.") for package in self._packages):
+                for function in RECORDED_CALLS:
+                    if callable(original := _variables(module).get(function.value)):
+                        self._wrappers[id(original)] = self._wrapper(function, original)
         for name in FOLLOWED:
-            hook = getattr(self, f"_after_{name}")
-            setattr(torch.cuda.CUDAGraph, name, _followed(getattr(torch.cuda.CUDAGraph, name), hook))
-        replace_everywhere(self._wrappers)
+            method = getattr(torch.cuda.CUDAGraph, name)
+            setattr(torch.cuda.CUDAGraph, name, _followed(method, functools.partial(self._after, name)))
+        _replace_everywhere(self._wrappers)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore all functions that `__enter__` replaced."""
         self.has_ended = True
-        replace_everywhere({id(wrapper): wrapper.__wrapped__ for wrapper in self._wrappers.values()})
+        _replace_everywhere({id(wrapper): wrapper.__wrapped__ for wrapper in self._wrappers.values()})
         for name in FOLLOWED:
             setattr(torch.cuda.CUDAGraph, name, getattr(torch.cuda.CUDAGraph, name).__wrapped__)
         self._graphs.clear()
 
     def summary(self) -> str:
-        """Return a text with the numbers of recorded, judged and wrong calls, and with the logged sentences. Call this
-        once, at the end, because it changes the counter of the calls.
-        """
+        """Return a text about the recording. Call this once, at the end, because it changes the counter of the calls."""
         words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self.out}"]
         words += [f"{len(self.judged)} judged, {len(self.wrong)} wrong"] if self.triggers.shadow else []
         return "; ".join([*words, *sorted(self._logged)])
 
-    def _wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        function, names = AttentionCall(name), list(inspect.signature(original).parameters)
+    def _wrapper(self, function: AttentionCall, original: Callable[..., Any]) -> Callable[..., Any]:
+        names = list(inspect.signature(original).parameters)
 
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -181,19 +182,12 @@ class Recorder:
         return recorded
 
     def _chooses(self, layer: int | None) -> bool:
-        """Return True if the layer, the time and the random choice of a call permit that it is recorded."""
-        triggers = self.triggers
-        return (
-            not self.has_ended
-            and triggers.from_s <= time.monotonic() - self._start <= triggers.until_s
-            and self._is_of_layer(layer)
-            and self._is_drawn(triggers.shadow or triggers.every)
-        )
-
-    def _is_drawn(self, count: int) -> bool:
-        """Return True for one random call of this method among each `count` calls."""
+        triggers, now_s = self.triggers, time.monotonic() - self._start
+        if self.has_ended or not triggers.from_s <= now_s <= triggers.until_s or not self._is_of_layer(layer):
+            return False
+        count = triggers.shadow or triggers.every
         place = next(self._matching) % count
-        if place == 0:
+        if place == 0:  # draw one of the next `count` calls
             self._place = self._dice.randrange(count)
         return place == self._place
 
@@ -201,9 +195,7 @@ class Recorder:
         return not self.triggers.layers or layer in self.triggers.layers
 
     def _make(self, call: RecordedCall | None, run: Callable[[], Any], is_captured: bool) -> Any:
-        """Make the engine's call (`run`) and return its result. Record the call if it meets the conditions. If it is captured
-        in a CUDA graph, keep it, to record the graph's replays. `call` is None if the call cannot be recorded.
-        """
+        """Make the engine's call (`run`) and return its result. `call` is None if the call cannot be recorded."""
         eager, path = None if is_captured else call, None
         with self._surviving():
             if eager and self._writes_before and self._is_long(eager):
@@ -225,26 +217,25 @@ class Recorder:
                 self._graphs[self._of_thread.graph].append(_returning(call, returned))
         return returned
 
-    def _after_capture_begin(self, graph: Any) -> None:
-        self._of_thread.graph, self._graphs[graph] = graph, []
-
-    def _after_capture_end(self, graph: Any) -> None:
-        self._of_thread.graph = None
-
-    def _after_reset(self, graph: Any) -> None:
-        self._graphs.pop(graph, None)
-
-    def _after_replay(self, graph: Any) -> None:
-        calls = self._graphs.get(graph, [])
-        for place, call in enumerate(calls):
-            calls[place] = replayed = replace(call, replay=call.replay + 1, time=_now())
-            if self._chooses(call.layer):
-                with self._surviving():
-                    self._consider(replayed)
+    def _after(self, method: str, graph: Any) -> None:
+        match method:
+            case "capture_begin":
+                self._of_thread.graph, self._graphs[graph] = graph, []
+            case "capture_end":
+                self._of_thread.graph = None
+            case "reset":
+                self._graphs.pop(graph, None)
+            case "replay":
+                calls = self._graphs.get(graph, [])
+                for place, call in enumerate(calls):
+                    calls[place] = replayed = replace(call, replay=call.replay + 1, time=_now())
+                    if self._chooses(call.layer):
+                        with self._surviving():
+                            self._consider(replayed)
 
     def _consider(self, call: RecordedCall, path: Path | None = None) -> None:
-        """Record a call that has returned, if it meets the conditions that need its tensors. Otherwise remove `path`, the file
-        with its inputs that was written before the call (None: no file was).
+        """Record a call that has returned, if it meets the conditions that need its tensors; else remove the file `path` with
+        its inputs.
         """
         assert call.out is not None, f"{_words(call)} returned no output"
         if (
@@ -257,13 +248,11 @@ class Recorder:
             path.unlink()
 
     def _is_long(self, call: RecordedCall) -> bool:
-        """Return True if the call's longest request has at least `Triggers.longest` keys."""
         longest, given = self.triggers.longest, call.given
         bound = given.get("max_seq_len", given.get("max_kv_len", longest))  # known without waiting for the GPU
         return not longest or (bound >= longest and max(given["seq_lens"].flatten().tolist(), default=0) >= longest)
 
     def _is_wrong(self, call: RecordedCall) -> bool:
-        """Judge a call on its device. If it is wrong or its arguments are invalid, log the reason and return True."""
         assert call.out is not None
         self.judged.append(call.number)
         try:
@@ -281,7 +270,6 @@ class Recorder:
         return fault is not None
 
     def _keep(self, call: RecordedCall) -> None:
-        """Write a call to its file, which replaces a file with only its inputs. End the recording if a limit is reached."""
         with self._lock:
             if self.has_ended:
                 return
@@ -303,36 +291,26 @@ class Recorder:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """In the `with` block, log errors of the recorder, so that they do not reach the engine. An OSError, such as a full
-        disk, also ends the recording.
-        """
         try:
             yield
-        except OSError as error:
+        except OSError as error:  # such as a full disk
             self._end(f"a call cannot be written: {error}")
         except (*DAMAGED, AssertionError) as error:
             self._log_once(f"a call is not recorded: {type(error).__name__}: {error}")
 
 
 def start_from_environment() -> None:
-    """Record until this process ends, with the settings in the environment variable LAB_RECORD. Print the summary to stderr at
-    the end.
-    """
+    """Record until this process ends, with the settings in the environment variable LAB_RECORD."""
     settings = json.loads(os.environ[ENVIRONMENT])
-    functions = [each for each in settings["functions"] if _can_be_imported(each)]
-    recorder = Recorder(**{**settings, "functions": functions, "triggers": Triggers(**settings["triggers"])})
+    for package in [*settings["functions"]]:
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # of any kind: it must not reach the server, nor end the recording of other packages
+            print(f"lab record: no call of {package} is recorded: {type(error).__name__}: {error}", file=sys.stderr)
+            settings["functions"].remove(package)
+    recorder = Recorder(**settings | {"triggers": Triggers(**settings["triggers"])})
     recorder.__enter__()
     atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
-
-
-def _can_be_imported(package: str) -> bool:
-    """Import a package and return True. If the import fails, print the reason to stderr and return False."""
-    try:
-        importlib.import_module(package)
-    except Exception as error:  # of any kind: it must not reach the server, nor end the recording of other packages
-        print(f"lab record: no call of {package} is recorded: {type(error).__name__}: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 def _words(call: RecordedCall) -> str:
@@ -341,7 +319,6 @@ def _words(call: RecordedCall) -> str:
 
 
 def _returning(call: RecordedCall, returned: Any) -> RecordedCall:
-    """Return a call with the output and LSE that the function returned, or wrote into its arguments `out` and `lse`."""
     out, lse = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
     given_out, given_lse = (call.given.get(name) for name in RESULTS)
     return replace(call, out=given_out if out is None else out, lse=given_lse if lse is None else lse)
@@ -352,8 +329,6 @@ def _now() -> str:
 
 
 def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callable[..., Any]:
-    """Return a wrapper of a CUDA graph's method. After the method has returned, the wrapper calls `hook` with the graph."""
-
     @functools.wraps(method)
     def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(graph, *args, **kwargs)
@@ -364,17 +339,22 @@ def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callab
 
 
 def _layer_of_caller() -> int | None:
-    """Return the number of the model's layer that makes the current call; None if it is not known. It is read from the local
-    variables of the calling functions, as `Triggers.layers` describes.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(MOST_FRAMES):
-        if frame is None:
-            break
-        variables, frame = frame.f_locals, frame.f_back
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), MOST_FRAMES):
         for holder in ("layer", "module", "self"):
-            attributes = getattr(variables.get(holder), "__dict__", {})
+            attributes = _variables(frame.f_locals.get(holder))
             for name in ("layer_id", "layer_idx", "layer_name"):
                 if name in attributes and (found := re.search(r"\d+", str(attributes[name]))):
                     return int(found[0])
     return None
+
+
+def _replace_everywhere(new: Mapping[int, Callable[..., Any]]) -> None:
+    """In all imported modules, replace each attribute whose value has its id() in `new`, by `new[id(value)]`."""
+    for module in list(sys.modules.values()):
+        for name, value in list(_variables(module).items()):
+            if id(value) in new:
+                _variables(module)[name] = new[id(value)]
+
+
+def _variables(of: Any) -> dict[str, Any]:
+    return getattr(of, "__dict__", {})

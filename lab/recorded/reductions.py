@@ -36,7 +36,7 @@ NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as
 
 
 class Part(NamedTuple):
-    """The part of a request that a reduced call keeps: some of its query rows, and its first `kv_len` keys."""
+    """The query rows and the number of first keys that a reduced call keeps of a request."""
 
     request: int
     rows: range
@@ -44,14 +44,13 @@ class Part(NamedTuple):
 
 
 def parts_of(call: RecordedCall) -> list[Part]:
-    """Return for each request of a call the part with all its query rows and keys."""
     problem = call.problem()
     sizes = enumerate(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True))
     return [Part(request, range(q_len), kv_len) for request, (q_len, kv_len) in sizes]
 
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
-    """Return a call that has only these parts of its requests. Query rows that belong to no request are left out."""
+    """Return a call that has only these parts of its requests, and no query rows of no request."""
     problem, offsets = call.problem(), call.problem().row_offsets()
     requests, lengths = [part.request for part in parts], [part.kv_len for part in parts]
     widths = [len(part.rows) for part in parts]
@@ -84,9 +83,6 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
 
 
 def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield smaller variants of a call: without some of the requests, the longest ones first, and then without the query rows
-    that belong to no request.
-    """
     parts = parts_of(call)
     for others in _without_chunks(sorted(parts, key=lambda part: -part.kv_len)):
         yield cut(call, sorted(others))
@@ -95,9 +91,6 @@ def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield smaller variants of a call: without the last query rows of each request (and as many of its last keys), and
-    without its first query rows.
-    """
     parts = parts_of(call)
     for width in _less(max(len(part.rows) for part in parts)):
         kept = [(part, max(part.kv_len - len(part.rows[width:]), 0)) for part in parts]
@@ -106,7 +99,6 @@ def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield smaller variants of a call: without the last keys of all long requests, then without those of one request."""
     parts = parts_of(call)
     for length in _less(max(part.kv_len for part in parts)):
         yield cut(call, [part._replace(kv_len=min(part.kv_len, length)) for part in parts])
@@ -116,16 +108,12 @@ def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield smaller variants of a call: without the last columns of the table of selected entries (sparse MLA)."""
     for columns in _less(call.given.get("sparse_mla_top_k") or 1):
         changes = {"sparse_mla_top_k": columns, "sparse_mla_top_k_lens": partial(torch.clamp, max=columns)}
         yield _changed(call, changes | {"block_tables": itemgetter((..., slice(columns)))})
 
 
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield smaller variants of a call: without some K/V heads and their query heads, then without some query heads of each
-    group.
-    """
     problem = call.problem()
     kv_heads, of_group = range(problem.num_kv_heads), range(problem.group)
     yield from (_with_heads(call, kept, of_group) for kept in _without_chunks(kv_heads))
@@ -133,8 +121,8 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants of a call whose cache has only the pages with keys of a request. In the first variant pages are numbered
-    in the order of the page table, in the second in their old order. A variant is omitted if it changes nothing.
+    """Yield variants of a call without the pages that hold no key. In the first one pages are numbered in the order of the page
+    table, in the second one in their old order.
     """
     problem = call.problem()
     if isinstance(problem, PagedAttention):
@@ -153,8 +141,8 @@ def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> Iterator[RecordedCall]:
-    """Yield a variant of a call with zeros in the slots of the cache that hold no key of a request. With `keeps_non_finite`,
-    the non-finite elements of these slots are kept.
+    """Yield a variant of a call with zeros in the slots of the cache that hold no key of a request. `keeps_non_finite` keeps
+    the elements of these slots that are not finite.
     """
     problem = call.problem()
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
@@ -173,9 +161,6 @@ def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> It
 
 
 def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants of a call in which one argument is simpler: set to its default; a scale tensor replaced by a number; a
-    bound such as `max_seq_len`, or the number of the page table's columns, reduced to what the requests need.
-    """
     given, parts = call.given, parts_of(call)
     fields = CALL_TYPES[call.function].__dataclass_fields__
     width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
@@ -197,7 +182,6 @@ def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield a call with random contents in all arguments of `CONTENTS`, then calls with random contents in one of them."""
     names = [name for name in contents_of(call) if name not in call.drawn]
     if names:
         yield drawn(call, names)
@@ -220,9 +204,7 @@ def contents_of(call: RecordedCall) -> list[str]:
 
 
 def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
-    """Replace the contents of the arguments `names` by normally distributed values. Each tensor has its own seed (`seed_of`).
-    Non-finite elements are kept.
-    """
+    """Replace the contents of the arguments `names` by normally distributed values. Non-finite elements are kept."""
     given = {name: each_tensor(call.given[name], partial(_drawn, name)) for name in names}
     return replace(call, given={**call.given, **given}, drawn=call.drawn | {*names})
 
@@ -244,7 +226,6 @@ def _drawn(name: str, side: int, tensor: Tensor) -> Tensor:
 
 
 def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[int]) -> RecordedCall:
-    """Return a call with only these K/V heads, and only the query heads with indexes `of_group` in each of their groups."""
     group = call.problem().group
     heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
     changes = {name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()}
@@ -256,8 +237,8 @@ def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[
 
 
 def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
-    """Return a call with changed arguments. `changes` has, by name, a new value, or a function that is applied to the
-    argument's tensors (and, for "out" and "lse", to the recorded results).
+    """Return a call with changed arguments. `changes` has, by name, a new value, or a function of the argument's tensors (for
+    "out" and "lse" of the recorded results too).
     """
 
     def changed(name: str, value: Any) -> Any:
@@ -271,11 +252,9 @@ def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
 
 
 def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:
-    """Yield the sequence without one of its halves, then without one of its quarters, and so on, down to single items."""
     for size in halvings(len(items) // 2):
         yield from ([*items[:start], *items[start + size :]] for start in range(0, len(items), size))
 
 
 def _less(number: int) -> Iterator[int]:
-    """Yield numbers from 1 to number - 1. The distance to `number` halves at each step: for 9 they are 1, 5, 7 and 8."""
-    return (number - step for step in halvings(number - 1))
+    return (number - step for step in halvings(number - 1))  # for 9: 1, 5, 7 and 8

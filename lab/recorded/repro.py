@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES, PagedAttention, Problem
 from lab.calls.entries import places_of_requests, selections_of
+from lab.calls.memory import RESULTS
 from lab.calls.mla_decode import lse_is_base_e
-from lab.recorded.call import RESULTS, RecordedCall, RecordingError, sides_of
+from lab.recorded.call import RecordedCall, RecordingError, sides_of
 from lab.recorded.reductions import parts_of, seed_of
 from lab.recorded.shrink import Fault, Reason
 from lab.recorded.suspicions import visible_of_request
@@ -53,12 +54,12 @@ def write_repro(
 
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
-    """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if the result is wrong.
-    `fault` and `called` are as in `write_repro`. Long tensors are added to `saved`, by name; the program reads them from
-    `repro.pt`.
-    """
+    """Return the program, with the arguments of `write_repro`. Long tensors are added to `saved`, by name."""
     problem, given = call.problem(), call.given
     logits, scale = "logits", 'float(ARGUMENTS.get("bmm1_scale", 1))'
+    raises = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)  # the error is the fault
+    if fault is not None and fault.error:
+        raises = f"type(error).__name__ == {fault.error!r}"
     for name in ("sinks", "attention_sinks"):
         if given.get(name) is not None:
             first = "" if isinstance(given[name], Tensor) else "[0]"
@@ -78,24 +79,14 @@ def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str,
         "logits": logits,
         "group": problem.group,
         "base": " / math.log(2)" if lse_is_base_e(given) else "",
-        "raises": _raises(call, fault),
+        "raises": raises,
         "lse_bound": LSE_LOG2_BOUND,
         "lse_relative_bound": LSE_LOG2_RELATIVE_BOUND,
     }
     return Template(PROGRAM.read_text()).substitute(values)
 
 
-def _raises(call: RecordedCall, fault: Fault | None) -> str:
-    """Return a Python expression that is True if `error`, which the function raised, is the fault to be reproduced.
-    Without a `fault` it is True if the recorded call did not return.
-    """
-    if fault is None:
-        return str(call.out is None)
-    return f"type(error).__name__ == {fault.error!r}" if fault.error else str(fault.reason is Reason.NO_RETURN)
-
-
 def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
-    """Return (name, value) of each argument of the call that differs from its default."""
     fields = CALL_TYPES[call.function].__dataclass_fields__
     return [
         (name, value)
@@ -115,7 +106,6 @@ def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
 
 
 def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
-    """Yield the lines of the issue's text, in Markdown. `write_repro` documents the arguments."""
     yield f"# {in_markdown(_title(call, fault, called))}\n"
     yield from (
         f"* {name}: {in_markdown(version.split()[0] if name != 'GPU' else version)}"
@@ -140,9 +130,7 @@ def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str],
 
 
 def _bounds(problem: Problem) -> list[float]:
-    """Return, for each request, the largest relative L2 error that the judge allows for one of its output vectors, rounded up;
-    0 for a request without query rows.
-    """
+    """Return for each request the largest error that the judge allows for one of its output vectors, rounded up."""
     truth = truth_of_problem(problem)
     truth = truth.of_rows(truth.expected.isfinite().flatten(1).all(dim=1))
     bounds = truth.compare(truth.control).bound[:, 0]
@@ -151,7 +139,6 @@ def _bounds(problem: Problem) -> list[float]:
 
 
 def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a Python expression per request: its keys' token indices in K and in V, and which keys each row sees."""
     places = places_of_requests(problem, range(problem.batch_size))
     for request, (q_len, (k, v)) in enumerate(zip(problem.q_lens(), places, strict=True)):
         if isinstance(problem, PagedAttention) and problem.selected is not None:  # an entry may stand in two columns
@@ -163,7 +150,7 @@ def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _side(call: RecordedCall, side: Tensor) -> str:
-    """Return a Python expression for K or V (`side`), as a view of the argument in whose memory it lies."""
+    # An expression for K or V, as a view of the argument in whose memory it lies.
     names = ("kv_cache", "key", "value")
     given = {name: value for name in names if (value := call.given.get(name)) is not None}
     parts = dict[str, Tensor]()
@@ -178,9 +165,6 @@ def _side(call: RecordedCall, side: Tensor) -> str:
 
 
 def _expression(call: RecordedCall, name: str, value: Any, saved: dict[str, Tensor], side: int = 0) -> str:
-    """Return a Python expression for the value of an argument. `side` is the index of a tensor in a tuple. Long tensors are
-    added to `saved`. Raises RecordingError if the program cannot express the value.
-    """
     if isinstance(value, tuple | list):
         parts = ", ".join(_expression(call, name, each, saved, place) for place, each in enumerate(value))
         return f"[{parts}]" if isinstance(value, list) else f"({parts},)"
@@ -203,9 +187,6 @@ def _expression(call: RecordedCall, name: str, value: Any, saved: dict[str, Tens
 
 
 def _tensor(value: Tensor, saved: dict[str, Tensor]) -> str:
-    """Return a Python expression for a tensor: `torch.arange` for consecutive numbers, `tril` for a causal mask, the elements
-    of a short tensor. Any other tensor is added to `saved`, and the expression reads it from there.
-    """
     if value.dtype == torch.int64 and value.dim() == 1 and bool((value.diff() == 1).all()):
         start = int(value[0]) if len(value) else 0
         return f"torch.arange({start}, {start + len(value)})"
@@ -223,7 +204,6 @@ def _tensor(value: Tensor, saved: dict[str, Tensor]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a short text for a value: for a tensor its dtype, and its elements (a few integers) or else its shape."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_short, value))})"
     if not isinstance(value, Tensor):

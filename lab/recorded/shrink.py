@@ -1,6 +1,6 @@
 """Shrink a recorded call whose output or LSE is wrong: search for a smaller call that is wrong for the same reason."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab.named_enum import NamedEnum
 from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.reductions import Reduction, contents_of, drawn
+from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of, drawn
 from lab.references.assertion import truth_of_problem
 from lab.shrinking import smallest
 from lab.workloads.inputs.contents import new_workspace
@@ -19,8 +19,6 @@ SHOWN_ELEMENTS = 4
 
 
 class Reason(NamedEnum):
-    """Why the result of a call is wrong, without details."""
-
     ARGUMENTS = "the arguments are invalid"
     RAISED = "the call raises an error"
     NO_RETURN = "the call did not return"
@@ -32,27 +30,20 @@ class Reason(NamedEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why the result of a call is wrong, with details.
-
-    Attributes:
-        sentence: the worst vectors with their errors, the bias, or the exception that was raised.
-        error: the name of the exception's type; "" if none was raised.
-        vector: the place and the first elements of the worst output vector, as text; "" if no output vector is wrong.
-    """
+    """Why the result of a call is wrong."""
 
     reason: Reason
     sentence: str
-    error: str = ""
-    vector: str = ""
+    error: str = ""  #: the name of the type of the exception that was raised
+    vector: str = ""  #: the place and the first elements of the worst output vector
 
 
 Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call; None if the call's result is right
 
 
 def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find:
-    """Return a function that takes a recorded call, calls `function` with its inputs on a device, and returns why the new
-    result is wrong (None if it is right). It raises torch.AcceleratorError if the call crashes the GPU's context, because then
-    no further call is possible.
+    """Return a function that makes a recorded call again, of `function` on a device, and returns the fault of the new result.
+    It raises torch.AcceleratorError if the call crashes the GPU's context, because then no further call is possible.
     """
 
     def find(call: RecordedCall) -> Fault | None:
@@ -69,7 +60,6 @@ def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find
 
 
 def recorded_fault(call: RecordedCall) -> Fault | None:
-    """Return why the recorded result of a call is wrong; None if it is right."""
     if call.raised:
         return Fault(Reason.RAISED, call.raised, call.raised.partition(":")[0])
     if call.out is None:
@@ -80,8 +70,7 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Compare an output and LSE (None: no LSE) with float64 arithmetic on the call's inputs, by the judge's bound for
-    each output vector. Return the fault; None if they are right. Requests that see a non-finite key are not compared.
+    """Return the fault of an output and LSE, by the judge's bounds. Requests that see a non-finite key are not compared.
     `arithmetic` is the dtype in which the bound's control computes; None: the query's.
     """
     truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)
@@ -101,19 +90,12 @@ def fault_of(
     return None if compared.passed else Fault(Reason.BIAS, truth.wrong_output(compared, out))
 
 
-def shrunk(
-    call: RecordedCall,
-    find: Find,
-    reductions: Sequence[Reduction],
-    synthetic: bool = False,
-) -> tuple[RecordedCall, Fault | None]:
+def shrunk(call: RecordedCall, find: Find, synthetic: bool = False) -> tuple[RecordedCall, Fault | None]:
     """Search for a smaller call whose result is wrong for the same reason. Ctrl-C ends the search, and the smallest call found
     until then is returned.
 
     Args:
-        find: returns why a call's result is wrong, None if it is right: `recorded_fault`, or a result of `fault_by_calling`.
-        reductions: the reductions to try: `REDUCTIONS`, or `OF_OUTPUTS` if `find` is `recorded_fault`. With
-            `recorded_fault` a call that did not return is not shrunk.
+        find: `recorded_fault`, with which a call that did not return is not shrunk, or a result of `fault_by_calling`.
         synthetic: replace all contents by random values at the end, even if the result is then right.
 
     Returns:
@@ -150,7 +132,7 @@ def shrunk(
 
         if find is not recorded_fault or call.out is not None:
             with suppress(KeyboardInterrupt, torch.AcceleratorError):  # then the smallest call so far is returned
-                smallest(call, reductions, stays_wrong)
+                smallest(call, OF_OUTPUTS if find is recorded_fault else REDUCTIONS, stays_wrong)
         if synthetic and not call.drawn >= {*contents_of(call)}:
             call = drawn(call, contents_of(call))
             return call, None if find is recorded_fault else find(call)

@@ -1,8 +1,5 @@
-"""Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs.
-
-A recorded call does not show whether its page table names pages of another request. But some mistakes of an engine are visible
-in the arguments, such as two requests with the same last page. This module returns a sentence for each of them. Such a sentence
-is a remark, and does not change the verdict.
+"""Find suspicious inputs of a recorded call, such as two requests with the same last page, and the inputs that caused
+non-finite outputs. A suspicion is a remark, and does not change the verdict.
 """
 
 import itertools
@@ -24,8 +21,6 @@ MOST_SHOWN = 6
 
 
 class Place(NamedTuple):
-    """The position of a K or V vector: its request, token and K/V head, and `side`, which is 0 for K and 1 for V."""
-
     side: int  #: 0 for K, 1 for V
     request: int
     token: int  #: index of the key within the request
@@ -34,25 +29,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecordedInputs:
-    """The inputs of a recorded call.
-
-    Attributes:
-        problem: the attention problem of the call, whose arguments were checked.
-        histories: K and V of each request, from `lab.references.assertion.histories_of`.
-        pages: the engine's id of each page of the problem's cache; None if the problem uses the engine's ids.
-        first_kv_head: the number of the problem's first K/V head in the call. It is not 0 if the problem is a part of a
-            block-sparse call.
-    """
+    """The inputs of a recorded call, or of one K/V head of a block-sparse call."""
 
     problem: Problem
-    histories: Sequence[History]
-    pages: Sequence[int] | None = None
-    first_kv_head: int = 0
+    histories: Sequence[History]  #: of all requests
+    pages: Sequence[int] | None = None  #: the engine's id of each page of the problem's cache; None: they are the same
+    first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
     def suspicions(self) -> list[str]:
-        """Return sentences about suspicious inputs: a scale of 0, query rows that belong to no request, a last page that
-        several requests share, non-finite K or V.
-        """
+        """Return sentences about scales of 0, rows that belong to no request, shared last pages, and non-finite K or V."""
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
         found = [
@@ -68,9 +53,7 @@ class RecordedInputs:
         return first_few(found, MOST_SHOWN)
 
     def origins_of_non_finite(self, out: torch.Tensor) -> list[str]:
-        """Return a sentence for each request that has a non-finite output row. It says for the first such row which non-finite
-        input caused it. `out` is the output of the call, [num_rows, num_qo_heads, v_head_dim].
-        """
+        """Return sentences about the first non-finite row of each request in `out` [num_rows, num_qo_heads, v_head_dim]."""
         problem, found = self.problem, []
         bad = ~out.to(torch.float32).isfinite().all(dim=-1)
         for request, (start, end) in enumerate(itertools.pairwise(problem.row_offsets())):
@@ -83,10 +66,6 @@ class RecordedInputs:
         return first_few(found, MOST_SHOWN)
 
     def _origin(self, request: int, seen: torch.Tensor, kv_head: int) -> str:
-        """Return a text about the non-finite K or V vector of a K/V head that made an output row of a request non-finite. The
-        vector is one that the row sees; if there is none, one of the request that the row must not see, or one after the
-        request's last key. `seen`, bool [num_keys], says which keys the row sees.
-        """
         problem, places = self.problem, [each for each in self._non_finite(request) if each.head == kv_head]
         for each in sorted(places, key=lambda place: not seen[place.token]):
             return f"{'it sees' if seen[each.token] else 'it must not see'} {self._words(each)}"
@@ -99,7 +78,6 @@ class RecordedInputs:
         return "all that it sees is finite"
 
     def _shared_tails(self, problem: PagedAttention) -> Iterator[str]:
-        """Yield a sentence for each page that is the last page of several requests and is only partly filled."""
         owners = defaultdict(list)
         for request, kv_len in enumerate(problem.seq_lens.tolist()):
             if kv_len % problem.page_size:
@@ -111,7 +89,6 @@ class RecordedInputs:
                 yield f"page {page} is the last page of requests {several}: each of them writes its next key into it"
 
     def _non_finite(self, request: int) -> list[Place]:
-        """Return the positions of a request's K and V vectors that have a non-finite element."""
         return [
             Place(side, request, token, head)
             for side, values in enumerate(self.histories[request])
@@ -119,7 +96,6 @@ class RecordedInputs:
         ]
 
     def _words(self, place: Place) -> str:
-        """Return a text with a vector's position in its request and in the engine's cache, and its first non-finite element."""
         side, request, token, head = place
         vector, where = self.histories[request][side][token, head].to(torch.float32), ""
         if isinstance(self.problem, PagedAttention):
@@ -129,15 +105,11 @@ class RecordedInputs:
         return f"{key} holds {float(vector[~vector.isfinite()][0])}"
 
     def _place(self, side: int, request: int, token: int) -> tuple[int, int]:
-        """Return where a key of a request is stored: its page in the problem's cache, and its slot in the page. `side` is 0
-        for K and 1 for V.
-        """
         assert isinstance(self.problem, PagedAttention)
         at = torch.tensor([[request], [token]], device=self.problem.query.device)
         return divmod(int(places_of(self.problem, *at)[side]), self.problem.page_size)
 
     def _id(self, page: int) -> int:
-        """Convert a page number in the problem's cache to the engine's page id."""
         return page if self.pages is None else self.pages[page]
 
 

@@ -86,9 +86,7 @@ class RecordedPass:
 
     @classmethod
     def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
-        """Read a recorded call, and copy its arguments to a device. Raises RecordingError if the call cannot be read, is not
-        supported or is block-sparse.
-        """
+        """Return a recorded call. Raises RecordingError if it cannot be read, is not supported or is block-sparse."""
         call, problem = recorded.posed()
         call.refuse_block_sparse("timed")
         sizes, given = CallSizes.of(problem), call.arguments(device)
@@ -100,7 +98,6 @@ class RecordedPass:
         return cls(sizes, given, [_deviation(each) for each in contents])
 
     def posed(self, arguments: Mapping[str, Any]) -> Problem:
-        """Return the attention problem (sizes and views of tensors) that these arguments of the call's function define."""
         problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
         return problem
 
@@ -123,7 +120,6 @@ class RecordedPass:
         return torch.empty_like(self.given["out"])
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
-        """Return an output without its padding rows, [num_rows, num_qo_heads, v_head_dim]."""
         return out.flatten(0, -3)[: sum(self.case.q_lens)]
 
 
@@ -135,7 +131,7 @@ class CallRedraw(SeededRedraw):
 
     @property
     def selects(self) -> bool:
-        """Return True if rows select entries (sparse MLA). The selected entries depend on the lengths, which are kept then."""
+        # The selected entries depend on the lengths, which are kept then.
         return bool(self.forward.given.get("sparse_mla_top_k"))
 
     def first_set(self) -> dict[str, Any]:
@@ -177,24 +173,20 @@ class CallRedraw(SeededRedraw):
         wipe(arguments)
 
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
-        """Return the expected outputs of some requests for these seeds. For an e4m3 cache the bound allows products in e4m3,
-        because XQA computes in e4m3.
-        """
         arguments = {**self.forward.given, **self.first_set()}
         self.write_tokens(arguments, seeds.tokens)
         self.write_call(arguments, seeds)
-        arithmetic = E4M3 if self.forward.case.kv_dtype == E4M3 else None
+        arithmetic = E4M3 if self.forward.case.kv_dtype == E4M3 else None  # as XQA computes
         return truth_of_problem(self.forward.posed(arguments), arithmetic, requests=requests)
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return for each request by how many keys a seed shortens it."""
         case = self.forward.case
         dice, shortens = random.Random(f"lengths {seed}"), not self.keeps_metadata and seed % SHORTER_EVERY == 0
         spare = (max(kv_len - max(q_len, 1), 0) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
         return [dice.randint(0, min(MOST_SHORTER, each)) if shortens else 0 for each in spare]
 
     def _drawn(self, shape: Sequence[int], dtype: torch.dtype, number: int, seed: int) -> Tensor:
-        """Draw the contents of the query (`number` 0), K (1) or V (2), in this shape and dtype."""
+        # `number` is 0 for the query, 1 for K and 2 for V.
         generator = self._generator(seed + number)
         if dtype == NVFP4:
             return torch.randint(256, tuple(shape), dtype=dtype, device=generator.device, generator=generator)
@@ -203,12 +195,10 @@ class CallRedraw(SeededRedraw):
 
 
 def _sides(problem: Problem) -> list[Tensor]:
-    """Return K and V of a problem, as `sides_of` does. If V is the first part of K (MLA), return only K."""
     k, v = sides_of(problem)
-    return [k] if k.data_ptr() == v.data_ptr() else [k, v]
+    return [k] if k.data_ptr() == v.data_ptr() else [k, v]  # V may be the first part of K (MLA)
 
 
 def _deviation(contents: Tensor) -> float:
-    """Return the standard deviation of the finite elements; 1 if it would be 0 or there are none."""
     wide = contents.to(torch.float32)
-    return float(wide[wide.isfinite()].std(correction=0).nan_to_num()) or 1.0
+    return float(wide[wide.isfinite()].std(correction=0).nan_to_num()) or 1.0  # 1 if no element is finite

@@ -16,7 +16,6 @@ from lab.recorded import own_form
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.lengths import traced_requests
-from lab.recorded.reductions import OF_OUTPUTS
 from lab.recorded.shrink import recorded_fault, shrunk
 from lab.recorded.timed import RecordedPass
 from tests.cases import block_sparse_arguments, random_batch
@@ -112,7 +111,7 @@ def test_what_needs_a_whole_request_is_refused(tmp_path: Path) -> None:
     written(tmp_path, arguments())
     (case,) = recorded_cases(tmp_path)
     with pytest.raises(RecordingError, match=r"enable_block_sparse_attention.* cannot be shrunk yet"):
-        shrunk(case.read(), recorded_fault, OF_OUTPUTS)
+        shrunk(case.read(), recorded_fault)
     with pytest.raises(RecordingError, match=r"enable_block_sparse_attention.* cannot be timed yet"):
         RecordedPass.of(case, CPU)
     with pytest.raises(RecordingError, match="no recorded call has a request with a length"):

@@ -25,7 +25,6 @@ from lab.recorded import own_form
 from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.own_form import UNKEPT
-from lab.recorded.reductions import OF_OUTPUTS
 from lab.recorded.shrink import recorded_fault, shrunk
 from tests.cases import BATCHES, DECODE, MLA, arguments_of, latent_batch, mirrors, random_batch, sparse_arguments
 from tests.damage import damaged_values
@@ -91,7 +90,7 @@ def test_of_selected_entries_the_pages_are_kept_and_judged_from_the_calls_own_en
     _write_inputs(wrong, arguments, MLA, out=returned)
     assert _outcomes(wrong) == [Outcome.WRONG]
     with pytest.raises(RecordingError, match="nothing to shrink"):
-        shrunk(call, recorded_fault, OF_OUTPUTS)
+        shrunk(call, recorded_fault)
 
 
 @pytest.mark.parametrize("function", BATCHES)

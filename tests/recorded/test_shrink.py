@@ -21,8 +21,6 @@ from lab.calls.problem import E4M3
 from lab.recorded import Recorder, Triggers, own_form, shrink
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import (
-    OF_OUTPUTS,
-    REDUCTIONS,
     Part,
     cut,
     fewer_heads,
@@ -93,7 +91,7 @@ def _latent(**changes: Any) -> RecordedCall:
 
 
 def _smallest(call: RecordedCall, function: Callable[..., Any], **settings: Any) -> tuple[RecordedCall, Fault | None]:
-    return shrunk(call, fault_by_calling(function, CPU), REDUCTIONS, **settings)
+    return shrunk(call, fault_by_calling(function, CPU), **settings)
 
 
 class Program(NamedTuple):
@@ -255,7 +253,7 @@ def test_a_bias_of_many_vectors_is_wrong_and_cannot_be_shrunk() -> None:
     assert fault.reason is Reason.BIAS
     assert fault_of(call, right, None) is None
     with pytest.raises(RecordingError, match=r"has too few vectors: .* too large: factor 1\.002"):
-        shrunk(replace(call, out=right * 1.002), recorded_fault, OF_OUTPUTS)
+        shrunk(replace(call, out=right * 1.002), recorded_fault)
 
 
 def test_a_result_without_rows_is_not_right() -> None:
@@ -473,7 +471,7 @@ def test_an_output_that_dead_slots_spoil_keeps_their_nan() -> None:
     assert _facts(smaller)["requests"] == 1
     assert "kv_cache" in smaller.drawn
     assert _status(_program(smaller, fault), wrong) == 1
-    kept, fault = shrunk(replace(call, out=wrong(**arguments)), recorded_fault, OF_OUTPUTS)
+    kept, fault = shrunk(replace(call, out=wrong(**arguments)), recorded_fault)
     assert _facts(kept)["requests"] == 1
     assert _status(_program(kept, fault), wrong) == 1
 
@@ -814,7 +812,7 @@ def test_a_vector_is_named_by_its_rows_in_the_whole_call() -> None:
 
 def test_a_call_that_did_not_return_is_kept_whole_without_a_call(tmp_path: Path) -> None:
     call = _decode()
-    kept, fault = shrunk(call, recorded_fault, OF_OUTPUTS)
+    kept, fault = shrunk(call, recorded_fault)
     assert kept is call
     assert fault is not None
     assert fault.reason is Reason.NO_RETURN
