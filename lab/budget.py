@@ -45,18 +45,14 @@ MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one ba
 @dataclass(frozen=True)
 class Setting:
     """The decode requests whose errors are measured, and the cache that stores their K and V. Dtypes are names of
-    `lab.ranges.DTYPES`.
+    `lab.ranges.DTYPES`. Raises ValueError for an unknown name, and a number out of range.
 
     Attributes:
         kv, scale: dtype of the cache, and the name of its scale in `SCALES`.
-        keys, values, v_std: number of keys of a request, the distribution of K and V (a name in `VALUES`), and a factor by
-            which V is multiplied. Not used for recorded requests.
-        head_dim, group: elements of a head, and query heads per K/V head.
+        keys, values, v_std: number of keys of a request, the distribution of K and V (a name in `VALUES`), and a factor of
+            V. Not used for recorded requests.
         query: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised.
         out, arithmetic: dtypes of the output and of the operands of Q·K^T and of P·V; "" for the dtype of the query.
-
-    Raises:
-        ValueError: a name is unknown, or a number is out of range.
     """
 
     kv: str
@@ -83,8 +79,8 @@ class Setting:
 
 
 class UnstoredRequests(NamedTuple):
-    """Decode requests with K and V before they are quantised, and the factor of Q·K^T (`softmax_scale`): query [requests,
-    group, head_dim], float32 keys and values [requests, keys, head_dim].
+    """Decode requests before K and V are quantised: query [requests, group, head_dim], float32 keys and values [requests,
+    keys, head_dim], and the factor of Q·K^T.
     """
 
     query: Tensor
@@ -97,9 +93,7 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Yield batches of random requests, drawn from `seed` as the setting says, until their outputs have `elements` elements, or
-    their tensors `MOST_DRAWN` numbers.
-    """
+    """Yield batches of random requests until their outputs have `elements` elements, or their tensors `MOST_DRAWN` numbers."""
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
     numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
@@ -117,11 +111,9 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
-    """Yield the requests of the decode and context calls in `cases`. Each K/V head of a request becomes one request, with the
-    last query row and the keys in its window. Sinks are left out.
-
-    Raises:
-        ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.
+    """Yield the requests of the decode and context calls in `cases`. Each K/V head of a request becomes one request, with
+    the last query row and the keys in its window. Sinks are left out. Raises ValueError if a call cannot be read, or its
+    cache is quantised, so that the original K and V are not known.
     """
     for case in cases:
         if case.interface not in (AttentionCall.DECODE, AttentionCall.CONTEXT):
@@ -160,9 +152,7 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Quantise K or V (`values`) as the setting's cache does. Return (tensors, scale of the cache). The tensors are the
-    quantised values and, for NVFP4, their scale factors.
-    """
+    """Return (K or V as the setting's cache stores it, for NVFP4 with its scale factors; scale of the cache)."""
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
     scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0
@@ -170,9 +160,7 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Compute attention of the requests before and after quantisation in the setting's cache. Return (arguments of the decode
-    call, float64 output on the original K and V, expected results on the stored K and V).
-    """
+    """Return (arguments of the decode call, float64 output on the original K and V, expected results on the stored ones)."""
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
     visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
@@ -201,9 +189,10 @@ def budget(
 
     Returns:
         A dict with the fields of the setting and these numbers: `vectors` is the number of output vectors. `quantisation`,
-        `kernel` and `bound` are the medians over vectors of the quantisation error, of the control's error and of the judge's
-        bound. `quantisation_over` and `kernel_over` are the shares of the elements in which the first two errors exceed the
-        tolerance. With a kernel, `given` is its median error, and `given_worst` its largest ratio of error to bound.
+            `kernel` and `bound` are the medians over vectors of the quantisation error, of the control's error and of the
+            judge's bound. `quantisation_over` and `kernel_over` are the shares of the elements in which the first two errors
+            exceed the tolerance. With a kernel, `given` is its median error, and `given_worst` its largest ratio of error to
+            bound.
     """
     call, original, truth = _solved(requests, setting)
     control = truth.compare(truth.control)
@@ -224,9 +213,8 @@ class Explanation:
 
     Attributes:
         verdict: "noise", "bug" or "cannot be told".
-        reason: the reason of the verdict, in sentences.
-        numbers: "simulated": number of simulated elements; "mean", "mean_at_bound": mean number of mismatches in a test of this
-            size, of a right kernel and of a kernel whose errors equal the judge's bound; "probability": of the test's
+        numbers: "simulated": number of simulated elements; "mean", "mean_at_bound": mean number of mismatches in a test of
+            this size, of a right kernel and of a kernel whose errors equal the judge's bound; "probability": of the test's
             mismatches; "largest": the largest simulated difference; "judge_allows": the largest difference that the judge
             allows.
     """
@@ -250,16 +238,14 @@ def explain(
     """Decide whether a failed test shows a bug of a kernel, or noise that a right kernel has too.
 
     The control is computed for the requests in `batches` (the simulation). A mismatch is an element that exceeds the test's
-    tolerance. The verdict is "bug" if the largest difference exceeds what the judge allows for a vector whose whole error is in
-    one element; or if `mismatched` or more mismatches have a probability below `LEVEL` even for a kernel whose vectors all have
-    errors as large as their bounds. It is "noise" if both the mismatches and the largest difference have a probability of at
-    least `LEVEL` in the simulation. Otherwise it is "cannot be told".
+    tolerance. The verdict is "bug" if the largest difference exceeds what the judge allows for a vector whose whole error is
+    in one element; or if `mismatched` or more mismatches have a probability below `LEVEL` even for a kernel whose vectors
+    all have errors as large as their bounds. It is "noise" if both the mismatches and the largest difference have a
+    probability of at least `LEVEL` in the simulation. Otherwise it is "cannot be told".
 
     Args:
         batches: requests with values as in the test, because a difference is proportional to V.
-        mismatched: number of elements that exceeded the tolerance.
-        elements: number of elements in the test.
-        atol, rtol: the test's tolerance.
+        mismatched, elements: number of elements that exceeded the tolerance, and of all elements in the test.
         off_by: the largest `|got - want|` of the test; None: unknown.
         against: how the test computed its expected result, one of `AGAINST`.
 
@@ -302,13 +288,9 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Compare the control of each request in `batches` with the test's expected result. The arguments are those of `explain`. A
-    mismatch is an element that exceeds the tolerance.
-
-    Returns:
-        Four tensors [requests] and the number of elements of all requests. The tensors are: mismatches of the control;
-        mismatches of a kernel whose errors equal the judge's bound; the control's largest difference; the largest difference
-        that the judge allows.
+    """Return four tensors [requests] and the number of elements of all requests. The tensors are: mismatches of the control;
+    mismatches of a kernel whose errors equal the judge's bound; the control's largest difference; the largest difference
+    that the judge allows.
     """
     parts, simulated = [], 0
     for requests in batches:
@@ -326,18 +308,13 @@ def _simulated(
 
 
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
-    """Return the probability of `count` or more mismatches ("events") in a test, estimated from a simulation.
+    """Return the probability of `count` or more mismatches ("events") in a test, estimated from a simulation, whose requests
+    had `counts` events, and `simulated` elements in all.
 
-    This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, an event
-    is one of the test with the probability elements / (elements + simulated). Events of one request are not independent, so
-    both counts are divided by the variance of `counts` over their mean, if it exceeds 1. Without simulated events this ratio is
-    unknown, and all events of the test count as one.
-
-    Args:
-        count: number of events in the test.
-        elements: number of elements in the test.
-        counts: [requests], number of events in each simulated request.
-        simulated: number of elements of all simulated requests.
+    This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, an
+    event is one of the test with the probability elements / (elements + simulated). Events of one request are not
+    independent, so both counts are divided by the variance of `counts` over their mean, if it exceeds 1. Without simulated
+    events this ratio is unknown, and all events of the test count as one.
     """
     from scipy.special import betainc
 

@@ -30,10 +30,8 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Raise an error unless all these packages, which a part of the lab needs, are installed. No package is imported.
-
-    Raises:
-        ModuleNotFoundError: packages are missing; the message names `part`, the packages and the pip extra that installs them.
+    """Raise ModuleNotFoundError unless all these packages, which a part of the lab needs, are installed. The message names
+    `part`, the packages and the pip extra that installs them. No package is imported.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:

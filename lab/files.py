@@ -21,11 +21,10 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionE
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to the file `path` atomically: a reader sees the whole old text or the whole new text, even after an
-    interruption.
+    """Write `text` to the file `path` atomically: a reader sees the whole old text or the whole new text.
 
-    Missing parent folders are created. The text is encoded as UTF-8, with escapes for halves of surrogate pairs, and compressed
-    by gzip if the file's name ends in ".gz". For a symbolic link, its target is written.
+    Missing parent folders are created. The text is UTF-8, with escapes for halves of surrogate pairs, and compressed by gzip
+    if the name ends in ".gz". For a symbolic link, its target is written.
 
     Raises:
         OSError: the file cannot be written; an old file is then unchanged. The error has the file's name.
@@ -51,12 +50,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def regular(path: Path) -> Path:
-    """Return the path. Raise an error unless it is a regular file; a pipe or a device may have no end.
-
-    Raises:
-        OSError: there is no such file, or it is a folder, a pipe or a device.
-        ValueError: no file can have this name.
-    """
+    """Return the path. Raise OSError unless it is a regular file; a pipe or a device may have no end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and no file", str(path))
     return path
@@ -84,9 +78,7 @@ def without_suffix(path: Path) -> Path:
 
 
 def last_report(name: str) -> Path | None:
-    """Return the path of the last report about `name` (a kernel, or a kernel's check) in the user's cache; None if the cache is
-    not writable.
-    """
+    """Return the path of the last report about `name` in the user's cache; None if the cache is not writable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
 """Detect whether a kernel has changed the functions and settings by which it is timed and judged.
 
-A kernel runs in the process that judges it, where Python lets it replace functions, constants and settings. So the functions of
-`WATCHED` modules and of all loaded modules of the lab are recorded before a kernel is loaded, and compared afterwards. A
-replaced function, code, constant, hook, default or operator of torch is a change. Writes of native code into the process's
-memory are not detected (docs/evidence/trust.md).
+A kernel runs in the process that judges it, where Python lets it replace functions, constants and settings. So those of the
+`WATCHED` modules and of all loaded modules of the lab are recorded before a kernel is loaded, and compared afterwards.
+Writes of native code into the process's memory are not detected (docs/evidence/trust.md).
 """
 
 import ctypes
@@ -88,7 +87,7 @@ class ChangedBindingsError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """The functions, constants and settings that `bindings` recorded. Each function, class and constant has a path such as
+    """The functions, constants and settings that `bindings` recorded, each with a path such as
     "lab.references.errors.relative_l2".
     """
 
@@ -145,7 +144,6 @@ class Bindings:
 
 
 def in_words(changed: list[str]) -> str:
-    """Return the error message for the paths in `changed`: it names the first `SHOWN`, and the number of the remaining ones."""
     more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
     return f"the kernel is dishonest: it changed {', '.join(changed[:SHOWN])}{more}, by which it is timed and judged"
 
@@ -231,15 +229,7 @@ def _addresses(
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
     """Return the addresses in memory of all recorded objects as bytes; None if an object is gone. Equal bytes mean that no
-    object was replaced. No Python function is called per object, because this runs after every judged case. The other
-    parameters are Python's functions and constants, bound as defaults so that a kernel cannot replace them.
-
-    Args:
-        lookups: functions that return the recorded names' objects, one for each of `holders`.
-        holders: mappings that hold the names.
-        views: iterables over the items of constants.
-        functions: functions whose code and defaults are compared.
-        cells: closure cells whose contents are compared.
+    object was replaced. No Python function is called per object, because this runs after every judged case.
     """
     found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
     try:
@@ -273,7 +263,6 @@ def _is_constant(value: Any) -> bool:
 
 
 def _views(constant: Any) -> list[Iterable[Any]]:
-    """Return iterables over the items that a constant, a list or dict, has at the time of the iteration."""
     return [constant.keys(), constant.values()] if isinstance(constant, dict) else [constant]
 
 
@@ -308,15 +297,12 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def _kernels_of(name: str) -> str:
-    """Return torch's dispatch tables of the aten operator `name` as text, with the source line that registered each kernel."""
     return "".join(map(torch._C._dispatch_dump, _overloads(name)))
 
 
 @functools.cache
 def _overloads(name: str) -> list[str]:
-    """Return the names of the overloads of the aten operator `name` that have kernels. TorchScript's overloads, as for two
-    ints, have none.
-    """
+    """Return the names of the overloads that have kernels. TorchScript's overloads, as for two ints, have none."""
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return [each for each in names if torch._C._dispatch_has_kernel(each)]

@@ -1,11 +1,10 @@
 """Speed up Triton's interpreter, and distinguish its limits and its errors with bf16 from errors of a kernel.
 
-A launch replaces the functions of `triton.language` in the kernel's module by interpreted ones. Triton 3.7 repeats the search
-for these functions at every call of a `@triton.jit` function, which takes half of the time of a kernel with many helpers. Here
-each module is searched once per launch.
-
-The interpreter also computes each sum and product of integers a second time in 64 bits, for `device_assert`, which does nothing
-without the option `debug`, and builds its table of NumPy dtypes again for each lookup. Both are removed.
+A launch replaces the functions of `triton.language` in the kernel's module by interpreted ones. Triton 3.7 repeats the
+search for these functions at every call of a `@triton.jit` function, which takes half of the time of a kernel with many
+helpers. Here each module is searched once per launch. The interpreter also computes each sum and product of integers a
+second time in 64 bits, for `device_assert`, which does nothing without the option `debug`, and builds its table of NumPy
+dtypes for each lookup. Both are removed.
 """
 
 import functools
@@ -30,7 +29,6 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Forget which modules are patched, then run a launch by the interpreter's `GridExecutor.__call__`."""
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)
@@ -39,9 +37,7 @@ class LanguagePatches:
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
         """Replace the `triton.language` functions in the module of `fn`, unless the running launch has already done so.
-
-        Returns:
-            The function that undoes the replacement after a launch; None if nothing was replaced.
+        Return the function that undoes it after a launch; None if nothing was replaced.
         """
         if self._modules is None:
             return self._patch_language(fn)
@@ -65,9 +61,8 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Speed up Triton's interpreter in this process as the module describes; do nothing if Triton has not imported it.
-
-    Only the lab's own processes call this function (workers of the judge, and tests), because it changes functions of Triton.
+    """Speed up Triton's interpreter in this process; do nothing if Triton has not imported it. Only the lab's own processes
+    call this (workers of the judge, and tests), because it changes functions of Triton.
     """
     interpreter = sys.modules.get(INTERPRETER)
     if interpreter is not None:
@@ -115,9 +110,8 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """Yield a `Bf16` object, in which the interpreter's operations in this process are recorded while the context is open.
-
-    A kernel that converts to float32 before it computes, and rounds before it converts to bf16, sets neither field.
+    """Record what the interpreter's operations on bf16 in this process do while the context is open. A kernel that converts
+    to float32 before it computes, and rounds before it converts to bf16, sets neither field.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [
@@ -135,8 +129,6 @@ def noting_bf16() -> Iterator[Bf16]:
 
 
 def _noting(found: Bf16, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the interpreter's method `name` so that its operations on bf16 are recorded in `found`."""
-
     @functools.wraps(method)
     def noted(self: Any, *given: Any, **named: Any) -> Any:
         operands = given[0] if given and isinstance(given[0], tuple) else given
@@ -154,15 +146,12 @@ def _noting(found: Bf16, name: str, method: Callable[..., Any]) -> Callable[...,
 
 
 def _dtype_of(operand: Any) -> str:
-    """Return the name of the dtype of a tensor's elements, such as "bf16"; "" if `operand` is no tensor."""
     return getattr(getattr(getattr(operand, "dtype", None), "scalar", None), "name", "")
 
 
 def limit_of(error: BaseException) -> str:
-    """Return a sentence about a limit of Triton's interpreter if it caused an error; "" if the kernel may be wrong.
-
-    For example, the interpreter has no inline assembly, and it does not replace a function of `triton.language` that a kernel
-    imported under another name.
+    """Return a sentence about a limit of Triton's interpreter if it caused an error; "" if the kernel may be wrong. It has
+    no inline assembly, and does not replace a function of `triton.language` that a kernel imported under another name.
     """
     cause, seen = error, {error}
     while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause
@@ -180,7 +169,6 @@ def limit_of(error: BaseException) -> str:
 
 
 def _cure() -> str:
-    """Return advice for the user of a kernel that the interpreter cannot run."""
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         return "the interpreter of Triton before 3.7 needs NumPy before 2.4: pip install 'numpy<2.4'"

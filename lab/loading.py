@@ -39,8 +39,8 @@ def load(name: str) -> Any:
     """Import an implementation and return it.
 
     Args:
-        name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute. If
-            the attribute is a function, the implementation has only this function.
+        name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute.
+            If the attribute is a function, the implementation has only this function.
 
     Raises:
         LoadError: there is no implementation of this name, or its code raised an error during the import.
@@ -90,7 +90,6 @@ def is_same_module(one: str, other: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module of its package, or as a module named by its path if it is in no package."""
     if not path.is_file():
         raise FileNotFoundError("it is no file" if path.exists() else "there is no such file")
     path = path.resolve()

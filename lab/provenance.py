@@ -45,7 +45,6 @@ def commit() -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """Return a package's installed version, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -53,10 +52,6 @@ def version_of(package: str) -> str | None:
 
 
 def _nvidia_smi(uuid: str) -> dict[str, str]:
-    """Return the `GPU_FIELDS` of a GPU, as nvidia-smi reports them.
-
-    The GPU is given by its UUID, because nvidia-smi numbers all GPUs, and torch only those in CUDA_VISIBLE_DEVICES.
-    """
     query = f"--query-gpu={','.join(GPU_FIELDS)}"
     line = output_of(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])
     return dict(zip(GPU_FIELDS, line.split(", "), strict=False))

@@ -21,7 +21,7 @@ LAYOUTS = ("HND", "NHD")
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of option values, such as powers of two or pairs of dtypes: which values are permitted, and how text is parsed."""
+    """A type of option values: which values are permitted, and how text is parsed."""
 
     words: Callable[[], str]  # returns a description that follows "is not", such as "a power of two"
     holds: Callable[[Any], bool]  # returns True if a value is permitted
@@ -29,11 +29,7 @@ class Kind:
     metavar: str = "N,N,..."  # placeholder of the values in a help text
 
     def read(self, text: str) -> Any:
-        """Parse the text of one value.
-
-        Raises:
-            ValueError: the text is not a permitted value.
-        """
+        """Parse the text of one value. Raise ValueError for a value that is not permitted."""
         try:
             value = self.parse(text) if str(text).isascii() else None  # int() takes the digits of all scripts
         except ValueError:
@@ -55,16 +51,12 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_latent(value: Any) -> bool:
-    """Return True if the value is a pair (head_dim, v_head_dim) of MLA, where V is the first v_head_dim elements of a cache
-    entry.
-    """
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
     return is_pair and value[1] <= value[0]
 
 
 @cache
 def dtype_of(name: str) -> "torch.dtype":
-    """Return torch's dtype for the lab's short name, such as bf16."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -72,7 +64,6 @@ def dtype_of(name: str) -> "torch.dtype":
 
 
 def dtypes_of(pair: str) -> "tuple[torch.dtype, torch.dtype]":
-    """Return torch's dtypes of the query and of the cache for a text (`pair`) such as bf16/e4m3."""
     query, _, of_cache = pair.partition("/")
     return dtype_of(query), dtype_of(of_cache)
 
@@ -123,17 +114,12 @@ class Option:
         return self.kind is FLAG
 
     def values(self, text: str) -> list[Any]:
-        """Parse the values in a text, which are separated by commas.
-
-        Raises:
-            ValueError: a value is not permitted.
-        """
         return [self.kind.read(each.strip()) for each in text.split(",")]
 
 
 def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
-    """Declare a field of `Ranges` with its option, whose values are of a `kind`. `words` is the option's help text, `more` are
-    further arguments of `Option`. `default` may be a function that returns the default, if that needs torch.
+    """Declare a field of `Ranges` with its option. `default` may be a function that returns the default, if that needs
+    torch.
     """
     given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**given, metadata={"option": Option(words, kind, **more)})
@@ -141,10 +127,8 @@ def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The sizes, dtypes and features from which cases are made. Narrow a field to the values that a kernel supports.
-
-    Raises:
-        ValueError: a field has no value, has a value twice, or has a value from which no case can be made.
+    """The sizes, dtypes and features from which cases are made. Narrow a field to the values that a kernel supports. Raises
+    ValueError if a field has no value, has a value twice, or has a value from which no case can be made.
     """
 
     dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _field(
@@ -243,8 +227,8 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of the field `name` for check K18 (combinations of features). If they are the defaults, the values
-        of `Option.beyond` are added.
+        """Return the values of a field for check K18 (combinations of features): if they are the defaults, with
+        `Option.beyond`.
         """
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
@@ -252,15 +236,12 @@ class Ranges:
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
     def arithmetic(self, dtype: "torch.dtype", kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return the dtype to which the kernel rounds the operands of Q·K^T and of P·V: e4m3 if the query is e4m3, or if the
-        cache is e4m3 and the kernel is known to compute in it; else None (the query's dtype).
-        """
+        """Return the dtype to which the kernel rounds the operands of Q·K^T and of P·V; None: the query's dtype."""
         from lab.calls.problem import E4M3
 
         return E4M3 if dtype == E4M3 or (self.e4m3_arithmetic and kv_dtype == E4M3) else None
 
     def holds(self, model: "Geometry") -> bool:
-        """Return True if the ranges contain a model's head_dim and group size, and sinks if the model has sinks."""
         return (
             model.head_dim in self.head_dims
             and model.group in self.groups
@@ -286,9 +267,6 @@ class Ranges:
 
 
 def _check(name: str, option: Option, given: Any) -> None:
-    """Raise ValueError if the field `name` of `Ranges`, whose value is `given`, has no value, a value twice, or a value that
-    its option does not permit.
-    """
     if not option.is_several:
         if not option.kind.holds(given):
             raise ValueError(f"{name}={given!r} must be {option.kind.words()}")
@@ -305,11 +283,7 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 
 
 def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
-    """Return the default ranges with the chosen values by field name. An absent field or None keeps the default.
-
-    Raises:
-        ValueError: `Ranges` refuses the values.
-    """
+    """Return the default ranges with the chosen values by field name. An absent field or None keeps the default."""
     narrowed: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         value = chosen.get(name)
@@ -320,10 +294,8 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
 
 
 def options_of(ranges: Ranges, prefix: str = "--") -> str:
-    """Return the options that narrow the default ranges to the given ranges. This is the inverse of `ranges_of`.
-
-    Args:
-        prefix: prefix of each option; pytest's options begin with "--lab-".
+    """Return the options that narrow the default ranges to the given ranges, the inverse of `ranges_of`. pytest's `prefix`
+    is "--lab-".
     """
     usual, words = Ranges(), []
     for name, option in OPTIONS.items():

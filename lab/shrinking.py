@@ -11,12 +11,8 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Reduce a failing subject, such as a case, until no reduction gives a smaller one that still fails. Return the result.
-
-    Args:
-        subject: a subject that fails.
-        reductions: functions that return smaller subjects. The first returned subject that still fails replaces the subject.
-        stays_wrong: returns True if a subject still fails.
+    """Reduce a failing subject until no reduction gives a smaller one that still fails (`stays_wrong`), and return it. The
+    first smaller subject of a reduction that still fails replaces it.
     """
     is_smaller = True
     while is_smaller:

@@ -21,8 +21,8 @@ OUTSIDE = 2**40  # external correlation id of work before and after runs; the id
 
 @dataclass(frozen=True)
 class Activity:
-    """One kernel, copy or fill on the GPU, with its start and end in nanoseconds of CUPTI's clock. `name` is the kernel's name,
-    else the kind of activity, such as "MEMCPY".
+    """One kernel, copy or fill on the GPU, in nanoseconds of CUPTI's clock. `name` is the kernel's, else the kind, such as
+    "MEMCPY".
     """
 
     name: str
@@ -46,10 +46,8 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Run the steps, each (a preparation or None, a timed run), in order, and return the activities of each timed run, sorted
-    by start.
-
-    Before each run, the function waits until the device is idle. The activities of a preparation are not returned.
+    """Run the steps in order, each on an idle device, and return the activities of each timed run, sorted by start, without
+    those of its preparation.
 
     Raises:
         RuntimeError: cupti-python 13 or later is not installed, another profiler holds CUPTI, or a run has no activity.

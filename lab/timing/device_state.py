@@ -24,10 +24,8 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU while work ran on it; a field is empty if NVML does not report it.
-
-    Attributes:
-        throttled_by: the reasons for reduced clocks, in words; None while it is unknown whether they were reduced.
+    """Readings of a GPU while work ran on it; a field is empty if NVML does not report it. `throttled_by` has the reasons
+    for reduced clocks, in words; None while it is unknown whether they were reduced.
     """
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
@@ -47,9 +45,7 @@ class DeviceState:
         }
 
     def read(self, device_index: int) -> None:
-        """Add a reading of clocks, power, temperature and throttling of the GPU with torch's index `device_index`. Call it
-        while the GPU executes the work.
-        """
+        """Add a reading of the GPU with torch's index `device_index`. Call it while the GPU executes the work."""
         handle = _handle(device_index)
         if handle is None:
             return
@@ -74,9 +70,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield an empty `DeviceState` for the GPU with torch's index `device_index`. When the block ends, add the reasons that
-    reduced the clocks during the block.
-    """
+    """Yield an empty `DeviceState`. When the block ends, add the reasons that reduced the clocks during the block."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state
@@ -105,7 +99,7 @@ def _if_supported(function: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle of the GPU with torch's index `device_index`, or None without NVML. It is found by UUID, because
+    """Return NVML's handle of the GPU with torch's index, or None without NVML. It is found by UUID, because
     CUDA_VISIBLE_DEVICES renumbers devices.
     """
     try:

@@ -34,13 +34,12 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """One forward pass, or one recorded call, that is timed on several implementations. The implementations read the
-    same input tensors and write separate outputs.
+    """One forward pass, or one recorded call, that is timed on several implementations, which read the same input tensors.
 
     Attributes:
-        plain: draws new contents for the inputs of implementations that read lengths and page ids from the GPU.
-        planned: draws new contents for the inputs of implementations that plan on the host. It has its own tensors, and does
-            not change page ids and lengths.
+        plain: draws new contents for implementations that read lengths and page ids from the GPU.
+        planned: draws new contents for implementations that plan on the host. It has its own tensors, and does not change
+            page ids and lengths.
     """
 
     forward: EnginePass | RecordedPass
@@ -64,7 +63,6 @@ class TimedPasses:
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
     def work(self, implementation: Any) -> GpuWork:
-        """Return the `GpuWork` (timed call) that runs the pass on an implementation."""
         forward, case = self.forward, self.forward.case
         redraw = self.planned if is_planned(implementation, forward) else self.plain
         arguments = redraw.inputs(0) | {"out": forward.new_out()}
@@ -97,13 +95,13 @@ def time_interleaved(
 ) -> list[TimedPass | Exception]:
     """Build one pass or read one recorded call, and time it on several implementations with interleaved samples.
 
-    Outputs are checked before and after. All implementations read the same tensors, drawn from the seed (None: a new
-    seed), and each writes a separate output. Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; its
-    host time is the field `plan_us`.
+    Outputs are checked before and after. All implementations read the same tensors, drawn from the seed (None: a new seed).
+    Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; its host time is the field `plan_us`.
 
     Returns:
-        For each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that prevented
-        the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
+        For each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that
+            prevented the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the
+            implementation's code.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))
@@ -166,11 +164,9 @@ def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a recorded row that describe the time of a call: method, samples, rates, floor and GPU
-    clocks. The call moves `bytes_moved` bytes and does `operations` floating-point operations.
-
-    `ceilings` are the rates measured on this GPU, and `kv_dtype` is torch's name of the cache's dtype, or "" if there
-    is no cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
+    """Return the fields of a recorded row that describe the time of a call: method, samples, rates, floor and GPU clocks.
+    `kv_dtype` is torch's name of the cache's dtype, or "" if there is no cache. Raises RefusedTimeError if the GPU cannot
+    move the bytes or do the operations in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

@@ -1,7 +1,5 @@
-"""Measure the GPU time of calls by a stated method (clock and state of L2). pytest-benchmark can record this time.
-
-A call is prepared, made and checked, then captured in a CUDA graph and timed. Then the results in every timed buffer are
-checked.
+"""Measure the GPU time of calls by a stated method (clock and state of L2). A call is prepared, made and checked, then
+captured in a CUDA graph and timed. Then the results in every timed buffer are checked.
 """
 
 import math
@@ -134,7 +132,7 @@ def measure_interleaved(
     """Measure the GPU times of several calls. Each round takes one sample of every call, in random order.
 
     Args:
-        works: the calls by name. Each call is made before it is captured, so that objects that it builds at first use exist.
+        works: the calls by name.
         seed: seed of the tensors' contents; None draws a seed. A recorded seed repeats the contents.
 
     Raises:
@@ -160,8 +158,8 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Check the results of the call `name` in all buffers `works`, for inputs drawn from `seeds`. Raise WrongWorkError
-    with the name if they are wrong.
+    """Check the results of the call `name` in all buffers `works`, for inputs drawn from `seeds`. Raise WrongWorkError if
+    they are wrong.
     """
     try:
         check_results(works, seeds)
@@ -170,7 +168,7 @@ def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
 
 
 class WrongWorkError(AssertionError):
-    """The results of one of several timed calls are wrong, or its time is refused: `name` is the call, `reason` why."""
+    """The results of one of several timed calls are wrong, or its time is refused."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}" if name else reason)
@@ -180,13 +178,11 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure calls that `lab.timing.staging.stage` has prepared for the method, as `measure_interleaved` does, with the same
-    `samples` and `seed` (None: a new seed).
+    """Measure staged calls as `measure_interleaved` does.
 
-    Between two samples of a call, new contents are drawn for its tensors (`lab.timing.work.Redraw`). A buffer is one copy of
-    these tensors. All buffers get new queries and lengths, some get new K, V and pages. Outputs are filled with NaN, and
-    persisting lines of L2 become ordinary lines. Results are judged after the last sample of all calls: a part of the results
-    of one buffer for each sample, and for the last sample a part of the results of every buffer and all results of one buffer.
+    Between two samples of a call, all buffers (copies of its tensors) get new queries and lengths, some get new K, V and
+    pages, and outputs are filled with NaN. Results are judged after the last sample of all calls: a part of the results of
+    one buffer for each sample, and for the last sample a part of the results of every buffer and all results of one buffer.
 
     Returns:
         For each call its time, or the error that prevented it: AssertionError for wrong results, or RefusedTimeError.
@@ -228,8 +224,8 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws new contents for the buffers (copies of the tensors) of timed calls, from one seed. The buffers are
-    numbered in order. A turn is a round of one sample of every call; each turn has new contents.
+    """Draws new contents for the buffers of timed calls, from one seed. A turn is a round of one sample of every call; each
+    turn has new contents.
     """
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
@@ -255,15 +251,13 @@ class BufferContents:
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of the contents of buffer `number` in a round of samples (`turn`). In some rounds they
-        shorten the requests of all buffers.
-        """
+        """Return the seeds of a buffer's contents in a turn. In some turns they shorten the requests of all buffers."""
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
 
     def chosen(self, turn: int, buffers: Sequence[GpuWork]) -> int:
-        """Return the index of the buffer whose results are judged in this round of samples (`turn`)."""
+        """Return the index of the buffer whose results are judged in this turn."""
         return self._dice(turn).randrange(len(buffers))
 
     def _dice(self, turn: int) -> random.Random:
@@ -271,9 +265,7 @@ class BufferContents:
 
 
 def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
-    """Return the `BufferContents` of each of the calls `works`, by the call's name. Calls with the same `Redraw` share one. All
-    draw from `seed`.
-    """
+    """Return the `BufferContents` of each call, by name. Calls with the same `Redraw` share one."""
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
@@ -294,11 +286,11 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Prepare for a call's sample of one round (`turn`): run the call once untimed, draw new inputs, and fill L2.
+    """Run the call once untimed, draw new inputs, and fill L2.
 
-    The untimed run leaves the code caches and L2 as between consecutive runs. Its results cannot be reused, because all queries
-    are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be
-    written back during the sample, which cost 7 to 20 µs per millisecond on an H100.
+    The untimed run leaves the code caches and L2 as between consecutive runs. Its results cannot be reused, because all
+    queries are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would
+    otherwise be written back during the sample, which cost 7 to 20 µs per millisecond on an H100.
     """
     refuse_foreign_threads()
     contents.renew_tokens(turn)
@@ -310,8 +302,8 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield copies of results of the call `name` in one sample, to be judged later. Then fill all outputs with NaN so
-    that none is reused. In the last turn (`is_last`) there are results of every buffer, in other turns of one buffer.
+    """Yield copies of results of one sample, to be judged later: in the last turn of every buffer, in other turns of one.
+    Then fill all outputs with NaN so that none is reused.
     """
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
@@ -324,9 +316,7 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield (name, first error) of each call of `works` with wrong results among `kept`. Expected results of equal inputs are
-    computed once.
-    """
+    """Yield (name, first error) of each call with wrong results. Expected results of equal inputs are computed once."""
     wrong: dict[str, AssertionError] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
@@ -348,15 +338,11 @@ def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterato
 
 
 def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
-    """Return the names in `rounds` rounds. Each round has every name once, in a new random order."""
     generator = random.Random(SHUFFLE_SEED)
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Run the `count` steps under CUPTI, and return the activities of each. During about ten of the steps, add a
-    reading of the GPU `device_index` to `state`.
-    """
     read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:

@@ -1,7 +1,4 @@
-"""Measure the host time of calls: the time of Python code, checks and launches.
-
-Batches of the calls are interleaved, so that slow phases of the machine affect all calls.
-"""
+"""Measure the host time of calls: the time of Python code, checks and launches."""
 
 import statistics
 import time
@@ -31,7 +28,6 @@ class HostTime:
         return statistics.median(self.samples_us)
 
     def facts(self) -> dict[str, Any]:
-        """Return fields for a recorded row, in microseconds: the median and the samples of the host time."""
         samples_us = [round(sample, 3) for sample in self.samples_us]
         return {"host_us": round(self.median_us, 2), "host_samples_us": samples_us}
 
@@ -43,13 +39,9 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Measure the time that the host spends in each call, without a wait for the GPU. Each call runs once before it is
-    measured, because it may build objects at first use.
-
-    Args:
-        batches: number of samples of each call, at least 1.
-        calls_per_batch: number of calls in one sample, at least 1; all their launches must fit into the driver's queue.
-        timer: a clock in nanoseconds.
+    """Measure the time that the host spends in each call, without a wait for the GPU. Batches of the calls are interleaved,
+    so that slow phases of the machine affect all. `calls_per_batch` launches must fit into the driver's queue; `timer` is in
+    nanoseconds.
     """
     if batches < 1 or calls_per_batch < 1:
         raise ValueError(f"batches={batches} and calls_per_batch={calls_per_batch} must be at least 1")

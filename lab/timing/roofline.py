@@ -29,12 +29,8 @@ CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The memory and matrix rates that large simple kernels reached on this GPU in this run, and its datasheet's rates.
-
-    Attributes:
-        bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9).
-        matrix_rate_tflops: rate of a large bf16 matrix product on random data, TFLOP/s.
-        datasheet: the vendor's rates; None for a GPU that `DATASHEETS` does not have.
+    """The memory and matrix rates that large simple kernels reached on this GPU in this run, and its datasheet's rates: GB/s
+    (10**9) of bytes read plus written by a large elementwise kernel, TFLOP/s of a large bf16 matrix product on random data.
     """
 
     bandwidth_gbps: float
@@ -42,7 +38,6 @@ class Ceilings:
     datasheet: Datasheet | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the measured and the datasheet's rates as JSON data, with units in the keys."""
         stated = ("bandwidth_gbps", "matrix_rate_tflops", "source")
         return {
             "bandwidth_gbps": round(self.bandwidth_gbps, 1),
@@ -58,7 +53,6 @@ class Roofline:
     """A measured time, compared with the least time that the work can take.
 
     Attributes:
-        bandwidth_gbps, rate_tflops: rates that the work reached, in GB/s (10**9) and TFLOP/s.
         bandwidth_percent, matrix_rate_percent: the reached rates in percent of the rates measured on this GPU in this run.
         floor_us: the longer of bytes over measured bandwidth and operations over measured matrix rate.
         floor_bound: "memory" or "matrix": the part of the work that sets the floor.
@@ -78,9 +72,7 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Compare a time with the work that a call must do: move `bytes_moved` bytes and do `operations` floating-point
-    operations. Return the reached rates, their percentages of the rates `ceilings`, and the work's least time (floor).
-    """
+    """Compare a time with the work that a call must do: `bytes_moved` bytes and `operations` floating-point operations."""
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(
@@ -95,10 +87,9 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
-    """Return a sentence that says why this GPU cannot reach a time with these percentages of its measured rates; "" if it can.
-
-    `Roofline` documents the percentages. `is_cold` is True if the work's inputs were not in L2 when it started. Products of a
-    narrow `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.
+    """Return a sentence that says why this GPU cannot reach these percentages of its measured rates; "" if it can.
+    `is_cold`: the work's inputs were not in L2 when it started. Products of a narrow `kv_dtype`, given by torch's name, may
+    be faster than the measured bf16 products.
     """
     reads = "where a kernel that only reads reaches" if is_cold else "where a warm L2 reaches"
     over_memory = READING_OVER_COPY if is_cold else L2_OVER_MEMORY
@@ -123,7 +114,7 @@ def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> 
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure the memory and the matrix rate of this GPU (`device`), in about three seconds."""
+    """Measure the memory and the matrix rate of this GPU, in about three seconds."""
     bandwidth_gbps = COPY_BYTES / measure(negation(COPY_BYTES, device), CEILING_METHOD).median_us / 1e3
     # The data is random, because zeros are faster than any real data (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -134,9 +125,8 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
-    """Return a call of torch.neg on a device as `GpuWork`. It reads `size_bytes / 2` and writes `size_bytes / 2`.
-
-    A copy would be slower, because inside a graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
+    """Return a call of torch.neg that reads `size_bytes / 2` and writes `size_bytes / 2`. A copy would be slower, because
+    inside a graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """
     source = torch.randn(size_bytes // 8, device=device)
     return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))

@@ -50,8 +50,6 @@ class RefusedTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """The time of one sample in µs: `us` by the method's clock; `host_us` by the host's, None if not measured."""
-
     us: float  # by the method's clock
     host_us: float | None  # by the host's clock; None if the host read the GPU's state during the sample
 
@@ -61,9 +59,8 @@ def between_events(
 ) -> list[Sample]:
     """Return a sample of each step, timed by CUDA events. Read the device's state during every `read_every`-th step.
 
-    A step is (function to call before the sample or None, timed function). With `queued` the host launches the timed function
-    while the GPU with index `device_index` spins. Otherwise the GPU is idle when a step starts, and the sample includes the
-    host's launch time.
+    With `queued` the host launches the timed function while the GPU spins. Otherwise the GPU is idle when a step starts, and
+    the sample includes the host's launch time.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []
@@ -80,8 +77,8 @@ def between_events(
 def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Call `lead`, `run` and `meanwhile` in this order; a function that is None is left out. Return two times in µs: of `run`
-    alone by CUDA events, and of all three by the host's clock between device-wide waits.
+    """Call `lead`, `run` and `meanwhile` in this order. Return two times in µs: of `run` alone by CUDA events, and of all
+    three by the host's clock between device-wide waits.
     """
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
@@ -114,14 +111,12 @@ def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
 
 
 def fresh_seed() -> int:
-    """Return a seed from the operating system's random source, which no kernel can predict."""
     return random.SystemRandom().getrandbits(62)
 
 
 def refuse_foreign_threads() -> None:
-    """Raise RefusedTimeError if a thread runs code from outside Python, the installed packages and the lab.
-
-    Such a thread could slow other kernels down, or do a kernel's work between two samples.
+    """Raise RefusedTimeError if a thread runs code from outside Python, the installed packages and the lab. It could slow
+    other kernels down, or do a kernel's work between two samples.
     """
     frames = sys._current_frames()
     for thread in threading.enumerate():

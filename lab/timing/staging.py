@@ -32,9 +32,7 @@ SHARE_FOR_BUFFERS = 0.2  # share of the free memory for buffers beyond those tha
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """A timed call that is ready for sampling: its buffers, a function that runs one sample, and one that flushes L2. One
-    sample makes `number` calls.
-    """
+    """A timed call that is ready for sampling. One sample makes `number` calls."""
 
     buffers: Sequence[GpuWork]  # the call on each set of buffers
     calls: Sequence[Call]  # the prepared calls; they own tensors, such as a derived table, that the graph uses
@@ -49,8 +47,8 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """If a call has a `Redraw`, draw its queries and lengths from `seeds`, with `tokens` also K and V, and fill its output with
-    NaN. Without a `Redraw`, do nothing.
+    """If a call has a `Redraw`, draw its queries and lengths from `seeds`, with `tokens` also K and V, and fill its output
+    with NaN.
     """
     if work.redraw is not None:
         if tokens:
@@ -59,8 +57,8 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and raise AssertionError if results of the calls are wrong. `seeds` are the seeds of their inputs.
-    Without `whole` only a part of the results is checked.
+    """Wait for the GPU, and raise AssertionError if results of the calls, with inputs of these seeds, are wrong. Without
+    `whole` only a part of the results is checked.
     """
     drain()
     for work in works:
@@ -72,10 +70,7 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 def stage(work: GpuWork, method: Method) -> Staged:
     """Make a call ready to be timed: prepare it, run and check it once, and capture the CUDA graph that a sample replays.
-
-    Raises:
-        AssertionError: an output is wrong.
-        RuntimeError, ValueError: the call cannot be prepared, captured or timed; see `measure_interleaved`.
+    Raises AssertionError for a wrong output, and RuntimeError or ValueError as `measure_interleaved`.
     """
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
@@ -117,9 +112,8 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Capture a graph on `stream` that fills each call's output with NaN right before the call, and replay it. Then
-    check the result of one call of the second half: it is wrong if an earlier call had computed it. `calls` are the
-    prepared calls, one for each of the `buffers`.
+    """Replay a graph that fills each call's output with NaN right before the call. Then check the result of one call of the
+    second half: it is wrong if an earlier call had computed it.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -147,11 +141,8 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return the number of buffers that calls must use in turn so that a buffer has left L2 before its next use; 1 if the
-    method has no rotation. A call moves `bytes_moved`.
-
-    Raises:
-        TooSmallError: the call moves so few bytes that it would need too many buffers.
+    """Return the number of buffers that calls must use in turn so that a buffer has left L2 before its next use; 1 without
+    rotation. Raises TooSmallError if these were too many.
     """
     if method.l2 is not L2.COLD_ROTATION:
         return 1
@@ -165,8 +156,8 @@ def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
 
 
 class _Flush:
-    """A function that evicts the calls' data from L2 by reading other memory. Writes would leave dirty lines, whose write-back
-    slows the next call: a 270 µs decode on an H200 by 3 %, a 30 µs copy by 10 %.
+    """Evicts the calls' data from L2 by reading other memory. Writes would leave dirty lines, whose write-back slows the
+    next call: a 270 µs decode on an H200 by 3 %, a 30 µs copy by 10 %.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -204,12 +195,9 @@ def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
 def _long_enough(
     buffers: list[GpuWork], calls: list[Call], stream: torch.cuda.Stream, *, is_rotated: bool
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls.
-
-    `calls` are the prepared calls, one for each of the `buffers`, and `stream` is the stream of the capture. With rotation
-    (`is_rotated`) each call has its own buffer as far as memory allows, so that no call can reuse the result of an earlier call
-    on the same contents. New buffers and calls are appended to both lists. Without rotation all calls use the buffers that
-    exist.
+    """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls. With rotation each call has its own
+    buffer as far as memory allows, so that no call can reuse the result of an earlier call on the same contents; new buffers
+    and calls are appended to both lists.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY
@@ -227,8 +215,8 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return the number of existing buffers plus the number that fit into a share of the free memory. The size of a buffer is
-    measured with a copy of all its tensors.
+    """Return the number of existing buffers plus the number that fit into a share of the free memory. The size of a buffer
+    is measured with a copy of all its tensors.
     """
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
@@ -244,7 +232,7 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a GPU, so that a kernel with state per stream, such as a workspace, has only one
+    """Return the stream of all captures on a GPU, so that a kernel with state per stream, such as a workspace, has one
     state.
     """
     return torch.cuda.Stream(device_index)

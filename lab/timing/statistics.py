@@ -27,14 +27,11 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Rule:
-    """The two parameters of the rule that decides whether a change is faster or slower.
+    """The rule that decides whether a change is faster or slower. Raises ValueError for numbers out of range.
 
     Attributes:
         minimum_effect_percent: a smaller change of the median is ignored; at least 0.
         significance: significance level of the rank test and error probability of the interval; above 0, at most 0.5.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     minimum_effect_percent: float = 3.0
@@ -74,7 +71,6 @@ class Times:
 
     @classmethod
     def of(cls, samples_us: Sequence[float]) -> "Times":
-        """Return the `Times` of a measurement: its samples, their median and their interquartile range."""
         return cls(float(np.median(samples_us)), interquartile_range(samples_us), tuple(samples_us))
 
     @classmethod
@@ -84,7 +80,7 @@ class Times:
 
     @property
     def quartiles_us(self) -> tuple[float, float] | None:
-        """Return the quartiles as the median minus and plus half the interquartile range; None if that range is unknown."""
+        """Return the median minus and plus half the interquartile range; None if that range is unknown."""
         if self.iqr_us is None:
             return None
         return self.median_us - self.iqr_us / 2, self.median_us + self.iqr_us / 2
@@ -115,28 +111,23 @@ class SampleComparison:
 
     @property
     def ratio(self) -> float:
-        """Return the second median over the first."""
         return self.after_us / self.before_us
 
 
 def compare_samples(
     before_us: Sequence[float], after_us: Sequence[float], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
-    """Compare two sets of samples by their medians.
+    """Compare two sets of samples of one call's time by their medians.
 
-    FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect is beyond
-    the minimum effect. SAME: the whole interval lies within the minimum effect, also if the test is significant. UNSURE:
-    everything else, such as an interval that contains the minimum effect, or fewer than 5 samples on a side. The whole interval
-    counts and not the estimate, because an estimate near the minimum effect changes its verdict from run to run. The rank test
-    is needed because the interval of few samples is too narrow.
+    FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect is
+    beyond the minimum effect. SAME: the whole interval lies within the minimum effect, also if the test is significant.
+    UNSURE: everything else, such as an interval that contains the minimum effect, or fewer than 5 samples on a side. The
+    whole interval counts, because an estimate near the minimum effect changes its verdict from run to run. The rank test is
+    needed because the interval of few samples is too narrow.
 
     The interval is the percentile bootstrap of the ratio of medians (Efron and Tibshirani 1993, chapter 13). Each side is
-    resampled independently, from a fixed seed, so that the same samples always give the same answer. Medians ignore outliers
-    and a slow mode of fewer than half the samples. A slow mode of about half the samples gives a wide interval, and so UNSURE.
-
-    Args:
-        before_us, after_us: times of one call, in any order, in the same unit.
-        rule: the minimum effect and the significance.
+    resampled independently, from a fixed seed. Medians ignore outliers and a slow mode of fewer than half the samples; a
+    slow mode of about half gives a wide interval, and so UNSURE.
 
     Raises:
         ValueError: there are no samples, or a sample is no time (NaN, infinite, zero, negative).
@@ -157,16 +148,12 @@ def compare_samples(
 
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
-    """Compare recorded times: by `compare_samples` if both have samples, else by an interval from their quartiles.
+    """Compare recorded times: by `compare_samples` if both have samples, else by the interval that contains the ratio if
+    each time lies between its quartiles, without a rank test. Medians alone give UNSURE. Raises ValueError for a median that
+    is no time.
 
-    This interval contains the ratio if each time lies between its quartiles (`Times.quartiles_us`). There is no rank test; the
-    rest of the rule is the same. Medians alone give UNSURE.
-
-    For normal samples with the standard deviation s, the half-width of this interval is 1.35 s. The 99 % interval of n samples
-    on each side has the half-width 2.58 * 1.25 s sqrt(2 / n), which is 1.35 s at n = 11. The lab takes more samples.
-
-    Raises:
-        ValueError: as `compare_samples`, or a median is no time.
+    For normal samples with the standard deviation s, the half-width of this interval is 1.35 s. The 99 % interval of n
+    samples on each side has the half-width 2.58 * 1.25 s sqrt(2 / n), which is 1.35 s at n = 11. The lab takes more samples.
     """
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)
@@ -185,11 +172,9 @@ def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> Sam
 def compare_runs(
     before_runs_us: Sequence[Sequence[float]], after_runs_us: Sequence[Sequence[float]], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
-    """Compare repeated runs of one measurement, given as the samples of each run; see `compare_samples`, which also explains
-    `rule`.
-
-    With at least 5 runs on each side, the median of each run is one sample, so that the interval includes the differences
-    between runs. With fewer runs, all samples of a side are pooled.
+    """Compare repeated runs of one measurement, given as the samples of each run, by `compare_samples`. With at least 5 runs
+    on each side, the median of each run is one sample, so that the interval includes the differences between runs. With
+    fewer runs, all samples of a side are pooled.
     """
     if min(len(before_runs_us), len(after_runs_us)) >= FEWEST_RUNS:
         before_us = [float(np.median(_checked(run, "before"))) for run in before_runs_us]

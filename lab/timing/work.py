@@ -12,8 +12,8 @@ Call = Callable[[], object]
 
 
 class Redraw(Protocol):
-    """Protocol of an object that overwrites the inputs of timed calls with contents drawn from seeds, and checks the
-    calls' results. `arguments` are those of `GpuWork`.
+    """Overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results. `arguments` are
+    those of `GpuWork`.
     """
 
     def inputs(self, number: int) -> dict[str, Any]:
@@ -59,18 +59,16 @@ class GpuWork:
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
-        """Return the `GpuWork` of a function that needs no preparation and takes `arguments` as keyword arguments.
-        `bytes_moved` and `operations` are as in `GpuWork`.
-        """
+        """Return the `GpuWork` of a function that needs no preparation and takes `arguments` as keyword arguments."""
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """Return a list of this timed call and `count` - 1 copies of it, each on its own tensors."""
+        """Return this timed call and `count` - 1 copies of it, each on its own tensors."""
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this timed call on other tensors: copies that share memory with each other as the originals do or, if
-        there is a `Redraw`, its copy `number` (from 1) of the inputs.
+        """Return this timed call on other tensors: copies that share memory with each other as the originals do or, if there
+        is a `Redraw`, its copy `number` (from 1) of the inputs.
         """
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))

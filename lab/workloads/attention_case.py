@@ -69,8 +69,8 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if some rows select no key, or have columns of -1 before their first key. A call with `top_k_lens`,
-        which counts the keys of each row, cannot have such rows.
+        """Return True if some rows select no key or have -1 before their first key, which a call with `top_k_lens` cannot
+        have.
         """
         return self in (Entries.NONE, Entries.LATE)
 
@@ -103,11 +103,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention call as data, without tensors. The `repr` of a case is an expression that makes an equal case.
-
-    Raises:
-        ValueError: the numbers contradict each other or are out of range.
-    """
+    """One attention call as data, without tensors. Its `repr` makes an equal case."""
 
     interface: AttentionCall  #: DECODE, CONTEXT or MLA_DECODE
     kv_lens: tuple[int, ...]  #: number of keys of each request, its query tokens included; may be less than q_lens
@@ -252,7 +248,7 @@ class AttentionCase:
 
 
 def short_repr(case: Any) -> str:
-    """Return an expression that makes a dataclass instance equal to `case`. Fields at their default are left out."""
+    """Return an expression that makes an equal dataclass instance. Fields at their default are left out."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)

@@ -20,12 +20,10 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's
-    grammar, such as "8q1s1k". `repr` is an expression with this text.
+    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's grammar.
 
     Raises:
-        ValueError: the batch is empty, the two tuples differ in length, or a request has no query row or fewer keys
-            than query rows.
+        ValueError: the batch is empty, the two tuples differ in length, or a request has no row, or fewer keys than rows.
     """
 
     q_lens: tuple[int, ...]  #: query rows of each request, at least one: the tokens that are new in this pass
@@ -57,11 +55,7 @@ class Batch:
 
 
 def parse_batch(text: str) -> Batch:
-    """Return the batch that a text describes: "2q2k_8q1s1k" is 2 requests, then 8. The module documents the grammar.
-
-    Raises:
-        ValueError: a group cannot be parsed, has no requests, or has impossible lengths. The message names the group.
-    """
+    """Return the batch that a text describes, in the module's grammar. Raise ValueError, which names the wrong group."""
     groups = [_parse_group(group) for group in text.split("_")]
     return Batch(
         tuple(q_len for count, q_len, _ in groups for _ in range(count)),
@@ -72,19 +66,13 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Return one batch for each combination of values of the three arguments. All requests of a batch have equal
-    lengths. The value of `q_lens` varies fastest.
-
-    Raises:
-        ValueError: a batch has no requests, or fewer keys than query rows.
-    """
+    """Return a batch of equal requests for each combination of the values; `q_lens` varies fastest."""
     return tuple(
         Batch((q_len,) * count, (kv_len,) * count) for count, kv_len, q_len in product(num_requests, kv_lens, q_lens)
     )
 
 
 def _parse_group(group: str) -> tuple[int, int, int]:
-    """Return (count, q_len, kv_len) of a group of equal requests, such as "8q1s1k": 8 requests of 1 row and 1,024 keys."""
     match = _GROUP.fullmatch(group)
     if match is None:
         raise ValueError(

@@ -22,8 +22,8 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of an attention layer with grouped queries: one rank's part of the layer of the model `geometry`, which
-    `tensor_parallel` ranks share. A base class of frozen dataclasses.
+    """The sizes of one rank's part of an attention layer with grouped queries, which `tensor_parallel` ranks share. A base
+    class of frozen dataclasses.
     """
 
     geometry: str
@@ -35,7 +35,6 @@ class GroupedLayer:
 
     @property
     def query_shape(self) -> tuple[int, int]:
-        """Return the shape of one query row, [num_qo_heads, head_dim]."""
         return self.model.num_qo_heads, self.model.head_dim
 
     out_shape = query_shape
@@ -48,9 +47,7 @@ class GroupedLayer:
 
 @dataclass(frozen=True, repr=False)
 class ForwardCase(GroupedLayer, PassCase):
-    """One forward pass over paged K and V, as data.
-
-    Fields without a comment are as in `PassCase`.
+    """One forward pass over paged K and V, as data. Fields without a comment are as in `PassCase`.
 
     Raises:
         TypeError: an argument has a wrong type, or the judge has no error bound for a dtype.
@@ -122,7 +119,6 @@ class ForwardCase(GroupedLayer, PassCase):
         self._check_storage()
 
     def _check_ignored(self) -> None:
-        """Raise ValueError for an argument that is not at its default but has no meaning in the mode or in the engine."""
         mode, topk, is_vllm = self.mode, self.topk, self.engine is not Engine.SGLANG
         takes_padding = self.interface is AttentionCall.CONTEXT or mode.query_rows.are_bounded
         is_whole = not self.split_mixed_tail and self.context_parallel == 1
@@ -234,8 +230,8 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls; CONTEXT if it calls DECODE too. It calls both with
-        `split_mixed_tail`, and in vLLM if some but not all requests have at most `decode_threshold` rows.
+        """Return the attention function that the pass calls; CONTEXT if it calls DECODE too, as with `split_mixed_tail`, and
+        in vLLM if some but not all requests have at most `decode_threshold` rows.
         """
         if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
             return AttentionCall.DECODE
@@ -278,7 +274,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def operations(self) -> int:
-        """Return the number of floating-point operations of Q·K^T and P·V: 4 · head_dim per query head, row and visible key."""
+        """Return the floating-point operations: 4 · head_dim per query head, row and visible key."""
         return 4 * self.model.head_dim * self.model.num_qo_heads * self.visible_pairs
 
     @property

@@ -28,11 +28,10 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return the part of the layer that one of `size` tensor-parallel ranks has: the numbers of query heads and of
-        K/V heads are divided by `size`, but there is at least one K/V head.
+        """Return one rank's part of the layer, if `size` ranks share its heads; every rank has at least one K/V head.
 
         Raises:
-            ValueError: `size` does not divide the query heads, or neither divides nor is a multiple of the K/V heads.
+            ValueError: the heads do not divide over the ranks.
         """
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
@@ -74,11 +73,7 @@ def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
 
 
 def geometry(name: str) -> Geometry:
-    """Return the geometry with this name: a key of `GEOMETRIES`, or a name that `tiny` returns.
-
-    Raises:
-        ValueError: no geometry has this name. The message lists the names.
-    """
+    """Return the geometry of a key of `GEOMETRIES`, or of a name that `tiny` returns. Raise ValueError for another name."""
     if found := TINY.fullmatch(name):
         group, heads, head_dim = map(int, found.groups()[:3])
         usual = GEOMETRIES["tiny"]

@@ -33,9 +33,7 @@ class ReplaySequence(NamedEnum):
 
 @dataclass(frozen=True, repr=False)
 class ReplayCase:
-    """A sequence of CUDA graph replays in one forward mode, as data. Each backend has a subclass. The `repr` of a case is an
-    expression that makes an equal case.
-    """
+    """A sequence of CUDA graph replays in one forward mode, as data. Each backend has a subclass."""
 
     mode: GraphMode  #: the forward mode of the graphs, their query rows per request, and their draft step
     sequence: ReplaySequence
@@ -106,16 +104,14 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
-    """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per
-    request. The latter is a DRAFT_EXTEND_V2, because its lengths count the rows; those of a TARGET_VERIFY do not.
+    """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per request. The
+    latter is a DRAFT_EXTEND_V2, because its lengths count the rows; those of a TARGET_VERIFY do not.
     """
     return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Return every mode that runs in graphs: decodes, verifications, draft extends. In modes with several rows, `width` is a
-    request's largest number of rows.
-    """
+    """Return every mode that runs in graphs. `width` is the largest number of rows of a request where there are several."""
     several = [mode for mode in ForwardMode if mode.in_graph and mode.query_rows is not QueryRows.ONE]
     several.sort(key=lambda mode: mode.extends_draft)
     return GraphMode.decode(), GraphMode.draft_decode(1), *(GraphMode(mode, width) for mode in several)

@@ -23,7 +23,7 @@ PAGED_CALLS = tuple(call for call, each in CALL_TYPES.items() if "kv_cache" in e
 
 
 def interface_of(name: str) -> Interface:
-    """Return the attention or metadata function with this name. Raise ValueError if the lab does not judge one."""
+    """Return the function with this name. Raise ValueError if the lab does not judge one."""
     for each in INTERFACES:
         if each.value == name:
             return each
@@ -31,5 +31,5 @@ def interface_of(name: str) -> Interface:
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
-    """Return those functions that the lab can judge and that the implementation has."""
+    """Return the functions that the lab can judge and that the implementation has."""
     return [interface for interface in INTERFACES if callable(getattr(implementation, interface.value, None))]

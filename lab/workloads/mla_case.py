@@ -39,7 +39,6 @@ class LatentLayer:
         return DSV4Backend(implementation, self.index_topk or 0, query_dtype=query_dtype)
 
     def check_two_pools(self) -> None:
-        """Raise ValueError unless DeepSeek-V4, which has two pools, has layers with these sizes."""
         if self.compress_ratio not in RATIOS or self.qk_rope_head_dim:
             raise ValueError(
                 f"compress_ratio={self.compress_ratio} must be one of {RATIOS}, and qk_rope_head_dim 0: kv_lora_rank is the "
@@ -57,9 +56,8 @@ class LatentLayer:
 
     @property
     def softmax_scale(self) -> float:
-        """Return the factor of Q·K^T: 1 / sqrt(head_dim of a key before its projection is absorbed into the query).
-
-        Such a key has kv_lora_rank // 4 non-rotary elements, as in DeepSeek-V3, and qk_rope_head_dim rotary ones.
+        """Return 1 / sqrt(head_dim of a key before its projection is absorbed into the query). Such a key has kv_lora_rank
+        // 4 non-rotary elements, as in DeepSeek-V3, and qk_rope_head_dim rotary ones.
         """
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
@@ -83,10 +81,6 @@ class LatentLayer:
 class MLACase(LatentLayer, PassCase):
     """One forward pass over paged latent entries on the MLA decode kernel, as data. Fields without a comment are as in
     `PassCase` and `LatentLayer`.
-
-    Raises:
-        TypeError: the judge has no error bound for a dtype.
-        ValueError: a number is out of range, or an argument has no meaning in the mode.
     """
 
     #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2; if rows select entries, also a prefill
@@ -141,7 +135,6 @@ class MLACase(LatentLayer, PassCase):
         return self.index_topk is not None or self.compress_ratio is not None
 
     def _check_sparse(self) -> None:
-        """Raise ValueError unless DeepSeek sparse attention (DSA) or DeepSeek-V4 has passes with the fields of this case."""
         index_topk, rows, name = self.index_topk, self.mode.query_rows, "DSA"
         if (index_topk is not None and index_topk < 1) or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
             raise ValueError(
@@ -195,9 +188,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def operations(self) -> int:
-        """Return the number of floating-point operations of Q·K^T and P·V: 2 · (head_dim + kv_lora_rank) per query head, row
-        and visible entry.
-        """
+        """Return the floating-point operations: 2 · (head_dim + kv_lora_rank) per query head, row and visible entry."""
         return 2 * self.num_qo_heads * self.visible_pairs * (self.head_dim + self.kv_lora_rank)
 
     @property

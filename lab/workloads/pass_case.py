@@ -18,8 +18,8 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """A forward pass of one or more requests, as data. Each backend has a subclass, a frozen dataclass. The `repr` of a case
-    is an expression that makes an equal case.
+    """A forward pass of one or more requests, as data. Each backend has a subclass, a frozen dataclass, whose `repr` makes
+    an equal case.
     """
 
     mode: ForwardMode
@@ -56,9 +56,7 @@ class PassCase(PassLens):
 
     @cached_property
     def max_context_len(self) -> int:
-        """Return the largest length that the engine allows for a request. It is longer than the case's requests, so that page
-        tables have columns after their pages.
-        """
+        """Return the largest length of a request: longer than these, so that page tables have columns after their pages."""
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
@@ -102,10 +100,8 @@ class PassCase(PassLens):
             self._check_draft_step(self.draft_step)
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field was set, but has no meaning in this case, so that it would be ignored.
-
-        Args:
-            uses: field's name -> (whether the field has a meaning, words for the message about where it has one).
+        """Raise ValueError if a field was set that has no meaning in this case. `uses` has for a field (whether it has a
+        meaning, words about where it has one).
         """
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
@@ -128,9 +124,6 @@ class PassCase(PassLens):
             )
 
     def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
-        """Raise TypeError unless `dtype` is in `DTYPES` and `kv_dtype` equals it or is in `quantised`; raise ValueError unless
-        `contents` are in `PASS_CONTENTS`.
-        """
         check_contents(self.contents)
         check_dtype(self.dtype)
         if self.kv_dtype not in (self.dtype, *quantised):
@@ -139,12 +132,10 @@ class PassCase(PassLens):
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError unless `dtype`, of query and output, is in `DTYPES`."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
 
 
 def check_contents(contents: Contents) -> None:
-    """Raise ValueError if the contents are not one of `PASS_CONTENTS`."""
     if contents not in PASS_CONTENTS:
         raise ValueError(f"contents={contents!r} are of single calls: a pass has one of {PASS_CONTENTS}")

@@ -12,13 +12,7 @@ from lab.workloads.requests import PassLens
 
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
-    """One prefill of latent attention (MLA) by `trtllm_ragged_attention_deepseek`, as data. The `repr` of a case is an
-    expression that makes an equal case.
-
-    Raises:
-        TypeError: the judge has no error bound for the dtype.
-        ValueError: a number is out of range.
-    """
+    """One prefill of latent attention (MLA) by `trtllm_ragged_attention_deepseek`, as data."""
 
     prefix_lens: tuple[int, ...]  #: number of cached tokens of each request; negative: fewer keys than query rows
     q_lens: tuple[int, ...]  #: number of new tokens of each request; may be 0

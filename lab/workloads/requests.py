@@ -56,7 +56,6 @@ class PassLens:
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
-        """Return for each request the position of the token of its first query row."""
         return tuple(kv_len - q_len for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True))
 
     @cached_property
@@ -67,11 +66,8 @@ class PassLens:
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """The requests of one forward pass, one or more, with their rows in a pool's request table. Fields without a comment are as
-    in `PassLens`.
-
-    Raises:
-        ValueError: there is no request, or the lengths are not one per request.
+    """The requests of one forward pass, with their rows in a pool's request table. Fields without a comment are as in
+    `PassLens`.
     """
 
     pool: KVPool  #: holds the requests, and may hold more tokens of a request than the pass sees
@@ -89,24 +85,13 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        """Return the cache slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft.
-
-        Raises:
-            ValueError: the pool does not hold the requests, or not all of their tokens.
-        """
+        """Return the cache slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft."""
         return torch.cat(
             [self.pool.slots(*each) for each in zip(self.rows, self.first_written, self.kv_lens, strict=True)]
         )
 
     def evict(self, window_left: int) -> tuple[int, ...]:
-        """Evict the sliding-window pages that no row of the pass sees.
-
-        Args:
-            window_left: number of keys before its own position that a row sees, 0 or more.
-
-        Returns:
-            The first position of each request that is still in the sliding-window pool.
-        """
+        """Evict the sliding-window pages that no row of the pass sees; return each request's first position that remains."""
         kept = []
         for row, first_row in zip(self.rows, self.first_rows, strict=True):
             before = max(0, first_row - window_left)
@@ -122,13 +107,8 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write the tokens of histories to the requests' slots in a cache.
-
-        Args:
-            cache: a cache of the pool.
-            histories: the tokens of each request, at most as many as the request has slots.
-            first: position of the first token of each request that is written; None: 0.
-            sliding_window: the cache belongs to the sliding-window pool.
+        """Write the tokens of `histories`, from position `first` (None: 0) on, to the requests' slots in a cache of the
+        pool. `sliding_window`: the cache belongs to the sliding-window pool.
         """
         starts = (0,) * len(self.rows) if first is None else first
         tokens = [[side[start:] for side in history] for history, start in zip(histories, starts, strict=True)]
@@ -141,11 +121,8 @@ class Requests(PassLens):
             cache.write(of_request, *sides)
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
-        """Return a `ForwardBatch` of these requests, with new tensors, in a mode that computes attention. Rows of padding
-        follow the requests' rows, belong to no request and have no slot.
-
-        Raises:
-            ValueError: the mode does not allow these rows, or the pool does not hold the tokens.
+        """Return a `ForwardBatch` of these requests, with new tensors. Rows of padding follow the requests' rows and have no
+        slot.
         """
         return forward_batch(
             mode,
@@ -171,13 +148,11 @@ def new_pool(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
-    """Return an empty pool with room for requests of these lengths.
+    """Return an empty pool with room for requests of these largest lengths, in pages of their own, and for page 0, the sink.
 
     Args:
-        lens: largest number of tokens of each request.
-        page_size, max_context_len, seed, device: as in `KVPool`.
-        spare_pages: number of pages in addition to the requests' pages and page 0, the sink.
-        swa_spare_pages: number of spare pages of the sliding-window pool; None: there is no sliding-window pool.
+        spare_pages: further pages.
+        swa_spare_pages: further pages of the sliding-window pool; None: there is no such pool.
         virtual_slots: slots are virtual, and there are three times as many virtual pages as pages.
     """
     pages = num_pages(lens, page_size) + 1
@@ -194,7 +169,6 @@ def new_pool(
 
 
 def num_pages(lens: Sequence[int], page_size: int) -> int:
-    """Return the number of pages that requests of these lengths need. Requests do not share pages."""
     return sum(-(-length // page_size) for length in lens)
 
 
@@ -206,16 +180,8 @@ def admit(
     num_draft_tokens: int | None = None,
     topk: int = 1,
 ) -> Requests:
-    """Admit requests to a pool, with slots for their prefixes and their new tokens.
-
-    Args:
-        pool: a pool with enough rows and pages.
-        prefix_lens, q_lens, draft_step, num_draft_tokens, topk: as in `PassLens`. Every branch of a request gets its own row of
-            the pool.
-
-    Raises:
-        RuntimeError: too few rows or pages are left.
-        ValueError: a request is longer than the pool's ``max_context_len``, or the lengths contradict each other.
+    """Admit requests to a pool, with slots for their prefixes and new tokens. The arguments are as in `PassLens`. All
+    branches of a request (`topk`) share its row of the pool.
     """
     new_tokens = _new_tokens(q_lens, draft_step)
     lens = [prefix + new for prefix, new in zip(prefix_lens, new_tokens, strict=True)]
@@ -239,23 +205,18 @@ def forward_batch(
     num_draft_tokens: int | None = None,
     num_padding_rows: int = 0,
 ) -> ForwardBatch:
-    """Return a `ForwardBatch` in a forward mode, with the lengths, host lists and `SpecInfo` that an engine gives it.
-
-    The host reads nothing from the device.
+    """Return a `ForwardBatch` with the lengths, host lists and `SpecInfo` that an engine gives it. The host reads nothing
+    from the device.
 
     Args:
-        mode: a mode that computes attention.
         rows: ``req_pool_index`` of each request, [batch_size] int64.
-        prefix_lens: tokens of each request before the pass, [batch_size] int64. This tensor becomes the batch's lengths if the
+        prefix_lens: tokens of each request before the pass, [batch_size] int64. This tensor becomes the batch's lengths if
+            the
             mode's lengths do not count new tokens.
         q_lens: query rows of each request.
         slots: slots of the query rows, [sum(q_lens)] int64.
         prefix_lens_cpu: `prefix_lens` on the host; prefills need it.
-        draft_step: the number of a draft step, or `FROZEN_KV_STEP`, in DECODE; else None.
-        num_draft_tokens, num_padding_rows: as in `PassLens` and `Requests.batch`.
-
-    Raises:
-        ValueError: the mode does not allow these rows.
+        draft_step, num_draft_tokens: as in `PassLens`.
     """
     new_lens = None
     if mode.query_rows.in_extend_seq_lens:

@@ -107,16 +107,13 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """Return the forward pass that a name such as "decode/llama-3.1-8b/64q1s4k" describes; the module documents names.
+    """Return the forward pass that a name such as "decode/llama-3.1-8b/64q1s4k" describes.
 
     Args:
-        name: the scenario's name.
-        trace: the trace from which `trace<count>` takes its requests; None: the lab's own synthetic trace. A batch
-            without `trace` ignores it.
+        trace: the requests of `trace` batches; None: the lab's own trace.
 
     Raises:
-        ValueError: a part of the name is unknown or malformed, or two parts contradict each other. The message says
-            which, and what would be right.
+        ValueError: the name, or a part of it, is unknown or impossible. The message has the name.
     """
     with naming_scenario(name):
         mode, geometry_name, batch_text, options = _parts(name)
@@ -127,9 +124,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the forward pass that a name describes: of grouped queries, as from `scenario`, or of latent attention (MLA). The
-    arguments and errors are those of `scenario`.
-    """
+    """Return the forward pass that a name describes: of grouped queries, or of latent attention (MLA); else as `scenario`."""
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):
@@ -153,7 +148,6 @@ def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> F
 
 
 def _parts(name: str) -> tuple[ForwardMode, str, str, list[str]]:
-    """Split a scenario's name into the mode, the geometry's name, the text of the batch, and the options."""
     parts = name.split("/")
     if len(parts) < 3:
         raise ValueError(
@@ -179,10 +173,8 @@ def read_options(
     """Return the keyword arguments for the options at the end of a scenario's name, such as page_size=16 for ``page16``.
 
     Args:
-        options: such as ``["hnd", "page16"]``.
         flags: options without a number, each with its argument and value.
-        numbered: options with a number, each with its argument. The key is the option without the number: ``page`` for
-            ``page16``.
+        numbered: options with a number, each with its argument. The key is the option without the number.
         of: words that follow "option" in error messages, such as " of draft_steps".
 
     Raises:

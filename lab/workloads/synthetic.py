@@ -23,10 +23,7 @@ MEAN_GAP_MS = 50.0
 
 
 def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[TracedRequest]:
-    """Draw the trace: its requests in order of arrival, at whole milliseconds.
-
-    The function uses only `Random.random`, because Python promises not to change its stream. NumPy makes no such promise.
-    """
+    """Draw the trace: its requests in order of arrival, at whole milliseconds."""
     random = Random(seed)
     requests, arrival_ms = [], 0.0
     for _ in range(num_requests):
@@ -38,16 +35,13 @@ def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[T
 
 
 def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
-    """Turn a uniform random number in [0, 1) into a log-normal one with this median and the standard deviation `sigma` of its
-    logarithm, rounded, and at least `least` and at most `most`.
-    """
     # inv_cdf rejects 0 and 1. Draws of `Random.random` are multiples of 2**-53, so that only the draw 0 is changed.
     deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
     return min(max(round(median * math.exp(sigma * deviation)), least), most)
 
 
 def as_mooncake(requests: Sequence[TracedRequest]) -> str:
-    """Return requests in Mooncake's format, one per line, as `read_mooncake` reads it. Arrivals are whole milliseconds."""
+    """Return requests in the format that `read_mooncake` reads, with arrivals at whole milliseconds."""
     rows = (
         {"timestamp": round(each.arrival_ms), "input_length": each.input_length, "output_length": each.output_length}
         for each in requests

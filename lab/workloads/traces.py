@@ -34,11 +34,11 @@ def own_trace() -> list[TracedRequest]:
 
 
 def read_trace(path: str | Path) -> list[TracedRequest]:
-    """Read a trace in the format that its suffix names: `.jsonl` is Mooncake's, `.csv` Azure's.
+    """Read a trace: Mooncake's format if the file's name ends in `.jsonl`, Azure's if in `.csv`.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the suffix is neither of these, or the file is malformed.
+        ValueError: the suffix is neither of these, or the file is malformed; the message names the line.
     """
     readers = {".jsonl": read_mooncake, ".csv": read_azure}
     suffix = Path(path).suffix
@@ -51,10 +51,6 @@ def read_mooncake(path: str | Path) -> list[TracedRequest]:
     """Read a Mooncake trace (FAST'25 release, kvcache-ai/Mooncake): one JSON object per line, in order of arrival.
 
     Each object has timestamp (ms), input_length and output_length (tokens). Other keys, such as hash_ids, are ignored.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a line is damaged or out of order. The message names the file, the line and the error.
     """
     return _in_order([(_parse_mooncake(line, where), where) for line, where in _lines(path)], path)
 
@@ -62,12 +58,9 @@ def read_mooncake(path: str | Path) -> list[TracedRequest]:
 def read_azure(path: str | Path) -> list[TracedRequest]:
     """Read an Azure LLM inference trace of 2023 (Azure/AzurePublicDataset): CSV, in order of arrival.
 
-    The columns are TIMESTAMP, such as 2023-11-16 18:15:46.6805900, ContextTokens and GeneratedTokens. Arrivals are relative to
-    the first row's arrival.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the header is wrong, or a row is damaged or out of order. The message names file, line, column and value.
+    The columns are TIMESTAMP, such as 2023-11-16 18:15:46.6805900, ContextTokens and GeneratedTokens. Arrivals are relative
+    to
+    the first row's.
     """
     lines = _lines(path)
     header, where = next(lines, ("", str(path)))
@@ -83,7 +76,6 @@ def read_azure(path: str | Path) -> list[TracedRequest]:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Yield (line, its place as "FILE, line NUMBER") for each non-blank line. Bytes that are not UTF-8 become U+FFFD."""
     with open(regular(Path(path)), encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -91,7 +83,6 @@ def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
-    """Return the requests without their places in the file. Raise ValueError if one arrives before its predecessor."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
     latest_ms = -math.inf
@@ -136,9 +127,7 @@ def _tokens(row: dict[str, Any], name: str, where: str) -> int:
 
 
 def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
-    """Parse a row of an Azure trace: return (time in ticks of 100 ns since year 1, context tokens, generated tokens). `where`
-    names the row in errors.
-    """
+    """Return (time in ticks of 100 ns since year 1, context tokens, generated tokens)."""
     values = line.split(",")
     if len(values) != len(AZURE_COLUMNS):
         raise ValueError(f"{where}: {len(values)} values for the columns {','.join(AZURE_COLUMNS)}, got {line!r}")
@@ -164,11 +153,8 @@ def _ticks(column: str, value: str, where: str) -> int:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the number of cached tokens (prompt and generated ones) of each request that runs at the time `at_ms`. A
-    request runs from its arrival for output_length * `ms_per_token`.
-
-    Raises:
-        ValueError: `ms_per_token` is not finite and positive.
+    """Return the cached tokens (prompt and generated) of each request that runs at `at_ms`: from its arrival, for
+    output_length * `ms_per_token`.
     """
     if not 0 < ms_per_token < math.inf:
         raise ValueError(
@@ -183,11 +169,8 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the number of cached tokens of each request of a decode batch: the earliest `batch_size` requests that run at the
-    first full second at which at least `batch_size` requests run. 50 ms per token is a moderate interactive pace.
-
-    Raises:
-        ValueError: there are never `batch_size` running requests, or an argument is not positive.
+    """Return the cached tokens of each request of a decode batch: the first `batch_size` requests that run at the first full
+    second at which so many run. 50 ms per token is a moderate interactive pace. Raise ValueError if there are never so many.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be 1 or more: the requests to take")

@@ -88,7 +88,6 @@ class AttentionInputs:
 
     @property
     def kv_bound(self) -> str:
-        """Return the name of the call's argument that bounds the number of keys of a request: max_kv_len or max_seq_len."""
         return "max_kv_len" if self.interface is AttentionCall.CONTEXT else "max_seq_len"
 
     @property
@@ -105,7 +104,7 @@ class AttentionInputs:
         return self.block_tables.shape[-1] * self.case.page_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel must not change. The keys are names for reports, such as "K cache"."""
+        """Return the tensors that a kernel must not change, by their names in reports."""
         named = {
             "query": self.query,
             "K cache": self.k_pages,
@@ -175,7 +174,7 @@ class AttentionInputs:
         return arguments | self._selection_arguments() | self._rank_arguments()
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new output tensor filled with NaN and huge values. `dtype` None stands for the call's output dtype."""
+        """Return a new output tensor filled with NaN and huge values; `dtype` None: the call's output dtype."""
         shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 
@@ -219,8 +218,8 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places_with_tail(self, used: Tensor) -> Tensor:
-        """Return the slots of `places` in the first `used[row]` columns of each row, and in the others the id of the
-        case's `table_tail`: with TableTail.FOREIGN, the first slot of the next row. `used` is [num_rows].
+        """Return `places` in the first `used[row]` columns of each row, and in the others the id of the case's `table_tail`:
+        with TableTail.FOREIGN, the first slot of the next row.
         """
         places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
         is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
@@ -235,7 +234,6 @@ class AttentionInputs:
         return torch.cat(rows).to(torch.int32)
 
     def _selection_arguments(self) -> dict[str, Any]:
-        """Return the arguments by which rows select entries: sparse_mla_top_k, block_tables and sparse_mla_top_k_lens."""
         case = self.case
         if not case.top_k:
             return {}
@@ -248,8 +246,8 @@ class AttentionInputs:
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments kv_cache_sf and backend for an NVFP4 cache: for trtllm-gen, with V's scale factors in
-        its order, if `interleaved`; otherwise for XQA. All other scale factors are in token order.
+        """Return kv_cache_sf and backend for an NVFP4 cache: for trtllm-gen, with V's scale factors in its order, if
+        `interleaved`; otherwise for XQA, in token order.
         """
         assert self.scale_factors is not None
         k, v = self.scale_factors
@@ -263,7 +261,7 @@ class AttentionInputs:
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the offsets of the requests' rows in a batch with these lengths: int32 [len(lens) + 1], from 0 to the sum."""
+    """Return the offsets of the requests' rows, int32 [len(lens) + 1]."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
 
@@ -330,7 +328,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
 
 
 def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
-    """Return uninitialised pages of K and of V as two pools; MLA has one pool for both."""
+    """Return uninitialised pages of K and of V; of MLA only those of both."""
     new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
     if case.is_mla:
         return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
@@ -344,7 +342,6 @@ def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list
 
 
 def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
-    """Return uninitialised scale factors for the pages of K and of V of an NVFP4 cache; [] for other caches."""
     if case.kv_dtype != NVFP4:
         return []
     pages, *page = pools[0].shape
@@ -357,9 +354,8 @@ def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]
 def _block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return page tables, int32 [len(tables), most_pages + spare_columns]. Each row has the page ids in its entry of
-    `tables`, then the ids of the case's `table_tail`; those of TableTail.FOREIGN are taken from `live`. `most_pages` is
-    the longest request's number of pages.
+    """Return page tables, int32 [len(tables), most_pages + spare_columns]: the ids in `tables`, then the case's tail. Tails
+    of TableTail.FOREIGN are from `live`.
     """
     width = most_pages + case.storage.spare_columns
     page_id = TAIL_IDS.get(case.storage.table_tail)

@@ -74,14 +74,12 @@ class BuiltCall:
         return self.inputs.truth(**self.rules)
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new output tensor filled with NaN and huge values. `dtype` None stands for the inputs' output dtype."""
         query = self.given["query"]
         shape = (*query.shape[:-1], self.inputs.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.inputs.out_dtype, device=query.device))
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Return True if both values are tensors with equal dtypes, strides, offsets in their storage, and bits."""
     if not (isinstance(value, Tensor) and isinstance(other, Tensor) and value.dtype == other.dtype):
         return False
     places = [(each.stride(), each.storage_offset()) for each in (value, other)]
@@ -107,8 +105,8 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return a call with these inputs, and with the optional arguments and results in `forms`. The inputs' sinks are
-    passed only with Form.SINKS, their mask only with Form.MASK.
+    """Return a call with these inputs, and with the optional arguments and results in `forms`: sinks only with Form.SINKS, a
+    mask only with Form.MASK.
     """
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
@@ -135,20 +133,15 @@ def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
 
 
 def random_mask(case: AttentionCase) -> Tensor:
-    """Draw a random mask over the draft tokens of each request, bool [batch_size, q_len, q_len]. Each row sees itself."""
+    """Draw a mask over the draft tokens of each request, bool [batch_size, q_len, q_len]. Each row sees itself."""
     q_len = max(case.q_lens)
     drawn = torch.rand(len(case.q_lens), q_len, q_len, generator=torch.Generator().manual_seed(case.seed)) < 0.6
     return drawn | torch.eye(q_len, dtype=torch.bool)
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change the inputs of a call one after another, and yield (name of the change, changed call). Each call also has all
-    earlier changes.
-
-    Args:
-        call: the call before the first change.
-        other: a call with other contents, but the same lengths, pages and optional arguments.
-        moved: a call with other contents and other pages, but the same lengths and optional arguments.
+    """Change the inputs of a call one after another, and yield (name of the change, call with all changes so far). `other`
+    and `moved` are calls with other contents but the same lengths and optional arguments; `moved` has other pages too.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

@@ -64,7 +64,7 @@ def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Te
 
     Returns:
         The query [num_rows, num_qo_heads, head_dim] in the case's dtype; K and V of all requests, one after another, float32
-        [sum(kv_lens), num_kv_heads, head_dim]; and the sinks, float32 [num_qo_heads], or None. All are on the device.
+            [sum(kv_lens), num_kv_heads, head_dim]; and the sinks, float32 [num_qo_heads], or None.
     """
     generator = torch.Generator().manual_seed(case.seed)
     num_qo_heads = case.num_qo_heads
@@ -84,7 +84,6 @@ def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Te
 
 
 def _needles(drawn: _Drawn) -> _Drawn:
-    """Turn the first and last keys that rows see, and their neighbours, into needles, which outweigh all other keys."""
     case, request = drawn.case, drawn.request
     limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
     plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
@@ -92,9 +91,8 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Make queries zero, and values one-hot codes of the key's position: with half = out_head_dim // 2, position % half
-    in the first half of the elements, position // half in the second. A row's output then counts the keys that it sees.
-    Heads have codes of different sizes.
+    """Make queries zero, and values one-hot codes of the key's position: position % half in the first half of the elements,
+    position // half in the second. Heads have codes of different sizes.
     """
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
@@ -109,8 +107,8 @@ def _counted(drawn: _Drawn) -> _Drawn:
 
 
 def _low(drawn: _Drawn) -> _Drawn:
-    """Set the last coordinate of queries and keys so that every logit is -200,000, or about -100,000 for a float16 query
-    over an e4m3 cache. MLA's values do not include this coordinate.
+    """Make every logit -200,000, or about -100,000 for a float16 query over an e4m3 cache, by the last coordinate, which
+    MLA's values do not include.
     """
     query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
@@ -132,8 +130,8 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Set key 0's value to zero and its logit to `logit`, and all other logits to 0. The last coordinate of queries and
-    keys gives the logits; in MLA it must be rotary, because the coordinates without rotary position are the values.
+    """Set key 0's value to zero and its logit to `logit`, and all other logits to 0, by the last coordinate, which must be
+    rotary in MLA, because the others are the values.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
@@ -148,7 +146,6 @@ def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
 
 
 def _loud(drawn: _Drawn) -> _Drawn:
-    """Make values large and positive, so that their sum grows with the number of keys."""
     side = "keys" if drawn.case.is_mla else "values"
     drawn = replace(drawn, **{side: getattr(drawn, side).abs()})
     return _scaled_values(drawn, _LOUD[drawn.case.kv_dtype])
@@ -175,9 +172,8 @@ _SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles (keys that outweigh all others) in a request whose rows belong to its newest tokens:
-    the first and last key, the last keys that the first, a middle and the last row see, the starts of their pages,
-    tiles and windows, and the neighbours of all these. A `window_left` of -1 is no window.
+    """Return positions for needles in a request: the first and last key, the last keys that the first, a middle and the last
+    row see, the starts of their pages, tiles and windows, and the neighbours of all these.
     """
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
@@ -188,16 +184,14 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query, [num_rows, num_qo_heads, head_dim], turned towards the needles: `LEAN` times the direction of
-    its K/V head is added to each query head. `directions` are unit vectors, [num_kv_heads, head_dim].
+    """Return the query, [num_rows, num_qo_heads, head_dim], with `LEAN` times the direction of its K/V head added to each
+    head. `directions` are unit vectors, [num_kv_heads, head_dim].
     """
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Turn the keys at these positions into needles (keys that outweigh all others), in place: add the direction of
-    their K/V head times a factor proportional to 1 / `softmax_scale`. `keys` is [kv_len, num_kv_heads, head_dim].
-    """
+    """Turn the keys at these positions of `keys`, [kv_len, num_kv_heads, head_dim], into needles, in place."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 
@@ -214,15 +208,12 @@ def draw_histories(
     """Draw the query rows of a pass and its requests' tokens, N(0, 1), float32, on the generator's device.
 
     Args:
-        lens: the lengths of the pass's requests.
-        generator: draws the query first, then the needles' directions, then each request's tokens.
         needles: positions of each request's needles; None: no needles.
         head_dims: head_dim of K and of V, or of each of a token's latent entries. The first is the query's too.
-        softmax_scale: the factor of Q·K^T, from which the height of needles follows.
 
     Returns:
-        The query, [num_rows, num_qo_heads, head_dim], and for each request its K and V or its entries, [kv_len, num_kv_heads,
-        head_dim] each. Branches of a request have the same tokens.
+        The query, [num_rows, num_qo_heads, head_dim], and for each request its K and V or its entries, [kv_len,
+            num_kv_heads, head_dim] each. Branches of a request have the same tokens.
     """
 
     def randn(*shape: int) -> Tensor:
@@ -247,9 +238,7 @@ def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in which a cache of this dtype stores `keys` and `values`: (K, V), or for NVFP4 (K, V, scale
-    factors of K, scale factors of V).
-    """
+    """Return the tensors in which a cache of this dtype stores them: (K, V), or for NVFP4 (K, V, K's scale factors, V's)."""
     if dtype == E4M3:
         return quantize_e4m3(keys, E4M3_K_SCALE), quantize_e4m3(values, E4M3_V_SCALE)
     if dtype != NVFP4:
@@ -259,23 +248,20 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored K and V as a kernel reads them, before it applies the layer's scales: NVFP4 K and V are dequantised
-    with `factors`, the scale factors of K and of V. Without `factors`, K and V are returned unchanged.
+    """Return stored K and V as a kernel reads them, before it applies the layer's scales: NVFP4's dequantised with
+    `factors`.
     """
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
 def stored_and_read(dtype: torch.dtype, histories: Sequence[History]) -> tuple[list[History], list[History]]:
-    """Return two lists with the K and V of each request: as a cache of this dtype stores them (`stored_kv`), and as a kernel
-    reads them back (`read_kv`).
-    """
     stored = [stored_kv(dtype, *sides) for sides in histories]
     return stored, [read_kv(*sides) for sides in stored]
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with a value; None: the value of `POISON` for its dtype. An NVFP4 tensor, which cannot hold NaN,
-    gets its poison instead of any value except 0.
+    """Fill a tensor with a value; None: that of `POISON`. NVFP4, which cannot hold NaN, gets its poison instead of any but
+    0.
     """
     if value is None or (storage.dtype == NVFP4 and value != 0):
         value = POISON[storage.dtype]
@@ -283,13 +269,12 @@ def fill(storage: Tensor, value: float | None = None) -> None:
 
 
 def fill_dead(pool: Tensor, dead: Dead) -> None:
-    """Fill pages that no row may read with zeros, huge values or NaN, as `dead` says."""
     fill(pool, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill an output tensor with NaN, a huge value and minus this value, repeated element by element, and return it. They show
-    if a kernel does not write an element, adds to it, or takes a maximum with it.
+    """Fill an output tensor with NaN, a huge value and minus this value, in turn, and return it: they show if a kernel does
+    not write an element, adds to it, or takes a maximum with it.
     """
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
@@ -298,8 +283,8 @@ def unwritten(buffer: Tensor) -> Tensor:
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a workspace of zeros, uint8: 8 MiB of semaphores (counters), then scratch. With `of_engine`, the scratch is large
-    enough for an engine's batches.
+    """Return a workspace of zeros, uint8: 8 MiB of semaphores (counters), then scratch; `of_engine`: enough for an engine's
+    batches.
     """
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":

@@ -24,8 +24,8 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A multi-step draft for which K/V lists are written, as data: its prefixes, steps and branches, and the memory layout of
-    its tensors. With a negative `spare_columns` or `spare_capacity`, a tensor is too small.
+    """A multi-step draft for which K/V lists are written, as data, and the memory layout of its tensors. With a negative
+    `spare_columns` or `spare_capacity`, a tensor is too small.
     """
 
     lens: tuple[int, ...]  # lengths of the prefixes
@@ -49,7 +49,6 @@ class DraftListsCase:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows of ``req_to_token``."""
         return len(self.lens) + (0 if self.far_rows else SPARE_ROWS)
 
     @property
@@ -71,7 +70,7 @@ class DraftListsCase:
 
 
 class DraftLists:
-    """The tensors of a draft on a device. `arguments` has them as keyword arguments of `generate_draft_decode_kv_indices`."""
+    """The tensors of a draft. `arguments` has them as keyword arguments of `generate_draft_decode_kv_indices`."""
 
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device
@@ -105,7 +104,7 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Call `write`, which writes the lists. Return a sentence for each changed input, and for each output that is wrong."""
+        """Call `write`. Return a sentence for each changed input, and for each output that is wrong."""
         for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
@@ -135,7 +134,6 @@ class DraftLists:
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
     def _expected(self) -> list[Tensor]:
-        """Return the expected contents of ``kv_indices`` and ``kv_indptr`` and of the memory around them, on the CPU."""
         memory = [torch.full_like(whole, POISON, device="cpu") for whole in self._outputs.values()]
         given = self.arguments | {name: value.cpu() for name, value in self._inputs().items()}
         for name, whole in zip(self._outputs, memory, strict=True):
@@ -155,9 +153,7 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return the table ``req_to_token``. No two of its cells are equal. A cell is a slot, or a page id in tables
-        of pages; if it is virtual, it may be -1. Memory around its rows holds `FOREIGN`.
-        """
+        """Return ``req_to_token``, whose cells all differ: slots, or page ids in tables of pages; virtual ones may be -1."""
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_columns = max(1, case.longest_row + case.spare_columns)
         shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "filling": FOREIGN}
@@ -169,17 +165,15 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``v2p``, which maps each virtual page to a page of the pool, or to -1 if it has none. It covers all entries of
-        ``req_to_token`` (`table`).
-        """
+        """Return ``v2p``, which maps each virtual page of `table` to a page of the pool, or to -1 if it has none."""
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return the number to add to the entries of `source` ("req_to_token" or "v2p") so that slots exceed 32 bits; 0
-        if the dtypes are too small. An entry stands for `tokens` slots.
+        """Return the number to add to the entries of `source` so that slots exceed 32 bits; 0 if the dtypes are too small.
+        An entry stands for `tokens` slots.
         """
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
@@ -193,9 +187,8 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return a function that writes kv_indices and kv_indptr in place: `function` itself, or, if it has a parameter
-    num_steps and so returns lists, a wrapper. The wrapper reads zeros beyond the columns of ``req_to_token``, and
-    truncates lists that are too long.
+    """Return a function that writes kv_indices and kv_indptr in place: `function` itself, or a wrapper if it returns lists
+    (it has a parameter num_steps). The wrapper reads zeros beyond the columns of ``req_to_token``, and truncates long lists.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function

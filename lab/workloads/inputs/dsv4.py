@@ -29,7 +29,6 @@ class DSV4Inputs(AttentionInputs):
         return AttentionCall.DSV4_DECODE
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the call by FlashInfer's names. Arguments at their default are left out."""
         case = self.case
         arguments: dict[str, Any] = {
             "query": self.query if case.offsets else self.query.unflatten(0, (len(case.q_lens), case.q_lens[0])),
@@ -52,9 +51,8 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
 
     Args:
         of_window: a call over the tokens of each request. Its rows select tokens in `WINDOW_COLUMNS` columns.
-        of_compressed: a call with the same rows over the compressed entries of each request. The columns in which its
-            rows select entries follow those of `of_window`. Each row's entries are moved to the first of these columns.
-        device: the device of the tensors.
+        of_compressed: a call with the same rows over the compressed entries of each request. Its columns follow those of
+            `of_window`; each row's entries are moved to the first of them.
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)
     if compressed.selected is not None:
@@ -82,5 +80,4 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
 
 
 def _entries_first(selected: Tensor) -> Tensor:
-    """Return the selected positions with each row's -1 moved to the end. The order of the others does not change."""
     return selected.gather(1, (selected < 0).to(torch.int8).argsort(dim=1, stable=True))

@@ -18,8 +18,8 @@ SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
 
 
 class LateTruth:
-    """Expected results that are computed by `make` when an attribute is first used. It has the attributes of a `Truth`. The
-    results are kept as bytes. The tensors `made_from`, which `make` reads, must not change.
+    """A `Truth` that `make` computes when an attribute is first used, and that is kept as bytes. The tensors `made_from`,
+    which `make` reads, must not change.
     """
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
@@ -30,10 +30,8 @@ class LateTruth:
         return getattr(self.made(), name)
 
     def made(self) -> Truth:
-        """Compute the expected results, or restore them from their bytes.
-
-        Raises:
-            ChangedBindingsError: a tensor from which the results are computed was written to.
+        """Compute the expected results, or restore them. Raise ChangedBindingsError if a tensor in `made_from` was written
+        to.
         """
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
@@ -47,7 +45,7 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return expected results as a `Truth`: compute those of a `LateTruth`, and return a `Truth` unchanged."""
+    """Return expected results as a `Truth`: compute those of a `LateTruth`."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
@@ -59,9 +57,8 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return the expected results of requests as a `LateTruth`. The computing function of `lab.references.truth`
-    documents the arguments: `truth_of_heads` with `seen`, `truth_of_selected` with `selected`, else
-    `truth_of_requests`.
+    """Return the expected results of requests as a `LateTruth`. The arguments are those of the functions of
+    `lab.references.truth`: of `truth_of_heads` with `seen`, `truth_of_selected` with `selected`, else `truth_of_requests`.
     """
     own = query.clone()  # the kernel gets the original
 
@@ -77,14 +74,12 @@ def truth_of_requests(
 
 
 def _without_tensor(value: Any) -> Any:
-    """Return a tensor as (dtype, shape, bytes); any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return value.dtype, value.shape, bytearray(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _restored(value: Any, device: torch.device) -> Any:
-    """Return a tensor on the device from its (dtype, shape, bytes); any value that is no tuple unchanged."""
     if not isinstance(value, tuple):
         return value
     dtype, shape, data = value

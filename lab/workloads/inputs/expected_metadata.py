@@ -55,12 +55,8 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first wrong metadata cell among those that belong to requests; "" if there is none.
-
-    Args:
-        batch, pool: the batch and pool from which the metadata was made.
-        metadata: metadata of this batch, or of a larger one to which the batch was padded.
-        expected: the expected metadata; None: computed for the whole batch.
+    """Return a sentence about the first wrong metadata cell among those that belong to requests; "" if there is none. The
+    metadata may be that of a larger batch. `expected` None: computed for the whole batch.
     """
     expected = forward_metadata(batch, pool) if expected is None else expected
     pairs = {
@@ -93,12 +89,8 @@ def wrong_eager_metadata(
     expand_encoder_only_verify: bool | None = None,
 ) -> str:
     """Return a sentence about the first error in the metadata of a pass without a graph: cells, shapes, dtypes or
-    `max_seq_len_q`; "" if there is none.
-
-    Args:
-        batch, pool, metadata: as in `wrong_metadata`.
-        expand_encoder_only_verify: the argument with which the metadata was built. None if unknown: the shapes of the
-            encoder's lengths and table are not compared.
+    `max_seq_len_q`; "" if there is none. With `expand_encoder_only_verify`, the argument with which the metadata was built,
+    the shapes of the encoder's lengths and table are compared too.
     """
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
@@ -141,7 +133,7 @@ def wrong_eager_metadata(
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
     """Return a sentence about the first page-table cell after a request's pages that does not hold page 0, the sink; "" if
-    there is none.
+    none.
     """
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
@@ -159,12 +151,8 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error in the MLA backend's metadata; "" if there is none.
-
-    Args:
-        batch, pool, metadata: as in `wrong_metadata`.
-        attention: decides whether the lengths in a draft step count the drafted tokens.
-        block: query rows per request with which a graph was captured; None for an eager pass.
+    """Return a sentence about the first error in the MLA backend's metadata; "" if there is none. `block` has the rows per
+    request with which a graph was captured; None for an eager pass.
     """
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
     pairs = {
@@ -184,8 +172,8 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the MLA metadata of a pass without a graph: dtypes, cells, table tails,
-    bounds, layout. After a wrong cell the rest is not compared. `attention` is as in `wrong_mla_metadata`.
+    """Yield a sentence for each error in the MLA metadata of a pass without a graph: dtypes, cells, table tails, bounds,
+    layout. After a wrong cell the rest is not compared.
     """
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
@@ -216,9 +204,7 @@ def wrong_eager_mla_metadata(
 def wrong_block_sparse_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: BlockSparseMetadata, topk_pages: torch.Tensor
 ) -> str:
-    """Return a sentence about the first wrong length in the metadata of a block-sparse pass; "" if there is none.
-    `wrong_metadata` and `block_sparse_forward_metadata` document the arguments.
-    """
+    """Return a sentence about the first wrong length in the metadata of a block-sparse pass; "" if there is none."""
     lens = block_sparse_forward_metadata(batch, pool, topk_pages).seq_lens
     of_rows = metadata.seq_lens[:, : len(lens)].tolist()
     return _first_difference({"seq_lens": (of_rows, [lens] * len(topk_pages))})
@@ -227,9 +213,7 @@ def wrong_block_sparse_metadata(
 def wrong_dsa_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor, index_topk: int
 ) -> str:
-    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek sparse attention (DSA); "" if
-    there is none. `topk_indices` and `index_topk` are as in `dsa_forward_metadata`.
-    """
+    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek sparse attention; "" if none."""
     expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=index_topk)
     lens = _leading("seq_lens", metadata.seq_lens, expected.seq_lens)
     places = _leading("the places of the selected entries", metadata.places(topk_indices), expected.places)
@@ -244,11 +228,7 @@ def wrong_dsv4_metadata(
     topk_indices: torch.Tensor | None = None,
 ) -> str:
     """Return a sentence about the first wrong length or entry in the metadata of DeepSeek-V4; "" if there is none.
-
-    Args:
-        batch, pool, metadata: as in `wrong_metadata`.
-        compress_ratio: tokens of a compressed entry, 0 without such entries; None: 0 for a draft model, else 128.
-        topk_indices: as in `dsv4_forward_metadata`.
+    `compress_ratio` None: 0 for a draft model, else 128.
     """
     mode = batch.forward_mode
     if compress_ratio is None:
@@ -278,10 +258,7 @@ def wrong_dsv4_metadata(
 
 
 def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
-    """Return a sentence about the first metadata tensor that is missing or has a wrong number of rows; "" if there is
-    none. `seq_lens`, `window` and `page_table` must have equally many rows, at least `rows`. If `is_prefill`, the
-    tensors of `OF_DSV4_PREFILL` must be there too.
-    """
+    """Return a sentence about the first tensor that is missing or has a wrong number of rows; "" if there is none."""
     tables = ("seq_lens", "window", "page_table")
     for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):
         if not isinstance(getattr(metadata, name), torch.Tensor):
@@ -299,8 +276,8 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield a sentence about the first error, if any, in `metadata`, which `build_mla_prefill_metadata` built for an
-    MLA prefill with the other arguments. If `in_prefill_graph`, the prefill is captured in a CUDA graph.
+    """Yield a sentence about the first error, if any, in what `build_mla_prefill_metadata` built with the other arguments.
+    `in_prefill_graph`: the prefill is captured in a CUDA graph.
     """
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
@@ -319,9 +296,6 @@ def wrong_mla_prefill_metadata(
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    """Yield a sentence for each error in the fields for requests with unequal numbers of query rows: seq_lens_q,
-    sum_seq_lens_q and query_layout.
-    """
     is_ragged_verify = batch.forward_mode.query_rows.are_bounded
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     found = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
@@ -339,17 +313,14 @@ Pairs = dict[str, tuple[Any, Any]]  # name -> (actual value, expected value)
 
 
 def _leading(name: str, tensor: torch.Tensor, expected: Sequence[Any]) -> Pairs:
-    """Return (actual, expected) values under the key `name`: the first elements of the tensor, as many as `expected` has."""
     return {name: (tensor[: len(expected)].tolist(), expected)}
 
 
 def _rows(name: str, table: torch.Tensor, expected: Sequence[Sequence[int]]) -> Pairs:
-    """Return for each row of a table, under a key such as "NAME[3]", the pair (first cells, expected cells)."""
     return {f"{name}[{row}]": (table[row, : len(cells)].tolist(), cells) for row, cells in enumerate(expected)}
 
 
 def _first_difference(pairs: Pairs) -> str:
-    """Return a sentence about the first pair whose actual and expected values differ; "" if all are equal."""
     for name, (got, wanted) in pairs.items():
         if got != wanted:
             return f"{name} is {got}, expected {wanted}"

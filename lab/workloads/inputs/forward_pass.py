@@ -1,5 +1,5 @@
-"""Build the tensors of a forward pass: an engine's pool, metadata and arguments, each request's tokens, and poison (values that
-would change a result) in all other memory.
+"""Build the tensors of a forward pass: an engine's pool, metadata and arguments, each request's tokens, and poison (values
+that would change a result) in all other memory.
 """
 
 import functools
@@ -67,7 +67,6 @@ class EnginePass:
 
     @property
     def pool_bytes(self) -> int:
-        """Return the size of the cache's K and V, or of its latent entries, in bytes."""
         nbytes: int = self.cache.storage.nbytes
         return nbytes
 
@@ -91,8 +90,8 @@ class EnginePass:
         }
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Prepare the calls that the engine's backend makes with an implementation, and return a function that makes
-        them and returns the output. `arguments` are those of `lab.metadata.engine.backend.Backend.prepare_attention`.
+        """Prepare the calls that the engine's backend makes with an implementation, and return a function that makes them.
+        `arguments` are those of `lab.metadata.engine.backend.Backend.prepare_attention`.
         """
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
@@ -209,8 +208,8 @@ class BlockSparsePass(SelectingPass, ForwardPass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of query rows that see only keys up to their own token, in the pages `topk_pages`
-    from `draw_pages`. The layer must have no sinks and no window. `mha_truth` documents the other arguments.
+    """Return the expected results of query rows that see only keys up to their own token, in the pages `topk_pages` from
+    `draw_pages`. The layer must have no sinks and no window. The other arguments are as in `mha_truth`.
     """
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):
@@ -232,14 +231,13 @@ def mha_truth(
     out_dtype: torch.dtype,
     arithmetic: torch.dtype | None = None,
 ) -> Truth:
-    """Return the expected results of one layer for the query rows of all requests. A request's query rows are its last tokens.
+    """Return the expected results of one layer for the query rows of all requests. A request's query rows are its last
+    tokens.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the calls take.
         histories: for each request, the K and V that its last row sees, in the form of `EnginePass.histories`.
-        q_lens: query rows of each request.
         layer: the layer. Its scales are used if the cache is quantised.
-        kv_dtype, out_dtype: dtype of the cache, and dtype of the output.
         arithmetic: dtype of the operands of the control, whose error bounds the kernel's; None: the query's dtype.
     """
     is_quantised = kv_dtype in (E4M3, NVFP4)
@@ -287,17 +285,17 @@ def with_padding_rows(query: Tensor, count: int) -> Tensor:
 
 
 def stored_width(case: ForwardCase) -> int:
-    """Return the number of elements per token and head that the cache stores. A byte of NVFP4 holds two values."""
+    """Return the elements per token and head that the cache stores. A byte of NVFP4 holds two values."""
     return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim
 
 
 def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
-    """Return the cache with scale factors if the case's cache is NVFP4; otherwise the same cache."""
+    """Return the cache, with scale factors if it is NVFP4."""
     return NVFP4KVCache.over(cache, trtllm_gen=case.query_dtype == E4M3) if case.kv_dtype == NVFP4 else cache
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
-    """Return a pool with twice the pages that the case's requests need. The pages without a request can be poisoned."""
+    """Return a pool with twice the pages that the case's requests need, so that pages without a request can be poisoned."""
     return new_pool(
         case.kv_lens,
         page_size=case.page_size,
@@ -317,8 +315,8 @@ def admit_and_write(
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:
-    """Fill the cache with huge values, admit the case's requests, and write their histories as an engine does. Return the batch
-    and its metadata.
+    """Fill the cache with huge values, admit the case's requests, and write their histories as an engine does. Return
+    (batch, metadata).
 
     Tokens before the query rows are written before the metadata is built, the query rows' tokens afterwards: to the batch's
     slots or, with a window, to the metadata's slots. Pages before a window are evicted before the first write, or for
@@ -355,7 +353,7 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return the positions of the needles (keys that outweigh all others) in each request; None if the case has none."""
+    """Return the positions of the needles in each request; None if the case has none."""
     if case.contents is not Contents.NEEDLES:
         return None
     return [
@@ -383,7 +381,6 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
-    """Fill the cells of the page tables after each request's pages with ids of other pages, as a replayed graph leaves them."""
     lens, encoder_lens = metadata.cache_seqlens_int32, metadata.encoder_cache_seqlens
     tables = ((metadata.page_table, lens), (metadata.swa_page_table, lens), (metadata.encoder_page_table, encoder_lens))
     for table, keys in tables:

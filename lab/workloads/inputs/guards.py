@@ -14,8 +14,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embedded(tensor: Tensor, value: float) -> Tensor:
-    """Return a contiguous copy of a tensor inside a larger vector whose other elements are `value`. The copy's address is not
-    a multiple of 16 bytes.
+    """Return a contiguous copy of a tensor inside a vector whose other elements are `value`, at an address that is no
+    multiple of 16 bytes.
     """
     how: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device, "filling": value}
     _, part = surrounded(tensor.numel(), before=AROUND, after=AROUND, **how)
@@ -25,11 +25,8 @@ def embedded(tensor: Tensor, value: float) -> Tensor:
 def surrounded(
     *shape: int, dtype: torch.dtype, device: torch.device | str, filling: float, before: int = 8, after: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Return a tensor inside a larger one, both filled with the value `filling`. Each row has `before` cells before it and
-    `after` cells after it. A matrix also has one row before its first row and one after its last row.
-
-    Returns:
-        (the larger tensor, the tensor of this shape in it).
+    """Return (whole, part): a tensor of this shape, and the larger one around it, both filled with `filling`. Each row has
+    `before` cells before it and `after` after it; a matrix also has a row before and one after.
     """
     rows = (shape[0] + 2,) if len(shape) == 2 else ()
     whole = torch.full((*rows, before + shape[-1] + after), filling, dtype=dtype, device=device)
@@ -38,10 +35,8 @@ def surrounded(
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """Copy a tensor into a buffer, between two guard regions, in which a write out of bounds shows.
-
-    Returns:
-        (the copy, the whole buffer as uint8). The copy begins `at_byte` bytes after an address with an allocation's alignment.
+    """Copy a tensor into a buffer between two guard regions. Return (the copy, the whole buffer as uint8). The copy begins
+    `at_byte` bytes after an address with an allocation's alignment.
     """
     size = tensor.nbytes
     room = size + 2 * GUARD_BYTES + at_byte
@@ -59,7 +54,7 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
 
 
 def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a sentence for each tensor whose bits differ from its earlier copy, which has the same key in `before`."""
+    """Yield a sentence for each tensor whose bits differ from its earlier copy in `before`."""
     for name, tensor in tensors.items():
         if not same_bits(tensor, before[name]):
             yield f"it changed its {name}"

@@ -86,11 +86,9 @@ class ShardedMLAPass(MLAPass):
 
 @dataclass(frozen=True, eq=False)
 class SparseMLAPass(SelectingPass, MLAPass):
-    """A forward pass whose rows select entries of the cache.
-
-    In DeepSeek sparse attention (DSA) a row sees the entries at its selected positions. In DeepSeek-V4 it sees the tokens of
-    its window and the compressed entries of its selected groups of tokens. A history is then (entries, compressed entries),
-    both [kv_len, head_dim]; a group's compressed entry is at the position of the group's last token.
+    """A forward pass whose rows select entries: in DeepSeek sparse attention (DSA) the entries at their positions, in
+    DeepSeek-V4 the tokens of their window and the compressed entries of their groups of tokens. A history is then (entries,
+    compressed entries), both [kv_len, head_dim]; a group's compressed entry is at the position of the group's last token.
 
     Attributes:
         topk_indices: int32 [rows, top_k], -1 for none: positions, in V4 indices of groups. Padding rows follow in V4.
@@ -106,8 +104,7 @@ class SparseMLAPass(SelectingPass, MLAPass):
 
 def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Generator) -> Tensor:
     """Draw the groups of tokens whose compressed entries each row sees, in random order: int32 [num_rows, columns], with -1
-    after the last. There are at most `index_topk` per row; without an indexer, a row sees all its groups. `row_lens` are the
-    numbers of tokens that each row sees.
+    after the last. Without an indexer, a row sees all its groups. `row_lens` are the numbers of tokens that each row sees.
     """
     counts = [seen // case.compress_ratio if case.compress_ratio else 0 for seen in row_lens]
     columns = case.index_topk or max(*counts, 0)
@@ -121,8 +118,7 @@ def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Gen
 def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generator) -> Tensor:
     """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk], -1 for none.
 
-    A row selects `topk` positions, or all tokens that it sees if these are fewer. But every third row selects about half of
-    this number. `row_lens` has the number of tokens that each row sees.
+    A row selects `topk` positions, or all that it sees if these are fewer; every third row only about half of this number.
     """
     drawn = torch.full((len(row_lens), topk), -1, dtype=torch.int32, device=generator.device)
     for number, (row, seen) in enumerate(zip(drawn, row_lens, strict=True)):
@@ -145,12 +141,9 @@ def mla_truth(
 
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the call takes.
-        out_dtype: dtype of the output.
         histories: for each request the entries that its last row sees, in the form of `MLAPass.histories`.
-        q_lens: query rows of each request.
-        layer: the layer, with the length of an entry's latent vector and the scale by which entries were divided.
-        selected: positions, or for DeepSeek-V4 groups, that each row selects, [num_rows, top_k], from `draw_positions` or
-            `draw_groups`. None: rows see all entries up to their own.
+        selected: positions, or for DeepSeek-V4 groups, that each row selects, [num_rows, top_k]; None: all entries up to its
+            own.
     """
     entries = [history[0] for history in histories]
     if selected is not None:
@@ -171,7 +164,6 @@ def mla_truth(
 def _selected_entries(
     histories: Sequence[History], q_lens: Sequence[int], selected: Tensor, layer: MLALayer
 ) -> Iterator[Tensor]:
-    """Yield for each query row the entries that it sees. `mla_truth` documents the arguments."""
     rows = iter(selected)
     for (entries, *compressed), q_len in zip(histories, q_lens, strict=True):
         for end in range(len(entries) - q_len + 1, len(entries) + 1):
@@ -229,7 +221,7 @@ def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLA
 
 
 def new_mla_layer(case: LatentLayer, generator: torch.Generator) -> MLALayer:
-    """Return the layer of a case: its scales, its sizes and, for DeepSeek-V4, its sinks, which the generator draws."""
+    """Return the layer of a case. The generator draws DeepSeek-V4's sinks."""
     layer = MLALayer(
         softmax_scale=case.softmax_scale,
         k_scale=E4M3_K_SCALE,  # a checkpoint may have a scale for any dtype of the cache

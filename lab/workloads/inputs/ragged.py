@@ -58,13 +58,12 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs with the same query rows, but with the keys and values in `parts`, one pair per request. Unless
-        `causal`, each row sees all keys of its request.
+        """Return inputs with the same query rows over other keys and values. Unless `causal`, each row sees all keys of its
+        request.
         """
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the call by FlashInfer's names."""
         device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens
         sides = (self.query, *(torch.cat(each) for each in zip(*self.parts, strict=True)))
         query, key, value = (padded(side) if self.with_padding and len(side) else side for side in sides)
@@ -123,9 +122,7 @@ def padded(rows: Tensor, value: float = PADDED) -> Tensor:
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:
-    """Return positions of a request for needles (keys that outweigh all others): the first and last keys that rows see, and
-    the ends of prefix chunks.
-    """
+    """Return positions of a request for needles: the first and last keys that rows see, and the ends of prefix chunks."""
     kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
     ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
     return ends | set(needle_positions(kv_len, case.q_lens[request], TILE, case.window_left))

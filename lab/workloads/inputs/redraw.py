@@ -34,8 +34,8 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """The two seeds from which the inputs of a timed call are drawn: `tokens` gives K, V, pages and which cached tokens
-    a call replaces; `call` gives queries, lengths and the replacements.
+    """`tokens` gives K, V, pages and which cached tokens a call replaces; `call` gives queries, lengths and the
+    replacements.
     """
 
     tokens: int
@@ -43,7 +43,6 @@ class Seeds(NamedTuple):
 
 
 def wipe(arguments: Mapping[str, Any]) -> None:
-    """Fill the output tensor, the argument `out`, with NaN."""
     fill(arguments["out"], float("nan"))
 
 
@@ -56,9 +55,7 @@ def touched(seed: int, count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SeededRedraw:
-    """Draws new contents into the tensors of timed calls, and judges the outputs. A base class for implementations of
-    `lab.timing.work.Redraw`.
-    """
+    """Draws new contents into the tensors of timed calls, and judges the outputs: implements `lab.timing.work.Redraw`."""
 
     forward: Any  #: the pass, or the recorded call
     keeps_metadata: bool = False  #: page ids and lengths must not change, because the host planned calls from them
@@ -87,8 +84,8 @@ class SeededRedraw:
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that raises AssertionError if output rows are wrong. It takes the rows that `results` returned for
-        these seeds and the same `whole`.
+        """Return a function that raises AssertionError if rows from `results`, for these seeds and the same `whole`, are
+        wrong.
         """
         truth = made(self.truth(seeds, self._judged(seeds, whole)))
 
@@ -110,7 +107,6 @@ class SeededRedraw:
         return torch.cat([parts[request] for request in requests])
 
     def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
-        """Return the indexes of the requests to judge: all that have rows if `whole`, else some that the seeds choose."""
         case = self.forward.case
         order, chosen, pairs = [request for request, q_len in enumerate(case.q_lens) if q_len], list[int](), 0
         if whole:
@@ -139,7 +135,6 @@ class PassRedraw(SeededRedraw):
         return self._restored(copy.deepcopy(inputs)) if self.keeps_metadata else inputs
 
     def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Write the original page ids and lengths of the pass into the metadata of `inputs`, and return `inputs`."""
         for name, tensor in self._metadata.items():
             getattr(inputs["metadata"], name).copy_(tensor)
         self._write_lengths(inputs["metadata"], ())
@@ -181,7 +176,6 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _metadata(self) -> dict[str, Tensor]:
-        """Return copies of the page tables and lengths with which the pass was built, by name."""
         held = {name: getattr(self.forward.metadata, name, None) for name in (*TABLES, *LENGTHS)}
         return {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
 
@@ -202,7 +196,6 @@ class PassRedraw(SeededRedraw):
 
     @property
     def _window_left(self) -> int:
-        """Return the case's window if tokens outside of it are not cached; else -1. (DSV4 caches entries of all tokens.)"""
         return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
 
     def _first_kept(self, request: int) -> int:
@@ -232,12 +225,11 @@ class PassRedraw(SeededRedraw):
         return touched(seed, len(slots), slots.device)
 
     def _moved(self, seed: int) -> Tensor:
-        """Return the slots of the cached tokens after the pages were moved as a seed says."""
         (slots, _), size = self._slots, self.forward.case.page_size
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the new id of each page. All ids except page 0 are shifted cyclically by a number that the seed gives."""
+        """Return the new id of each page: all but page 0 are shifted cyclically by a number that the seed gives."""
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)
@@ -254,7 +246,7 @@ class PassRedraw(SeededRedraw):
         ]
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return for each request how many tokens shorter it is than in the case; 0 unless `SHORTER_EVERY` divides the seed."""
+        """Return for each request how many tokens shorter it is than in the case."""
         case = self.forward.case
         if not self._moves or seed % SHORTER_EVERY or "encoder_page_table" in self._metadata:
             return [0] * len(case.q_lens)
@@ -267,7 +259,6 @@ class PassRedraw(SeededRedraw):
         return found
 
     def _move_pages(self, metadata: Any, seed: int) -> None:
-        """Replace the page ids in the metadata's page tables by the new ids that a seed gives."""
         pages = self._pages(seed)
         for name, table in ((name, self._metadata[name]) for name in TABLES if name in self._metadata):
             if name == "swa_page_table" or self.forward.case.window_left < 0:  # the tables of the cache's own pool

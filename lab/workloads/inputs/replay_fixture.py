@@ -35,9 +35,8 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """One pass that a fixture has run: its query, its output and its metadata, without padding rows.
-
-    After a replay, `metadata` and `view` are the runner's buffers, which the next replay overwrites.
+    """One pass that a fixture has run: its query, its output and its metadata, without padding rows. After a replay,
+    `metadata` and `view` are the runner's buffers, which the next replay overwrites.
     """
 
     query: Tensor  #: [num_rows, num_qo_heads, head_dim]
@@ -49,9 +48,7 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Return the lab's own `GraphRunner`, whose class documents the arguments. (Tests replace this function by one that
-    returns a deliberately wrong runner.)
-    """
+    """Return the lab's own `GraphRunner`. (Tests replace this function by one that returns a deliberately wrong runner.)"""
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
@@ -59,14 +56,8 @@ RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunn
 
 
 class ReplayFixture:
-    """Runs graph replays and eager passes of one layer, and checks them. It has a pool, requests with histories, a cache, and
-    a runner that captures and replays graphs. Each backend has a subclass.
-
-    Args:
-        case: a case of the subclass's backend.
-        implementation: any object with the functions that the backend calls.
-        device: the device. On a CPU a capture is simulated.
-        make: makes the graph runner; by default `right_runner`.
+    """Runs graph replays and eager passes of one layer, and checks them. It has a pool, requests with histories, a cache,
+    and a runner that captures (on a CPU: simulates it) and replays graphs. Each backend has a subclass.
     """
 
     layer: Any
@@ -103,7 +94,7 @@ class ReplayFixture:
 
     @property
     def width(self) -> int:
-        """Return the largest number of query rows of a request. A padding request has this number of rows."""
+        """Return the largest number of query rows of a request, which a padding request has."""
         width: int = self.case.mode.num_tokens_per_req
         return width
 
@@ -114,9 +105,7 @@ class ReplayFixture:
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests, the first with the index `first_request`. `totals` are their numbers of
-        keys, including new tokens.
-        """
+        """Return a batch of consecutive requests. `totals` are their numbers of keys, including new tokens."""
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
@@ -158,10 +147,8 @@ class ReplayFixture:
         return ReplayedPass(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Overwrite memory that the next replay must write again, or must not read.
-
-        The cache's page 0, the sink, is filled with `value`, the metadata tensors that `rewritten` names with
-        `POISONED_LENGTH`, and page tables with page 0.
+        """Overwrite memory that the next replay must write again, or must not read: page 0 of the cache, the sink, with
+        `value`, the metadata tensors that `rewritten` names with `POISONED_LENGTH`, and page tables with page 0.
         """
         for page in self._pages_0():
             page.fill_(value)
@@ -209,7 +196,6 @@ class ReplayFixture:
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
-        """Return the objects whose attributes are the metadata tensors that the graphs read."""
         metadata = self.runner.metadata
         return (metadata.buffers,) if isinstance(metadata, GraphMetadata) else tuple(metadata.metadata.values())
 
@@ -218,12 +204,8 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return by name the metadata cells of padding requests, each with the value that it must have.
-
-        Args:
-            batch: the batch without padding.
-            metadata: the metadata after a replay of the batch.
-            length, pages: length of a padding request, and number of its pages.
+        """Return by name the metadata cells of padding requests, which have `length` tokens in `pages` pages, each with the
+        value that it must have. `batch` is the batch without padding.
         """
         raise NotImplementedError
 
@@ -247,11 +229,9 @@ class ReplayFixture:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
 
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
-        """Yield a sentence for each padding cell that is wrong after a replay of `batch`. `metadata` and `view` are as in
-        `ReplayedPass`.
-
-        Padding must have row 0 of the request table, the padding length, and slots and pages of page 0, the sink. An engine
-        writes K and V of all rows, so a stale slot in a padding row would overwrite another request's token.
+        """Yield a sentence for each padding cell that is wrong after a replay: they must have row 0 of the request table,
+        the padding length, and slots and pages of page 0, the sink. An engine writes K and V of all rows, so a stale slot in
+        a padding row would overwrite another request's token.
         """
         count = batch.batch_size
         length = self.case.padded_seq_len + self._uncounted()

@@ -25,7 +25,7 @@ def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tenso
 
 
 def keys_up_to_rows(case: AttentionCase) -> list[int]:
-    """Return for each query row the number of keys up to its own position: how many keys it may see."""
+    """Return for each query row how many keys it may see, those up to its own position."""
     requests = zip(case.kv_lens, case.q_lens, strict=True)
     return [max(kv_len - q_len + row + 1, 0) for kv_len, q_len in requests for row in range(q_len)]
 
@@ -60,8 +60,8 @@ def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
 
 
 def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Generator) -> Tensor:
-    """Draw the pages that MiniMax-M3's indexer selects, int32 [num_kv_heads, num_rows, 16]: earlier pages in random order, the
-    row's own page, then -1. `row_lens` are the numbers of tokens that each row sees, at least 1.
+    """Draw the pages that MiniMax-M3's indexer selects, int32 [num_kv_heads, num_rows, 16]: earlier pages in random order,
+    the row's own page, then -1. `row_lens` are the numbers of tokens that each row sees, at least 1.
     """
     drawn = torch.full((num_kv_heads, len(row_lens), NUM_PAGES), -1, dtype=torch.int32, device=generator.device)
     for of_head in drawn:
@@ -103,6 +103,5 @@ def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> li
 
 
 def _edges(num_keys: int, page_size: int) -> list[int]:
-    """Return the positions of the first and last key of each page."""
     starts = range(0, num_keys, page_size)
     return sorted({num_keys - 1, *starts, *(start - 1 for start in starts if start)})

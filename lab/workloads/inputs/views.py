@@ -18,15 +18,15 @@ ODD = 7  # elements; stride of an axis of size 1, which has no meaning
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return a copy of a tensor [..., heads, elements] in which the rows that are True in `rows`, bool [num_rows], are NaN."""
+    """Return a copy of [..., heads, elements] in which the rows that are True in `rows`, bool [num_rows], are NaN."""
     copied = tensor.clone()
     copied.view(-1, *copied.shape[-2:])[rows.nonzero().flatten().to(copied.device)] = math.nan
     return copied
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return a copy of a tensor with gaps in memory: `gap` elements follow each index of `axis`. If the elements are floats,
-    every second element of the storage outside the tensor is NaN, and the others are large.
+    """Return a copy of a tensor in which `gap` elements of memory follow each index of `axis`. If the elements are floats,
+    every second element outside the tensor is NaN, and the others are large.
     """
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
@@ -36,7 +36,7 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return a contiguous copy of a tensor. The copy begins `offset_bytes` after the start of its own storage."""
+    """Return a contiguous copy that begins `offset_bytes` after the start of its own storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
@@ -46,13 +46,12 @@ def in_halves(tensor: Tensor) -> Tensor:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor [..., rows, heads, elements] that is stored as [heads, ..., rows, elements]."""
     heads = tensor.dim() - 2
     return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
 
 def _far_apart(tensor: Tensor) -> Tensor:
-    """Return a copy of the tensor whose last row begins more than 2**31 elements after the first. Gaps are not written."""
+    """Return a copy whose last row begins more than 2**31 elements after the first. Gaps are not written."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
     size = (len(tensor) - 1) * stride + row if len(tensor) else 0
@@ -68,7 +67,7 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def with_odd_strides(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor with odd strides on axes of size 1, where a stride has no meaning."""
+    """Return a view with odd strides on axes of size 1, where a stride has no meaning."""
     strides = [ODD if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, strides)
 
