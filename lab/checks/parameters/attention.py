@@ -1,7 +1,5 @@
-"""Make attention cases: balanced cases, in which each parameter value occurs equally often, and random cases.
-
-`Ranges` has the values that each parameter may have. `discover` narrows ranges to the values that a function accepts, by calls
-of tiny cases.
+"""Make attention cases from `Ranges`: balanced ones, in which each parameter value occurs equally often, and random ones.
+`discover` narrows ranges to the values that a function accepts.
 """
 
 import itertools
@@ -35,15 +33,14 @@ Submit = Callable[[str, Any], Callable[[], Judged]]
 
 
 def fields_of(interface: Interface) -> tuple[str, ...]:
-    """Return the names of the fields of `Ranges` that are parameters of the function, such as "dtypes"."""
     return MLA_FIELDS if interface is AttentionCall.MLA_DECODE else MHA_FIELDS
 
 
 def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
-    """Yield `count` random cases. Each value of a parameter occurs equally often, and many lengths end at page or tile edges.
-    At most `num_builds` combinations of the parameters for which kernels are compiled occur, so that few are compiled.
+    """Yield `count` random cases. Each value of a parameter occurs equally often, at most `num_builds` combinations of the
+    values for which kernels are compiled occur, and many lengths end at page or tile edges.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
@@ -59,9 +56,7 @@ def balanced(
 
 
 def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:
-    """Return `count` combinations of values of the parameters for which a kernel is compiled, such as dtypes and head_dims.
-    All checks use the same ones, so that few kernels are compiled.
-    """
+    """Return `count` combinations of values for which a kernel is compiled. All checks use the same ones."""
     rng = random.Random(f"{interface.name} {ranges.seed}")
     return _dealt(rng, ranges, [name for name in fields_of(interface) if name not in AT_RUN_TIME], count)
 
@@ -77,9 +72,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return an attention case with these lengths and this window (-1: none). `seed` is the seed of its data, `page_seed` of
-    its order of pages. `values` has its other parameters, by names of fields of `ranges` such as "dtypes".
-    """
+    """Return a case with these lengths. `values` has its other parameters, by names of fields of `ranges` such as "dtypes"."""
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -102,7 +95,6 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return the parameter values of a case by names of fields of `Ranges`, such as {"dtypes": ..., "page_sizes": 16}."""
     found: Point = {
         "dtypes": (case.dtype, case.kv_dtype),
         "q_lens": case.q_lens[0],
@@ -126,9 +118,6 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Draw lengths for a case with the parameters `values`. Return two lists: each request's number of query rows, and its
-    number of keys. MLA gets 3 requests. Other functions get 4, the last with almost `ranges.longest` keys.
-    """
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is AttentionCall.MLA_DECODE:
@@ -142,9 +131,7 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[DrawnPoint]:
-    """Yield random attention cases without end, changed by `adapt` into cases of a check. Yield nothing for a function without
-    a paged cache.
-    """
+    """Yield random attention cases, changed by `adapt`, without end; nothing for a function without a paged cache."""
 
     def make(point: Point, seed: int) -> Any:
         return adapt(drawn_case(ranges, interface, point, seed))
@@ -155,7 +142,7 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model (parameters with their values) of random attention cases, including numbers and lengths of requests."""
+    """Return the model of random attention cases, with the numbers and lengths of their requests."""
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
@@ -169,9 +156,7 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
 
 
 def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the attention case with the parameter values of `point`. The seed determines the data and the lengths of all
-    requests except the longest.
-    """
+    """Return the case of a point. The seed determines the data, and the lengths of all requests except the longest."""
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
     rng.shuffle(kv_lens)
@@ -183,9 +168,6 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
 
 
 def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int) -> list[Point]:
-    """Return `count` random combinations of values of the fields `names` of `ranges`. Each value of a field occurs equally
-    often.
-    """
     points: list[Point] = [{} for _ in range(count)]
     for name in names:
         values = getattr(ranges, name)
@@ -197,30 +179,21 @@ def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int)
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Return lengths (numbers of keys) at which kernels change their code: 1, 2, one and two pages, tiles of 64, 128, 256 and
-    512 keys, and `longest`, and also each of these lengths minus 1 and plus 1. No returned length is above `longest`.
-    """
+    """Return the numbers of keys, up to `longest`, at or next to which kernels change their code: 1, 2, pages and tiles."""
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
 
 
 def is_mostly_declined(verdicts: Sequence[CaseVerdict]) -> bool:
-    """Return True if more than half of a function's cases were declined."""
     return 2 * sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts) > len(verdicts)
 
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
-    """Return `ranges` without the parameter values that a function refuses. Each value is tried in one call that differs only
-    in this value from an accepted call. A value with which the call fails is kept, so that the failure is judged.
+    """Return `ranges` without the values that a function refuses; None if it accepts no call, or refuses no value.
 
-    Args:
-        submit: submits one case of a check for judging, such as `lab.checks.run.workers.Workers.submit`.
-        interface: the function.
-        ranges: the ranges to narrow.
-        taken: cases that the function accepted earlier.
-
-    Returns:
-        The narrowed ranges; None if no call is accepted, or if no value is refused.
+    Each value is tried in one call that differs only in this value from an accepted one: a case in `taken`, or a call of usual
+    values. A value with which the call fails is kept, so that the failure is judged. `submit` submits one case of a check for
+    judging, as `lab.checks.run.workers.Workers.submit` does.
     """
     outcomes_of = partial(_outcomes, submit, interface, ranges)
     ranges = replace(ranges, dtypes=ranges.widened("dtypes"))
@@ -239,9 +212,6 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the parameter values of a call that the function accepts, or None if it accepts none. First a case of `taken` is
-    tried, then calls with usual values. `outcomes_of` returns the outcome of one call for each combination of values.
-    """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
     within = (each for each in known if all(each[name] in getattr(ranges, name) for name in names))
@@ -266,9 +236,6 @@ def _place(likely: tuple[Any, ...], value: Any) -> int:
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    """Make one call of two short requests for each combination of parameter values in `several`, as cases that `submit` judges,
-    and return the outcomes.
-    """
     waiting = []
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1

@@ -1,7 +1,4 @@
-"""The special kinds of calls, such as calls over an NVFP4 cache. Each check of single calls also judges them.
-
-A kind changes a plain case into special cases. One kind may have several forms, such as the values of top_k.
-"""
+"""The special kinds of calls, such as calls over an NVFP4 cache. Each check of single calls also judges them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,17 +16,14 @@ Change = Callable[[AttentionCase], AttentionCase]  # raises ValueError for a cas
 
 @dataclass(frozen=True)
 class CallKind:
-    """A special kind of call, such as one over an NVFP4 cache: the functions that have it, and how a plain case is changed."""
+    """A special kind of call: the functions that have it, and how a plain case is changed."""
 
     interfaces: tuple[AttentionCall, ...]  # the functions that have calls of this kind
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Yield a special case for each form of this kind, made from a plain case; at most `count` cases unless it is None.
-        The n-th form changes the n-th plain case or, if this case cannot have the form, another one. A form that no case can
-        have is left out.
-
-        The seed of the first plain case selects the form to begin with, so that different checks begin with different forms.
+        """Yield a special case for each form that a plain case can have, at most `count` unless it is None. The seed of the
+        first plain case selects the form to begin with, so that different checks begin with different forms.
         """
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
         first = plain[0].seed % len(forms) if forms else 0
@@ -39,7 +33,6 @@ class CallKind:
 
 
 def _changed(change: Change, plain: Sequence[AttentionCase]) -> AttentionCase | None:
-    """Return the first plain case that `change` can change, after the change; None if it raises ValueError for all cases."""
     for case in plain:
         with suppress(ValueError):
             return change(case)
@@ -57,11 +50,8 @@ def _selected_entries(ranges: Ranges) -> list[Change]:
 
 
 def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
-    """Return the case as a context-parallel call of one rank, given as (rank, number of ranks). The window, sinks and other
-    arguments that FlashInfer excludes in such a call are removed.
-
-    Raises:
-        ValueError: the lengths are not possible on this rank, or the function has no context parallelism.
+    """Return the case as a context-parallel call of one rank, (rank, number of ranks), without arguments that FlashInfer
+    excludes in it. Raise ValueError if the lengths are not possible on this rank, or the function has no context parallelism.
     """
     storage = replace(case.storage, kv_layout="HND")
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)

@@ -1,8 +1,5 @@
-"""Build the call that a configuration describes, and judge its results.
-
-A configuration has a value for each parameter of a function. Some parameters say in which form an argument is passed: as a
-number or as a tensor, with gaps between rows, or with padding after it. The functions `_query` to `_far` change the arguments
-of a built call to these forms.
+"""Build the call that a configuration describes, and judge its results. The functions `_query` to `_far` change the arguments
+of a built call to the form that the configuration names, such as a tensor with gaps between rows.
 """
 
 import math
@@ -78,9 +75,6 @@ def judge_built(run: CaseRun, call: BuiltCall) -> None:
 
 
 def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
-    """Yield a sentence for each error in what a call returned: a wrong shape, an LSE that was not requested, or values other
-    than those that the call wrote into the given `out` or `lse`.
-    """
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
     heads = list(call.given["query"].shape[-2:-1])
@@ -98,7 +92,7 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
-    """Build the tensors of a configuration, and return a call that passes each argument in the configuration's form."""
+    """Return the call of a configuration, with each argument in the configuration's form."""
     family = FAMILIES[AttentionCall(of.interface)]
     inputs = family.inputs(of, ranges, device)
     sinks = inputs.sinks
@@ -117,7 +111,6 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _plain_values(call: BuiltCall) -> None:
-    """Set each argument of the call to its configured value if this is a number, a bool or None, and not the default."""
     for name, argument in CALL_TYPES[call.interface].__dataclass_fields__.items():
         value = call.forms.get(name, argument.default)
         if (value is None or isinstance(value, int | float)) and value != argument.default:
@@ -125,7 +118,7 @@ def _plain_values(call: BuiltCall) -> None:
 
 
 def _query(call: BuiltCall) -> None:
-    """Set the call's query, in the layout and with the padding of its configuration. Rows of requests without keys are NaN."""
+    # Rows of requests without keys are NaN.
     without = torch.tensor([kv_len == 0 for kv_len in call.inputs.kv_lens])
     query = with_nan(call.given["query"], without.repeat_interleave(torch.tensor(call.inputs.q_lens)))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
@@ -134,9 +127,6 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Set the call's lengths and offsets in the form of its configuration: key offsets in pages, lengths as uint32, or lengths
-    and offsets as views of larger tensors of wrong values.
-    """
     lengths, form = call.given["seq_lens"], call.forms.get("seq_lens")
     if call.forms.get("key_offsets") == KeyOffsets.PAGES:
         call.given["cum_seq_lens_kv"] = exclusive_cumsum(num_pages(lengths, call.inputs.case.page_size))
@@ -165,9 +155,6 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Set the call's scales and factor of skip-softmax to the values that its configuration names, in the form that it names
-    (number, tensor, `bmm1_scale_log2`).
-    """
     for name in ("bmm1_scale", "bmm2_scale"):
         if (size := call.forms[name.replace("scale", "size")]) != USUAL:
             call.given[name] = call.rules[name] = math.copysign(size, call.given[name])
@@ -186,9 +173,6 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return the scale `value`: as a number if `shape` is None, else as a one-element tensor of this shape, which is a view
-    into a tensor of NaNs.
-    """
     if shape is None:
         return value
     return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
@@ -202,7 +186,6 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Set `out_dtype`, or `out` to an unwritten buffer, as configured. If this is a view, memory around it must not change."""
     form: Output = call.forms["out"]
     if form == Output.NONE:
         return
@@ -217,7 +200,6 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Set `return_lse`, and `lse` to an unwritten buffer, as configured. Memory around it and in its gaps must not change."""
     form: Lse = call.forms.get("lse", Lse.NONE)
     query = call.given["query"]
     if form == Lse.NONE:
@@ -244,7 +226,6 @@ def _lse(call: BuiltCall) -> None:
 
 
 def _far(call: BuiltCall) -> None:
-    """Replace the argument that the parameter "far" names by a view with gaps, whose rows span more than 2**31 elements."""
     if (name := call.forms.get("far", NEAR)) != NEAR:
         call.given[name] = Layout.FAR_APART.of(call.given[name])
         call.guards.pop(name, None)

@@ -1,7 +1,5 @@
-"""The circumstances of calls for which kernels have separate code, such as a long request, whose keys are split.
-
-The smoke level judges each form of an argument in each circumstance, because a form that is right for short requests may be
-wrong for split keys. A circumstance is a model (the parameters of a call, called axes, and their values) with fewer values.
+"""The circumstances of calls for which kernels have separate code, such as a long request, whose keys are split. The smoke
+level judges each form of an argument in each circumstance.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,9 +52,7 @@ AT_LIMITS: tuple[Point, ...] = (
 
 
 def at_limits(model: Model) -> Iterator[Point]:
-    """Yield a point (a value for each parameter) for each combination of `AT_LIMITS` (values at the limits of a dtype) that the
-    model has and that its shard (part of a run) must judge. The other parameters have their default.
-    """
+    """Yield the point of each combination in `AT_LIMITS` that the model has and that its shard must judge."""
     for each in AT_LIMITS:
         has = all(value in model.axes.get(name, ()) for name, value in each.items())
         if has and model.shard.has(tuple(each.items())) and (point := model.completed(each)) is not None:
@@ -71,14 +67,11 @@ class Circumstance:
     chosen: int  # number of axes of a case that may have other values than the default
 
     def has(self, point: Point) -> bool:
-        """Return True if a point (a value for each axis) describes such a call: `model` has each value of the point."""
         return all(point[name] in values for name, values in self.model.axes.items())
 
     @property
     def goals(self) -> list[Values]:
-        """Return the values and pairs that cases of such calls must contain: each value with which a call computes something,
-        and the window `WINDOW` with each position of the longest request; none that another shard (part of the run) judges.
-        """
+        """Return the values that cases of such calls must contain, and `WINDOW` with each position of the longest request."""
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
         if WINDOW in axes.get("window_left", ()):
@@ -124,10 +117,6 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
 
 
 def _restricted(model: Model, wanted: Wanted, kept: Iterable[str], chosen: int) -> Iterator[Circumstance]:
-    """Yield the circumstance in which each axis of `wanted` has the first of its wanted values that the model has, and the axes
-    in `kept` and `KEPT` have their default. In a case, at most `chosen` of the remaining axes differ from their default. Yield
-    nothing if the rules forbid these values.
-    """
     values = {
         name: next(value for value in several if value in model.axes[name])
         for name, several in wanted.items()

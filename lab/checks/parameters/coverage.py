@@ -1,8 +1,4 @@
-"""The coverage of a run: which parameter values, pairs and triples of values were judged for each function.
-
-A model lists the parameters of a function, called axes, with their values and rules. The triples are those that the model
-declares, because kernels may treat these three parameters together.
-"""
+"""The coverage of a run: which parameter values, pairs and declared triples of values were judged for each function."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +36,6 @@ class Coverage:
     impossible: Mapping[str, int]  # numbers of pairs and triples that a rule forbids, by the reason of the rule
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data. It lists at most `MOST_BLIND_SPOTS` pairs that no judged case contains."""
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
             "values": {axis: _by_reach(values) for axis, values in self.values.items()},
@@ -61,7 +56,7 @@ class Coverage:
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function that has verdicts on `Configuration` cases, for the parameter values in `ranges`."""
+    """Return the coverage of each function that has verdicts on `Configuration` cases."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):
@@ -70,7 +65,6 @@ def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage
 
 
 def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]) -> Coverage:
-    """Return the coverage of a function by the cases of `verdicts`. `model` has its parameters and their values."""
     judged, declined = tuples_by_outcome(model, verdicts)
 
     def reach_of(goal: Values, is_possible: bool) -> Reach:
@@ -96,10 +90,9 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return two sets of combinations (values, pairs and declared triples): those in judged cases, and those in declined cases.
-
-    Cases that failed before a comparison do not count. A case with a value of a group of `Model.apart`, such as an NVFP4 cache,
-    counts only for combinations with a value of the group, unless every judged case has a value of the group.
+    """Return the values, pairs and declared triples in judged cases, and those in declined cases. Cases that failed before a
+    comparison do not count. A case with a value of a group of `Model.apart`, such as an NVFP4 cache, counts only for
+    combinations with a value of the group, unless every judged case has one.
     """
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (
@@ -114,9 +107,7 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return what is left to judge: the model restricted to values that were judged, and its pairs and triples that no judged
-    case contains. Return None if an axis has no judged value.
-    """
+    """Return the model with only judged values, and its pairs and triples that no judged case has; None if an axis has none."""
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
     return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])

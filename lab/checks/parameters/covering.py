@@ -1,7 +1,7 @@
 """Build covering arrays: few points that together contain all values, all pairs of values, and declared triples.
 
-An axis is a parameter of a call. A point has one value for each axis. Rules forbid some combinations of values. A goal is a
-value, pair or triple of values that some point must contain.
+An axis is a parameter of a call. A point has one value for each axis. A goal is a value, pair or triple of values that some
+point must contain.
 """
 
 import functools
@@ -32,7 +32,7 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """Return the shard that a text such as "3/8" names; for "", the whole run. Raise ValueError for another text."""
+        """Return the shard of a text such as "3/8"; for "", the whole run. Raise ValueError for another text."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text or "1/1")
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"{text!r} is no shard: its number from 1, and their number, such as 3/8")
@@ -43,7 +43,7 @@ class Shard:
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
-        """Yield the items of this shard: every `count`-th one. Item 0 belongs to shard number `first % count + 1`."""
+        """Yield every `count`-th item. Item 0 belongs to shard number `first % count + 1`."""
         return itertools.islice(items, (self.number - 1 - first) % self.count, None, self.count)
 
 
@@ -64,7 +64,6 @@ class Constraint:
 
 
 def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
-    """Return the constraints in a table, whose keys are reasons and whose values are one or several conditions."""
     return tuple(
         Constraint(fits, why)
         for why, each in reasons.items()
@@ -120,9 +119,7 @@ class Model:
         vacuous: Group = frozenset(),
         apart: tuple[Group, ...] = (),
     ) -> "Model":
-        """Make a model from the fields that `Model` documents. Repeated values are removed, and so are rules and triples that
-        name an axis that is not in `axes`.
-        """
+        """Make a model without repeated values, and without rules and triples that name an axis that is not in `axes`."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -137,9 +134,7 @@ class Model:
         return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if a point breaks no rule. The point may lack axes; a rule on a missing axis counts as met. If `added`
-        names an axis, test only the rules on this axis.
-        """
+        """Return True if a point, which may lack axes, breaks no rule; if `added` names an axis, no rule on this axis."""
         return next(self._broken(point, added), None) is None
 
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
@@ -154,7 +149,6 @@ class Model:
 
     @functools.cached_property
     def _neighbours(self) -> Mapping[str, tuple[str, ...]]:
-        """Return for each axis the axes that occur together with it in a rule."""
         return {
             name: tuple(dict.fromkeys(other for rule in rules for other in rule.axes if other != name))
             for name, rules in self._rules_of.items()
@@ -162,14 +156,11 @@ class Model:
 
     @functools.cached_property
     def _largest_triples(self) -> Mapping[str, int]:
-        """Return for each axis the number of value combinations of the largest declared triple that contains it, or 0."""
         sizes = {triple: math.prod(len(self.axes[name]) for name in triple) for triple in self.triples}
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return the allowed point that has these values and, where the rules permit, the default of each other axis. Return
-        None if the rules allow no point with these values.
-        """
+        """Return the allowed point with these values and, where rules permit, the default of each other axis; else None."""
         if not self.fits(values):
             return None
         point = dict(values)
@@ -178,9 +169,7 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the axes that are not in `names`, first those that share a rule with them, then those that share a rule with
-        these, and so on. A search in this order finds conflicts early.
-        """
+        # Axes that share a rule come first, so that a search finds conflicts early.
         reached = list(names)
         found = set(reached)
         for name in reached:
@@ -274,9 +263,7 @@ class Model:
         return (each for each in found if not any(group.isdisjoint(each) for group in present)) if present else found
 
     def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
-        """Return the groups of `apart` that a point can avoid. A group is a set of (axis, value) pairs. A point can avoid the
-        group if, for each axis of the group, `values` has an (axis, value) pair that is not in the group.
-        """
+        """Return the groups of `apart` that a point can avoid: `values` has a pair outside the group for each of its axes."""
         return tuple(
             group for group in self.apart if {name for name, _ in group} <= {name for name, _ in set(values) - group}
         )
@@ -344,8 +331,6 @@ class Model:
 
 
 class _Left:
-    """The goals (combinations of values) that no point contains yet. The caller removes those of each new point."""
-
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)
         # From an (axis, value) pair to the goals that contain it, each with the remaining pairs of the goal.
@@ -361,9 +346,6 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
-        """Return how many more goals `point` contains if `axis` gets this value. A goal counts only if it has an (axis, value)
-        pair of each group in `groups`.
-        """
         has = point.items()
         goals = self._others.get((axis, value), {})
         found = (goal for goal, others in goals.items() if all(each in has for each in others))

@@ -1,8 +1,5 @@
-"""DeepSeek-V4's decode call: the values and rules of its parameters, and how its arguments are built from a configuration.
-
-Each query row attends to two pools: a sliding window of tokens, and compressed entries, each of several tokens. Each pool is
-built like that of a sparse MLA decode call. A configuration has a value for each parameter (axis) of the call. The first value
-of an axis is its default.
+"""DeepSeek-V4's decode call: the values and rules of its parameters, and how its arguments are built. Each query row attends to
+two pools, a sliding window of tokens and compressed entries, each built like that of a sparse MLA decode call.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +50,6 @@ FULL = ENTRIES[0], Entries.ORDERED.name.lower()
 
 
 def dsv4_model(ranges: Ranges) -> Model:
-    """Return the axes (parameters with their values) and rules of DeepSeek-V4's call. Their values come from `ranges`."""
     pairs = [pair for pair in ranges.widened("dtypes") if pair[0] == pair[1]] or [(torch.bfloat16,) * 2]
     page_sizes = ranges.widened("mla_page_sizes")
     axes: dict[str, Sequence[Any]] = {
@@ -106,23 +102,17 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 
 
 def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs:
-    """Return the tensors of the DeepSeek-V4 call that the configuration `of` describes."""
     return _inputs(of, device, lens_of(of), of.seed, of.seed, of["sinks"] != "none")
 
 
 def redrawn_dsv4(
     of: Chosen, _ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors of the call that the configuration `of` describes, but with the lengths `lens` and with sinks. With a
-    `seed` other than 0 they have other data than the configuration's, and with `moved` other pages.
-    """
+    """Return the tensors with other lengths, with sinks, and with other data for each `seed` and pages if `moved`."""
     return _inputs(of, device, lens, of.seed + 2 * seed, of.seed + moved, True)
 
 
 def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_by: int, has_sinks: bool) -> DSV4Inputs:
-    """Return the tensors of the configuration `of` with these lengths. `drawn_by` is the seed of the data, and `pages_by` the
-    seed of the order of pages, in the window pool. The compressed pool has these seeds plus 1.
-    """
     columns = of["columns"] - WINDOW_COLUMNS
     compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in lens.kv_lens)
 
@@ -155,7 +145,6 @@ def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_b
 
 
 def _pools(call: BuiltCall) -> None:
-    """Set the call's pools, `kv_layout`, `sparse_indices` and `backend` in the form (strides, axes) of its configuration."""
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
     for name in POOLS:
         pages = call.given[name]
@@ -175,9 +164,6 @@ def _pools(call: BuiltCall) -> None:
 
 
 def _last_page(call: BuiltCall, of_window: bool) -> int:
-    """Return the index of the last page that the call's rows read: in the window pool if `of_window`, else in the compressed
-    pool; 0 if they read no entry.
-    """
     problem = DSV4DecodeCall(**call.given).problem()
     pool = problem.window_cache if of_window else problem.k_cache
     is_window = torch.arange(problem.selected.shape[1], device=problem.selected.device) < WINDOW_COLUMNS

@@ -1,7 +1,4 @@
-"""The parameters of the function that writes the K/V index lists of a draft, with their values and rules.
-
-A list has the pool slots of all keys that one branch of a request's draft reads in one draft step.
-"""
+"""The parameters of the function that writes the K/V index lists of a draft: the pool slots that a branch reads in a step."""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -50,9 +47,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
-    """Return the prefix length, in tokens, of each of `requests` requests. `prefixes` is a text such as "at page edges", or a
-    number: the prefix length of one request, which the seed selects. The remaining requests then have short prefixes.
-    """
+    """Return prefix lengths in tokens. If `prefixes` is a number, one request has this length, and the rest are short."""
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),
@@ -66,7 +61,6 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-    """Return a condition for a rule of the model: `count(draft)`, such as its number of list cells, is at most `most`."""
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)

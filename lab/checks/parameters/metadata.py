@@ -1,7 +1,5 @@
-"""Judge the metadata builders of the MHA, MLA and DeepSeek-V4 backends.
-
-A builder turns the batch of one forward pass into the metadata of an attention call: lengths, offsets and page tables. Each
-case builds the metadata of two passes. Loops over requests compute the expected metadata.
+"""Judge the metadata builders of the MHA, MLA and DeepSeek-V4 backends, for the batches of two passes, against loops over
+requests.
 """
 
 import copy
@@ -48,7 +46,6 @@ class MetadataCase(PassLens):
     rows: int = 1  # query rows per request in a verification; needed for an empty batch
 
     def later(self, how: Later) -> "MetadataCase":
-        """Return the lengths in a second pass, which differs from this pass as `how` says."""
         prefix_lens, q_lens, half = self.prefix_lens, self.q_lens, len(self.q_lens) // 2
         if how == Later.LONGER:
             prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
@@ -64,7 +61,6 @@ class MetadataCase(PassLens):
 
 
 def metadata_case(of: Configuration) -> MetadataCase:
-    """Return the lengths of the requests in the first pass of a configuration (a value for each parameter of a builder)."""
     page_size, requests = of["page_size"], of["requests"]
     in_turn = {
         Prefixes.NONE: (0,),
@@ -87,7 +83,7 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 
 class Snapshot:
-    """Copies of all tensors in the attributes of some objects. `changed` finds the tensors that were written since."""
+    """Copies of all tensors in the attributes of some objects, to find those that were written since."""
 
     def __init__(self, *of: Any) -> None:
         self._of = of
@@ -98,7 +94,6 @@ class Snapshot:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def changed(self) -> list[str]:
-        """Return the names of the tensors that now differ from their copies."""
         now = self.tensors()
         return [name for name, tensor in self.before.items() if not torch.equal(tensor, now[name])]
 
@@ -106,14 +101,10 @@ class Snapshot:
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation's metadata builder, wrapped so that it cannot change its inputs, from which the expected
-    metadata is computed later. If it changes a tensor of the batch or pool, an error is recorded and the tensor is restored.
+    """Return the implementation's metadata builder, which records an error if it changes its inputs, and restores them.
 
-    Args:
-        run: the run of the case.
-        interface: the metadata function that the builder computes.
-        what: name of the metadata in error messages.
-        features: features (named properties) of the pass, for the diagnosis; None: of the last call.
+    The expected metadata is computed from the inputs later. `what` names the metadata in errors; `features` are those of the
+    pass, None for those of the last call.
     """
     function = run.function(interface)
 
@@ -130,10 +121,7 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata that the implementation builds for a pass and for a later pass: compare it with loops over requests.
-
-    A build must not change its inputs or the first pass's metadata. The metadata must not share memory with the batch or pool.
-    """
+    """Judge the metadata of a pass and of a later one against loops over requests. It must own its memory."""
     of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])
@@ -154,9 +142,7 @@ def judge_metadata(run: CaseRun) -> None:
 def expect_own_tensors(
     run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
 ) -> None:
-    """Change each tensor of a batch and its pool in place. Expect that the metadata, which must own its memory, stays equal.
-    `features` are those of the pass (None: of the last call).
-    """
+    """Expect that metadata does not change if each tensor of its batch and pool is changed in place."""
     built = Snapshot(metadata)
     for name, tensor in Snapshot(batch, pool).tensors().items():
         tensor.add_(1)  # an engine writes the numbers of its next batch into the same tensors
@@ -172,7 +158,6 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 
 
 def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> Any:
-    """Build the metadata of a pass with the implementation's builder, judge it under the name `what`, and return it."""
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, batch, pool, metadata) if each]
@@ -181,7 +166,6 @@ def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features:
 
 
 def _options(of: Configuration) -> dict[str, Any]:
-    """Return the keyword arguments with which the configuration `of` calls the builder, without the batch and the pool."""
     if of.interface is MetadataFunction.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
     if of.interface is MetadataFunction.MLA_PREFILL:
@@ -193,7 +177,6 @@ def _options(of: Configuration) -> dict[str, Any]:
 
 
 def _wrong(of: Configuration, batch: ForwardBatch, pool: KVPool, metadata: Any) -> Iterable[str | None]:
-    """Return a sentence for each error in the metadata of a pass; None or "" where a comparison found no error."""
     where, options = (_on_cpu(batch), _on_cpu(pool), metadata), _options(of)
     if of.interface is MetadataFunction.MLA_METADATA:
         return wrong_eager_mla_metadata(*where, **options)
@@ -206,14 +189,12 @@ def _wrong(of: Configuration, batch: ForwardBatch, pool: KVPool, metadata: Any) 
 
 
 def _on_cpu(of: Any) -> Any:
-    """Return a copy of a batch or pool with its tensors on the CPU, where loops read them fast."""
-    twin = copy.copy(of)
+    twin = copy.copy(of)  # loops read tensors on the CPU fast
     vars(twin).update({name: value.cpu() for name, value in vars(of).items() if isinstance(value, Tensor)})
     return twin
 
 
 def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
-    """Return a K/V pool with room for both passes, and with the spare pages and table columns of the configuration."""
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
     spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
     pool = new_pool(
@@ -236,7 +217,6 @@ def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int
 
 
 def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
-    """Give the requests of the pass `case` slots of the pool. Return their batch, with the padding and dtypes of `of`."""
     if case.q_lens:
         requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
         if of.get("window", "none") in ("evicted", "evicted as -1"):
@@ -270,9 +250,6 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
 
 
 def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
-    """Set the slots of one page of each request, given by its row of `req_to_token`, to -1, as if it had no memory. In a pool
-    with virtual slots, every second request has its page set to -1 in v2p (virtual to physical) instead.
-    """
     for number, row in enumerate(rows):
         first = number % 3 * pool.page_size
         slots = pool.req_to_token[row, first : first + pool.page_size]
@@ -283,7 +260,6 @@ def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
 
 
 def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with `SLOTS` padding requests after its requests, as in the batch of a CUDA graph."""
     more = functools.partial(torch.nn.functional.pad, pad=(0, SLOTS))
     changes: dict[str, Any] = {
         "req_pool_indices": more(batch.req_pool_indices),
@@ -306,7 +282,6 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo with larger numbers of rows and draft tokens than the pass has, as in a larger CUDA graph."""
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()
@@ -320,10 +295,6 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
 
 
 def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
-    """Permute the page numbers of a pool and of its batch in place. Page 0, into which padding is written, keeps its number.
-
-    In a pool with virtual slots, only the mapping to physical pages (v2p) changes.
-    """
     generator = torch.Generator().manual_seed(seed)
     if pool.v2p is not None:
         pool.v2p.copy_(_renumbering(pool.num_pages, 1, generator, pool.device)(pool.v2p))
@@ -342,7 +313,6 @@ def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
 def _renumbering(
     num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function on tensors of slots. It moves each slot to a permuted page, at the same offset, and keeps -1."""
     others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
     others = others.to(device)
 

@@ -1,6 +1,5 @@
-"""The model of each judged function, and configurations. A model lists the parameters (axes) of a call, their values and rules.
-
-A configuration is one point of a model: a value for each axis.
+"""The model of each judged function: the parameters (axes) of its call, their values and rules. A configuration is one point of
+it.
 """
 
 import functools
@@ -73,7 +72,6 @@ class Configuration(Chosen):
 
     @property
     def non_default(self) -> dict[str, Any]:
-        """Return the values that differ from their defaults, by the names of their axes."""
         default, _ = _declared(self.interface)
         return {name: value for name, value in self.values.items() if value != default[name]}
 
@@ -84,17 +82,11 @@ class Configuration(Chosen):
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return two mappings for a function's model: from each axis to its default, and from each axis to its values. The values
-    are a dict from each value to itself, in which a text finds the enum member that equals it.
-    """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
-    """Return the axis value that `value` stands for. If `declared` has an equal one, such as an enum member that equals a text,
-    return that one. Make a DtypePair or HeadDims from a text if the axis has such values. Else return `value`.
-    """
     first = next(iter(declared))
     if value in declared or not isinstance(value, str):
         return declared.get(value, value)

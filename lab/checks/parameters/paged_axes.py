@@ -1,7 +1,7 @@
-"""The parameters of calls over a paged cache (decode, context and MLA decode), called axes, with their values and rules.
+"""The parameters (axes) of decode, context and MLA decode calls, with their values and rules.
 
-The first value of each axis is its default. If the caller has set the field of `Ranges` for an axis, the axis has only the
-values of this field. Otherwise it also has unusual values, which kernels for common sizes decline.
+The first value of each axis is its default. An axis also has unusual values, which kernels for common sizes decline, unless the
+caller has set its field of `Ranges`.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,7 +104,6 @@ ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
 
 
 def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
-    """Return the axes and rules of a decode, context or MLA decode call. The values come from `ranges`."""
     is_decode, is_context, is_mla = (call is each for each in (*MHA, AttentionCall.MLA_DECODE))
     pairs = ranges.widened("dtypes")
     queries = () if is_mla or True not in ranges.nvfp4 else dict.fromkeys(query for query, _ in pairs if query != E4M3)
@@ -158,7 +157,7 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
 
 
 def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    """Return the axes, with their values, of the arguments that change the softmax: sinks, both scales, and skip-softmax."""
+    """Return the axes of the arguments that change the softmax: sinks, both scales, and skip-softmax."""
     sinks = [each for each in Sinks if call is AttentionCall.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
     return {
         "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
@@ -171,12 +170,10 @@ def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]
 
 
 def _longest(lengths: Any) -> int:
-    """Return the approximate number of keys of the longest request, for a value of the axis "lengths"."""
     return lengths if isinstance(lengths, int) else SHORT
 
 
 def _prompt(rows: Any) -> int:
-    """Return the approximate number of query rows of a request in a context call, for a value of the axis "rows"."""
     return rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 5
 
 

@@ -1,7 +1,5 @@
-"""Build the lengths, tensors and arguments of the paged call that a configuration (a value for each parameter) describes.
-
-The functions `_backend` to `_mask` change the arguments of a built call to the form that the configuration says, such as a page
-table with gaps. `lab.checks.parameters.calls` does the same for arguments that other calls have too.
+"""Build the tensors of the paged call that a configuration describes. The functions `_backend` to `_mask` change the arguments
+to the form that the configuration names; `lab.checks.parameters.calls` does so for arguments that other calls have too.
 """
 
 import random
@@ -66,7 +64,6 @@ class Lens:
 
 
 def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
-    """Return the attention case that the configuration `of` describes: its sizes, dtypes, lengths, contents and storage."""
     interface, page_size, dtypes = AttentionCall(of.interface), of["page_size"], of["dtypes"]
     lens = lens_of(of)
     width = max(-(-kv_len // page_size) for kv_len in lens.kv_lens)
@@ -105,13 +102,11 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
 
 
 def lens_of(of: Chosen) -> Lens:
-    """Return the number of keys and of query rows of each request in the call that the configuration `of` describes."""
     q_lens = q_lens_of(of)
     return Lens(kv_lens_of(of, q_lens), q_lens)
 
 
 def q_lens_of(of: Chosen) -> tuple[int, ...]:
-    """Return the number of query rows of each request in the call that the configuration `of` describes."""
     if of.interface is AttentionCall.CONTEXT:
         return rows_of_prompts(of)
     is_unequal, most = of["offsets"] == Offsets.UNEQUAL, of["q_len"]
@@ -120,7 +115,7 @@ def q_lens_of(of: Chosen) -> tuple[int, ...]:
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
-    """Return the number of query rows of each request in a context or ragged call, as the axis "rows" of `of` says."""
+    """Return the number of query rows of each request in a context or ragged call, as the axis "rows" says."""
     unequal = CONTEXT_ROWS if of["requests"] <= REQUESTS else (1, 2, 3)
     rows = {Rows.UNEQUAL: unequal, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     q_lens = [rows[request % len(rows)] for request in range(of["requests"])]
@@ -131,9 +126,7 @@ def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
 
 
 def longest_requests(of: Chosen) -> list[int]:
-    """Return the indexes of the longest requests: those that the axis "longest_request" of the configuration names and that
-    have rows and keys. If there are none, return the index of the last request.
-    """
+    """Return the indexes of the longest requests that have rows and keys; of the last request if there are none."""
     count = of["requests"]
     empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
     places: LongestRequest = of.get("longest_request", LongestRequest.LAST)
@@ -147,15 +140,13 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the number of keys, in `kv_lens`, of each longest request of the configuration `of`: to `longest()` for the first of
-    them, to half of `longest()` for the second, and so on in turn.
-    """
+    """Set the number of keys of each longest request in turn to `longest()` or to half of it."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
 
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
-    """Return a number of keys for each request: 1 or 2 fewer than its query rows, but at least 1 if it has several rows."""
+    """Return for each request 1 or 2 keys fewer than query rows, but at least 1 if it has several rows."""
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 
@@ -164,9 +155,7 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Return a number of keys for each request, drawn from the `edge_lengths` for pages or tiles of `tile` keys. In a batch of
-    more than `REQUESTS` requests it is not drawn: it is the request's number in `least` plus 0 to 46.
-    """
+    """Return for each request one of the `edge_lengths`, or in a large batch its number in `least` plus 0 to 46."""
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
     edges = edge_lengths(tile, EQUAL)
@@ -174,7 +163,6 @@ def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]
 
 
 def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of keys of each request, as the axis "lengths" of the configuration `of` says."""
     lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], generator(of)
     kv_lens = short_lens(rng, page_size, [8] * count)
     if isinstance(lengths, int):
@@ -197,7 +185,6 @@ def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionInputs:
-    """Return the tensors of the paged call that the configuration `of` describes."""
     inputs = _stored(build_attention(attention_case(of, ranges), device), of)
     mask: Mask = of.get("mask", Mask.NONE)
     if mask == Mask.NONE:
@@ -209,8 +196,8 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the tensors of a case, but with the lengths `lens`, a random mask, and sinks if the case has them or is an MLA
-    call. With a `seed` other than 0 they have other data than the case, and with `moved` other pages.
+    """Return the tensors with other lengths, a random mask, and sinks where possible, other data for each `seed`, and other
+    pages if `moved`.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
@@ -221,7 +208,6 @@ def redrawn_paged(
 
 
 def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
-    """Return the inputs with the cache strides and the form of the page table that the configuration `of` names."""
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
     form, case, k_pages, v_pages = of["cache"], inputs.case, inputs.k_pages, inputs.v_pages
@@ -241,9 +227,6 @@ def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with a page table that names one page twice: the last page of each request with several pages is
-    replaced by the page before it.
-    """
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)
     for request, kv_len in enumerate(inputs.case.kv_lens):
@@ -258,7 +241,6 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Set the call's `backend` (unless it is "auto"), hints (which select a kernel), and the counter buffer of an engine."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]
@@ -275,8 +257,7 @@ def _backend(call: BuiltCall) -> None:
     )
 
 
-def _hints(call: BuiltCall) -> dict[str, Any]:
-    """Return arguments that only select which kernel runs. They must not change the result of the call."""
+def _hints(call: BuiltCall) -> dict[str, Any]:  # they only select which kernel runs
     if call.interface is AttentionCall.DECODE:
         return {"bf16q_fp8kv_transform_mode": "k_only"}
     is_var_seq = len(set(call.inputs.kv_lens)) > 1
@@ -284,7 +265,6 @@ def _hints(call: BuiltCall) -> dict[str, Any]:
 
 
 def _cache(call: BuiltCall) -> None:
-    """Set `kv_cache` to one tensor of K and V, or to a tensor with four axes, if the call's configuration says so."""
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form.is_one_tensor:
         whole = as_one_tensor(call.inputs)
@@ -315,11 +295,9 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _selection(call: BuiltCall) -> None:
-    """In a sparse MLA call, as its configuration says: give padding rows cache entries far outside the pool, and replace
-    `sparse_mla_top_k_lens` by a view of a larger tensor.
-    """
     if not call.inputs.case.top_k:
         return
+    # Padding rows have entries far outside the pool.
     padding = {"block_tables": FAR_ENTRY, "sparse_mla_top_k_lens": call.inputs.case.top_k}
     for name, value in padding.items() if call.forms["offsets"] in PADDED else ():
         if name in call.given:

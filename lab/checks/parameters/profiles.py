@@ -1,10 +1,7 @@
 """Profiles of serving engines: which values an engine passes for each parameter of the judged functions.
 
-`profiles.json` has the values, and the lines of the engine's code from which they were read. Features (named properties of a
-call) are translated to parameters by its table `shown_by`, which maps the name of a feature to (parameter, value): a call with
-the feature passes this value for the parameter. The value "" stands for the value of the feature. A feature that is not in the
-table is the parameter of the same name. Reports call a case that no engine sends a documented corner
-(`lab.checks.explain.answer`).
+`profiles.json` has the values and the lines of the engine's code that show them. Its table `shown_by` translates features of a
+call to (parameter, value); "" stands for the feature's value. A feature that it lacks is the parameter of the same name.
 """
 
 import functools
@@ -37,7 +34,6 @@ class Parameter:
     remark: str  # the forward modes that pass the values, or another remark
 
     def has(self, value: Any) -> bool:
-        """Return True if `value` is among the values that the engine passes."""
         is_listed = str(value).lower() in self.values.removeprefix(ALL_BUT).split(" | ")
         return is_listed != self.values.startswith(ALL_BUT) or self.values == ANY
 
@@ -62,7 +58,7 @@ class Profile:
         return {name: parameter for rows in (every, *own) for name, parameter in rows.items()}
 
     def passes(self, interface: Interface, values: Iterable[tuple[str, Any]]) -> bool:
-        """Return True if the engine calls the function and may pass all of these values, given as (parameter, value) pairs."""
+        """Return True if the engine calls the function and may pass all of these (parameter, value) pairs."""
         parameters = self.of(interface)
         return bool(parameters) and all(parameters[name].has(value) for name, value in values if name in parameters)
 
@@ -75,8 +71,8 @@ class Profile:
         return all(self.passes(interface, _values(interface, {**found.features, **request})) for request in requests)
 
     def concerns(self, verdict: CaseVerdict) -> bool:
-        """Return True if the engine sends the case of a verdict and, if results are wrong, the call of at least one wrong
-        result. (A check also makes variations of the case's call, which the engine may never make.)
+        """Return True if the engine sends the case of a verdict and, if results are wrong, one of the wrong calls, which may be
+        variations of the case's call.
         """
         if isinstance(verdict.case, RecordedCase) or not self.sends(verdict.interface, verdict.case):
             return False
@@ -92,7 +88,6 @@ class Profile:
 
 
 def _values(interface: Interface, features: Features) -> Iterator[tuple[str, Any]]:
-    """Yield (parameter, value) for each parameter whose value follows from the features (named properties) of a call."""
     is_call = isinstance(interface, AttentionCall)
     if is_call and "dtype" in features:
         query = features.get("query_dtype", features["dtype"])
@@ -110,7 +105,6 @@ def _table() -> Any:
 
 @functools.cache
 def profiles() -> Mapping[str, Profile]:
-    """Return the profiles of all known engines by short names, such as "sglang"."""
     found = {}
     for key, engine in _table()["engines"].items():
         of_functions = engine.pop("functions").items()
@@ -120,7 +114,6 @@ def profiles() -> Mapping[str, Profile]:
 
 
 def profile_named(key: str) -> Profile:
-    """Return the profile with a short name such as "sglang". Raise ValueError if there is none."""
     if key not in profiles():
         raise ValueError(f"no profile is called {key!r}: one of {', '.join(profiles())}")
     return profiles()[key]

@@ -1,8 +1,5 @@
-"""The ragged context call (MLA without absorption, over contiguous K/V): its parameters, called axes, with their values and
-rules, and how its tensors and arguments are built from a configuration (a value for each axis).
-
-The first value of each axis is its default. Query dtypes, windows, sinks, large batches and long requests come from `Ranges`.
-Numbers of heads and head_dims are listed here; they include the sizes of DeepSeek and related models.
+"""The ragged context call (MLA without absorption, over contiguous K/V): its parameters (axes), with their values and rules,
+and how its tensors and arguments are built. Numbers of heads and head_dims include those of DeepSeek and related models.
 """
 
 import math
@@ -83,7 +80,6 @@ PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 
 
 
 def ragged_model(ranges: Ranges) -> Model:
-    """Return the axes and rules of the ragged context call. Some values come from `ranges`."""
     axes: dict[str, Sequence[Any]] = {
         "dtype": tuple(text_of(query) for query, _ in ranges.widened("dtypes")),
         "head_dims": tuple(map(HeadDims, HEAD_DIMS)),
@@ -122,14 +118,12 @@ def ragged_model(ranges: Ranges) -> Model:
 
 
 def _keys(requests: int, lengths: Any) -> int:
-    """Return the approximate number of keys of a call, for its number of requests and a value of the axis "lengths"."""
     return (
         requests * FEW_KEYS if requests > REQUESTS else REQUESTS * SHORT + (lengths if isinstance(lengths, int) else 0)
     )
 
 
 def _pairs(rows: Any, lengths: Any) -> int:
-    """Return the approximate number of (query row, key) pairs of a call with few requests, for values of these two axes."""
     prompt = rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 10
     return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
 
@@ -188,7 +182,6 @@ TRIPLES = (
 
 
 def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInputs:
-    """Return the tensors of the ragged call that the configuration `of` describes, without its padding."""
     inputs = build_ragged(ragged_case(of), device)
     inputs = _below_zero(inputs) if of["contents"] == BELOW_ZERO else inputs
     sinks = None if of["sinks"] == Sinks.NONE else torch.linspace(1.0, 4.0, inputs.query.shape[1], device=device)
@@ -196,7 +189,6 @@ def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInp
 
 
 def ragged_case(of: Chosen) -> RaggedCase:
-    """Return the case that the configuration `of` of a ragged call describes: its sizes, dtype, lengths and contents."""
     q_lens, dims = rows_of_prompts(of), of["head_dims"]
     kv_lens = _ragged_kv_lens(of, q_lens)
     return RaggedCase(
@@ -215,7 +207,6 @@ def ragged_case(of: Chosen) -> RaggedCase:
 
 
 def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of keys of each request, as the axis "lengths" of the configuration `of` says."""
     lengths, rng = of["lengths"], generator(of)
     kv_lens = short_lens(rng, TILE, q_lens)
     longest = lengths if isinstance(lengths, int) else SHORT - 20  # long enough that a window hides keys
@@ -231,9 +222,6 @@ def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Return inputs whose logits (query·key products times the scale) are all negative, about LOWEST to HIGHEST. For this,
-    element 0 of each query and key vector is replaced.
-    """
     query, parts = inputs.query.float(), []
     query[..., 0] = QUERY_COORDINATE
     for keys, values in inputs.parts:
@@ -245,7 +233,6 @@ def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
 
 
 def _keys_and_values(call: BuiltCall) -> None:
-    """Set K and V of a ragged call: in the memory layout that the axis "kv" names, with the padding that "padding" names."""
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
     if form == KV.ONE_TENSOR:
@@ -261,7 +248,6 @@ def _keys_and_values(call: BuiltCall) -> None:
 
 
 def _host_lengths(call: BuiltCall) -> None:
-    """Set `q_seq_lens_cpu` and `kv_seq_lens_cpu` to the lengths, as CPU tensors, if the call's configuration says so."""
     if call.forms["mirrors"] != "none":
         dtype = getattr(torch, call.forms["mirrors"])
         call.given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
@@ -285,7 +271,7 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors of a case with the lengths `lens`, and with sinks and LSE. Each (`seed`, `moved`) gives other data."""
+    """Return the tensors with the lengths `lens`, with sinks and LSE, and with other data for each (`seed`, `moved`)."""
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
     sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0

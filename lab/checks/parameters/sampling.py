@@ -1,7 +1,4 @@
-"""Draw random points of a model, and shrink a point whose case has a wrong result.
-
-A model lists the parameters of a call, called axes, with their values and rules. A point has one value for each axis.
-"""
+"""Draw random points of a model, and shrink a point whose case has a wrong result."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +26,7 @@ class DrawnPoint:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["DrawnPoint"]:
-        """Yield points that are simpler in one axis: first with its default value, then with smaller numbers, the smallest
-        first. Points that break a rule are left out. If the axis has its default, nothing is yielded.
-        """
+        """Yield points that are simpler in one axis: with its default value, then with smaller numbers, the smallest first."""
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
@@ -47,14 +42,7 @@ class DrawnPoint:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[DrawnPoint]:
-    """Yield random points of a model without end. The same seed gives the same points.
-
-    Args:
-        model: the model of the points.
-        seed: seed of the sequence.
-        make: returns the case of a point and a seed.
-        fewest: least number of axes with random values; the remaining axes have their default. None: all axes are random.
-    """
+    """Yield random points without end. At least `fewest` axes have random values, the rest their default; None: all axes."""
     rng, names = random.Random(seed), list(model.axes)
     while True:
         point: Point = {}
@@ -67,9 +55,7 @@ def samples(
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Return a simpler point than `sample` whose case is still wrong, as `stays_wrong(case)` says. Values are reset to their
-    defaults, numbers are reduced, and the seed becomes 0 if possible.
-    """
+    """Return a simpler point whose case is still wrong: with defaults, smaller numbers and seed 0 where possible."""
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)

@@ -100,9 +100,7 @@ class LongestRequest(TextEnum):
 
 @functools.cache
 def empty_requests(without: Any, requests: int) -> frozenset[int]:
-    """Return the indexes of the requests in a batch of `requests` that `without` (`Without`) makes empty: without query rows or
-    without keys. Any other value of the axis makes none empty.
-    """
+    """Return the indexes of the requests that `without` makes empty; none if it is no `Without`."""
     return frozenset(without.requests(requests) if isinstance(without, Without) else ())
 
 
@@ -220,7 +218,6 @@ class Output(TextEnum):
         self.is_given = is_given  # whether `out` is passed
 
     def is_e4m3(self, dtypes: DtypePair) -> bool:
-        """Return True if the output of a call with these dtypes is e4m3."""
         return (dtypes.query if self.dtype is None else self.dtype) == E4M3
 
 

@@ -1,7 +1,4 @@
-"""A check: one test of the judge, with a key such as K4, the cases that it judges, and the function that judges a case.
-
-A case is a frozen dataclass that describes the inputs of a call or of a forward pass.
-"""
+"""A check: one test of the judge, with a key such as K4, its cases, and the function that judges a case."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,11 +41,10 @@ class Scope:
         return self.level is Level.FULL
 
     def counted(self, smoke: int, full: int) -> int:
-        """Return the number of cases: `full` at the full level, else `smoke`."""
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield `full` random attention cases at the full level, else `smoke`. Values of a parameter occur equally often."""
+        """Yield random attention cases in which each value of a parameter occurs equally often."""
         num_builds = QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, num_builds)
 
@@ -97,9 +93,7 @@ class Check:
         return (self.doc or "").split("\n", 1)[0].removeprefix("Find ")
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed (not random) cases of the check for a function at a level, with the parameter values in `ranges`.
-        Only a check with `more` (K18) returns the cases of the shard (part of a run); other checks return those of all shards.
-        """
+        """Return the fixed (not random) cases for a function. Only those of a check with `more` (K18) depend on the shard."""
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
             return cases
@@ -118,5 +112,4 @@ class Check:
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    """Return a function for `Check.fixed`. For a scope, it returns the cases of `scope.balanced(smoke, full, seed)`."""
     return lambda scope: scope.balanced(smoke, full, seed)

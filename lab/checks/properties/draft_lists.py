@@ -21,9 +21,6 @@ EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
 def _cases(scope: Scope) -> Iterator[DraftListsCase]:
-    """Yield drafts whose prefixes end at block edges of kernels, and some drafts with several branches, page sizes, steps and
-    windows. Check K18 judges all combinations.
-    """
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):
         yield DraftListsCase((0, 1, page_size - 1, page_size, 70), num_steps=4, topk=topk, page_size=page_size)
@@ -49,9 +46,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeatures | None = None) -> bool:
-    """Call the implementation's list function on the buffers of `lists`. Record each wrong cell, under the name `what` and with
-    the features of the draft. Return True if none is wrong.
-    """
     wrongs = lists.wrongs(in_place(run.function(MetadataFunction.DRAFT_KV_INDICES)))
     run.judged += 1
     run.expect(what, wrongs, "lists", features)
@@ -59,7 +53,6 @@ def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeat
 
 
 def draft_lists_case(of: Configuration) -> DraftListsCase:
-    """Return the draft that a configuration (a value for each parameter of the function) describes."""
     return DraftListsCase(
         lens_of(of["requests"], of["prefixes"], of["page_size"], of.seed),
         positions_differ=of["positions"] == "others",
@@ -72,9 +65,7 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Call the implementation's function that writes K/V lists, first for the draft that `run.case` describes, then for another
-    draft in the same buffers. Compare every cell of the output buffers with the reference.
-    """
+    """Judge the lists of the draft that `run.case` describes, then those of another draft in the same buffers, cell by cell."""
     case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})

@@ -1,9 +1,8 @@
 """Find a call that is right in a unit test and wrong in an engine's forward pass.
 
 The check makes passes in all forward modes, from token histories to outputs. Calls get an engine's pool, metadata, padding and
-offsets. The smoke level judges a small synthetic geometry. The full level also judges every geometry of the ranges, whole and
-as a tensor-parallel slice, at every page size, on full and sliding-window layers, with random and needle inputs. It covers
-every pair of these settings, and every combination of mode, geometry and page size.
+offsets. The smoke level judges a small synthetic geometry. The full level covers every pair of settings (geometry, page size,
+window, tensor-parallel slice, contents), and every combination of mode, geometry and page size.
 """
 
 import itertools
@@ -40,13 +39,8 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield forward passes in each mode that the MHA backend runs.
-
-    Args:
-        name: name of the geometry (heads, head_dim, window).
-        page_size: tokens in a page. Some prefixes end at a page edge or one token from it.
-        q_lens: numbers of query rows per request, for the modes in which all requests have equally many rows.
-        long: prefix lengths beyond the window.
+    """Yield passes of the geometry `name` in each mode that the MHA backend runs. Some prefixes end at a page edge or one token
+    from it; those in `long` are longer than the window.
     """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
@@ -109,10 +103,7 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield vLLM's passes over pages of `page_size` tokens: decodes, and verifications for each number of query rows in
-    `q_lens`. Some are padded as in a CUDA graph, some have requests with unequal numbers of rows, and some make a decode call
-    and a context call.
-    """
+    """Yield vLLM's decodes and verifications: padded as in a CUDA graph, or of a decode call and a context call."""
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
 
     def case(engine: Engine, q_lens: Sequence[int], threshold: int = 1, **settings: Any) -> ForwardCase:
@@ -139,9 +130,7 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield passes of MiniMax-M3 (block-sparse): a decode, and a verification for each number of query rows per request in
-    `q_lens`. One row sees one page more than it can select.
-    """
+    """Yield passes of MiniMax-M3 (block-sparse). One row sees one page more than it can select."""
     dtype = pass_dtypes(ranges.dtypes[0])["dtype"]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
     for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
@@ -150,8 +139,8 @@ def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[Forwar
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
-    """Yield passes over e4m3 and NVFP4 caches in which the engine casts the query to e4m3, as trtllm-gen and fmha_v2 need it.
-    Over NVFP4, also yield decode passes without the cast, as XQA needs it.
+    """Yield passes whose query is cast to e4m3 over an e4m3 or NVFP4 cache, as trtllm-gen and fmha_v2 need it. Over NVFP4, also
+    yield decodes without the cast, as XQA needs it.
     """
     prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
@@ -177,12 +166,11 @@ def usual_page_size(ranges: Ranges) -> int:
 
 
 def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
-    """Return a tuple of one number, the query rows per request at the smoke level: 4 if in the ranges, else their largest."""
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
 def pass_dtypes(pair: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
-    """Return the dtype fields of a pass case for `pair`, the dtypes of query and cache. An e4m3 query is cast from bf16."""
+    """Return the dtype fields of a pass case. An e4m3 query is cast from bf16."""
     query, kv_dtype = pair
     cast = {"dtype": torch.bfloat16, "query_dtype": E4M3} if query == E4M3 else {"dtype": query}
     return cast | {"kv_dtype": kv_dtype}
@@ -194,12 +182,7 @@ def _first_dtypes(ranges: Ranges) -> dict[str, Any]:
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
-    """Yield passes that together cover all pairs of settings: mode, geometry, page size, sliding window, tensor-parallel slice,
-    contents and dtypes.
-
-    They also cover all triples of mode, geometry and page size, and all triples of mode, geometry and sliding window. A cache
-    whose dtype differs from the query's is judged at one page size.
-    """
+    """Yield passes that cover all pairs of settings, and all triples of mode, geometry, and page size or sliding window."""
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
     axes: dict[str, tuple[Any, ...]] = {
@@ -240,9 +223,7 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a forward pass with the implementation. Expect the output that is computed from the requests' K/V histories,
-    unchanged inputs, and no write around the output.
-    """
+    """Expect the output that is computed from the requests' K/V histories, unchanged inputs, and no write around the output."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())
@@ -264,9 +245,6 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield other ways to make the calls of a pass, each as (name, function that runs the pass and writes a given output):
-    directly, or prepared or planned while query, K and V were zeros.
-    """
     if CallForm.PREPARED in run.forms:
         yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))
     if not getattr(forward, "shards", ()):
@@ -276,9 +254,6 @@ def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Calla
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
-    """Prepare or plan the calls of a pass, which `engine` makes, while query, K and V are zeros; then run them with the real
-    data, into `out`.
-    """
     tensors = (forward.query, forward.cache.storage)
     held = [tensor.clone() for tensor in tensors]
     for tensor in tensors:

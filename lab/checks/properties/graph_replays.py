@@ -31,11 +31,8 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (mode, sequence, turn): forward modes that run in CUDA graphs, and the replay sequences to run in them. The number
-    `turn` varies among the pairs; a caller uses it to choose further settings, such as the sliding window.
-
-    The full level has every sequence in every mode, with all numbers of query rows per request and several draft steps. The
-    smoke level has each sequence in two modes. Nothing is yielded if the ranges lack bfloat16. `more` are modes to add.
+    """Yield (mode, sequence, turn) of the graph replays: at the smoke level each sequence in two modes. By `turn` a caller
+    chooses further settings.
     """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
@@ -85,11 +82,8 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
     """Run the replay sequence of a case on new requests and a new graph runner, which `make` returns. Record the first error.
 
-    If the implementation refuses a call at capture, the case is declined. If it refuses a later call with ValueError or
-    AssertionError, the case is wrong, because the metadata of a replay has given the call invalid arguments.
-
     Raises:
-        Unsupported: the case is declined.
+        Unsupported: the implementation refuses a call at capture.
         Unjudgeable: the lab's Triton kernels for metadata do not run on the device.
     """
     if why := no_triton(capability_of(run.device)):
@@ -104,6 +98,7 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
         except Unsupported as refusal:
             if not isinstance(refusal.__cause__, (ValueError, AssertionError)):
                 raise
+            # The metadata of a replay has given the call invalid arguments.
             wrong = [f"a replay's arguments were refused: {refusal}"]
         run.judged += 1
         run.worst_ratio = max(run.worst_ratio, fixture.worst_ratio)
@@ -115,43 +110,31 @@ Wrongs = Iterator[str]
 
 
 def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
-    """Replay several batches one after another. Yield a sentence for each error."""
     for number, batch in enumerate(batches):
         for wrong in fixture.wrongs(batch, fixture.replay(batch)):
             yield f"replay {number}: {wrong}"
 
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Expect a finite output of the capture. A graph is captured with padding requests only, which may have fewer keys than
-    query rows. Then expect a right replay of a full batch, with the four given K/V lengths.
-    """
+    # A graph is captured with padding requests only, which may have fewer keys than query rows.
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
         yield f"{wrong} output vectors of the capture itself are not finite"
     yield from _replayed(fixture, fixture.batch(short, edge, across, longest))
 
 
 def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run a batch with the four given K/V lengths eagerly, then replay it in the graph of the batch's size. Both outputs must
-    be right.
-    """
     batch = fixture.batch(across, short, longest, edge)
     yield from fixture.wrongs(batch, fixture.eager(batch))
     yield from _replayed(fixture, batch)
 
 
 def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay a batch of shorter requests after a batch of requests with the K/V length `longest`. Page tables and running sums
-    still have the long batch's values after the cells that the shorter batch uses, so that a kernel with a stale length reads
-    wrong tokens.
-    """
+    # Page tables and running sums keep the long batch's values after the cells that the shorter batch uses.
     longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
     yield from _replayed(fixture, longer, shorter)
 
 
 def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay batch A (K/V lengths `edge` and `across`), then another batch B, then A again with the same queries. Both outputs
-    of A must have the same bits.
-    """
     first, other = fixture.batch(edge, across), fixture.batch(longest, short, first_request=2)
     state = fixture.generator.get_state()
     before = fixture.replay(first)
@@ -165,9 +148,6 @@ def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: 
 
 
 def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay graphs of two batch sizes in turn: small, large, small, then large and small with one padding request each. The
-    graphs share their buffers. Requests of the same batch have different K/V lengths, each one of the four given lengths.
-    """
     yield from _replayed(
         fixture,
         fixture.batch(edge, short),
@@ -179,11 +159,8 @@ def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: i
 
 
 def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run an eager pass between two replays. The eager pass has more requests than any graph, with the four given K/V lengths.
-    It allocates and frees memory, and must not change the graphs' buffers.
-    """
     yield from _replayed(fixture, fixture.batch(edge, across))
-    larger = fixture.batch(longest, short, across, edge, longest)
+    larger = fixture.batch(longest, short, across, edge, longest)  # more requests than any graph has
     yield from fixture.wrongs(larger, fixture.eager(larger))
     if fixture.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -191,7 +168,6 @@ def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across
 
 
 def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay two batches with some of the given K/V lengths. Expect that the graphs' buffers keep their addresses."""
     before = fixture.pointers()
     wrongs = [*_replayed(fixture, fixture.batch(edge, across), fixture.batch(longest, short, edge))]
     moved = [name for name, address in fixture.pointers().items() if address != before.get(name)]
@@ -199,9 +175,6 @@ def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, lo
 
 
 def _poisoned(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay batches with some of the given K/V lengths. Before each replay, overwrite page 0 of the cache (which padding uses)
-    and the query's padding rows with huge finite values or NaN, and metadata that a replay must write anew with wrong values.
-    """
     for value, lens in product(
         (HUGE, float("nan")), ((across,), (longest, short, edge), (edge, longest, across, short))
     ):

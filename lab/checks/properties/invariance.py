@@ -2,8 +2,7 @@
 
 A case makes a base call, and variants of this call that differ only in the factor. A variant with other bits is recorded as a
 `BitDifference`; it is wrong only if its error exceeds the bound. All calls of a case have the same host bound of the keys,
-except for the factor "bounds". The first request has the most keys and rows, so that it is the longest in every variant. A
-case is not judged if the base call has other bits when it is repeated before or after the variants.
+except for the factor "bounds". The first request is the longest in every variant.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +44,6 @@ Variants = Callable[[CaseRun, CallInputs], Iterator[Variant]]
 
 
 def _cases(scope: Scope) -> Iterator[Any]:
-    """Yield cases for each pair of dtypes. In some cases, the first request is so long that kernels split its keys."""
     ranges, short = scope.ranges, 3 * scope.ranges.longest + 1
     lengths = (short, *ranges.long_requests[: scope.counted(1, 2)])
     if scope.interface not in PAGED_CALLS:
@@ -69,7 +67,6 @@ def _of_several_rows(scope: Scope) -> Iterator[Any]:
 
 
 def _judge(run: CaseRun, variants: Variants) -> None:
-    """Make the base call of a case and its variants. Record each variant with other bits, and errors beyond the bound."""
     inputs = build_ragged(run.case, run.device) if isinstance(run.case, RaggedCase) else run.build()
     truth, found = inputs.truth(), list[tuple[Variant, Result]]()
     held = {} if variants is bounds else {inputs.kv_bound: max(*inputs.kv_lens, 1)}
@@ -140,9 +137,6 @@ def _graphs(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with each backend except the default one, and with each value except the default one of each further
-    argument that selects among equivalent kernels.
-    """
     values = {name: CHOICES[name] for name in CALL_TYPES[inputs.interface].__dataclass_fields__ if name in CHOICES}
     if "backend" not in inputs.arguments():  # an NVFP4 cache is stored as one backend reads it
         values["backend"] = tuple(FAMILIES[inputs.interface].model(run.ranges).axes["backend"])

@@ -38,7 +38,6 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
-    """Return the case with `batch_size` short requests of unequal lengths; in a context call also of unequal query rows."""
     q_lens = (case.q_lens[0],) * batch_size
     if case.interface is AttentionCall.CONTEXT:
         q_lens = tuple(1 + request % 3 for request in range(batch_size))
@@ -58,9 +57,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Request an e4m3 output with a small bmm2_scale: P·V exceeds the range of e4m3, but the scaled output does not. A kernel
-    that saturates to e4m3 before it scales is wrong.
-    """
+    # P·V exceeds the range of e4m3, and the scaled output does not: a kernel that saturates before it scales is wrong.
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}

@@ -57,9 +57,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Expect that a result is within the error bounds of `truth`, that its output is finite, and that its LSE has no NaN. A
-    relative error of `least_bound` is always allowed. A result of None is not compared.
-    """
     if result is None:
         return
     run.expect_close(what, result, truth, least_bound)

@@ -32,7 +32,6 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _long(case: AttentionCase) -> AttentionCase:
-    """Return the case with two requests: one of more than `LONG` keys, which kernels split, and a short one."""
     kv_lens = (LONG + case.page_size // 2 + 1, case.kv_lens[1])
     return replace(case, kv_lens=kv_lens, q_lens=case.q_lens[:2], window_left=-1, contents=Contents.NEEDLES)
 

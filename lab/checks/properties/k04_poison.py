@@ -31,7 +31,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Make the call while all cache entries that no row selects are huge or NaN (`dead`). Expect the bits of `expected`."""
     inputs = run.build(dead=dead)
     places, entries = inputs.places(), inputs.k_pages.flatten(0, 1)
     selected = places[places >= 0].long()
@@ -42,11 +41,9 @@ def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:
 
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Make the call as if an engine had freed the pages before all windows: the page table names an unused page of huge or NaN
-    values (`dead`) instead. In a window's first page, the tokens before the window are huge. Expect the bits of `expected`.
-    """
     case = run.case
     inputs = run.build(dead=dead)
+    # An engine frees the pages before all windows: the table then names an unused page.
     tables = zip(inputs.block_tables.tolist(), case.kv_lens, strict=True)
     live = {page for table, kv_len in tables for page in table[: -(-kv_len // case.page_size)]}
     spare = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in live)

@@ -50,9 +50,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Return the case with its requests in reversed order, each with about three more pages of keys; with an odd seed twice as
-    many requests, else half as many.
-    """
     count = len(case.kv_lens)
     keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))
@@ -60,7 +57,6 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
 
 
 def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
-    """Record an error for each of these buffers of counters that is not zero after a call. `what` names the call."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
@@ -68,10 +64,8 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Repeat a call with scratch full of NaN, and with scratch full of large values. Expect the bits of the result `first`.
-
-    Return the scratch: the part of the call's workspace whose contents do not matter. `counts` says whether the workspace
-    begins with counters of the kernel, which are no scratch.
+    """Repeat a call with NaN, then with large values, in the scratch of its workspace. Expect the bits of `first`, and return
+    the scratch. If the kernel `counts`, the workspace begins with its counters.
     """
     scratch = scratch_of(call.given["workspace_buffer"], counts)
     for what in filled(scratch):
@@ -80,24 +74,19 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
-    """Return the scratch of a workspace, whose contents may not change a result: the bytes after the counters. If the kernel
-    keeps no counters there (not `counts`) and has written to the first bytes, return the whole workspace.
-    """
+    """Return the bytes after a workspace's counters; all bytes if the kernel has no counters and wrote the first bytes."""
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not counts and semaphores.any() else scratch
 
 
 def filled(scratch: Tensor) -> Iterator[str]:
-    """Fill a scratch tensor with NaN, then with large values. Yield a description after each filling."""
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
         yield f"scratch that holds {name}"
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Repeat a call with another workspace. Expect the bits of the result `first`, and that the call does not write to
-    `scratch`, a part of the workspace that it had before.
-    """
+    """Repeat a call with another workspace. Expect the bits of `first`, and no write to `scratch` of the earlier workspace."""
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))
     run.expect_equal_bits("another workspace", again, first)

@@ -36,9 +36,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Variant]:
-    """Yield calls with other numbers of requests: the first one alone, and for each n of `times` the whole batch n times in one
-    call.
-    """
+    """Yield calls with other numbers of requests: request 0 alone, and for each n of `times` the batch n times in one call."""
     yield part(inputs, "request 0 alone", [0])
     every = range(len(inputs.q_lens))
     for each in times:
@@ -53,7 +51,7 @@ def positions(inputs: CallInputs) -> Iterator[Variant]:
 
 
 def another_query(inputs: CallInputs) -> Variant:
-    """Return the call with another query of the first request. The results of the remaining requests must not change."""
+    """Return the call with another query of request 0, on which the results of no other request depend."""
     rows = inputs.q_lens[0]
     query, others = inputs.query.clone(), torch.arange(len(inputs.query), device=inputs.query.device)
     query[:rows] = rounded(query[:rows].to(torch.float32) * -2.0, query.dtype)
@@ -70,9 +68,6 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> AttentionInputs:
-    """Return the inputs with a common prefix: request r begins with the first `num_pages[r % len(num_pages)]` full pages of
-    the longest request, or with all its full pages if it has fewer.
-    """
     page_size, lengths = inputs.case.page_size, inputs.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])
     block_tables, histories = inputs.block_tables.clone(), list[tuple[Tensor, Tensor]]()

@@ -72,15 +72,12 @@ def _of_two_pools(scope: Scope) -> Iterator[Configuration]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Return the case with at least as many keys in each request as any request has query rows, so that requests may exchange
-    their numbers of rows. A decode call whose seed is a multiple of 3 gets cum_seq_lens_q.
-    """
     offsets = case.offsets or (case.interface is not AttentionCall.CONTEXT and case.seed % 3 == 0)
+    # As many keys as any request has rows, so that requests may exchange their numbers of rows.
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
 
 
 def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
-    """Return the case with two requests of `q_len` query rows: one with more than `most_keys` keys, and a short one."""
     kv_lens = (most_keys + case.page_size // 2 + 1, TILE + 1)
     return replace(case, kv_lens=kv_lens, q_lens=(q_len,) * 2, window_left=-1)
 
@@ -107,12 +104,8 @@ def _judge(run: CaseRun) -> None:
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
     """Judge a captured call in replays of several batches, and the same call made eagerly, prepared or planned.
 
-    Args:
-        run: the run of the case.
-        make: returns the tensors of a batch from its lengths.
-        forms: the optional arguments and their forms, such as scales as tensors.
-        room: the lengths of the largest batch. The call's tensors have room for it.
-        waits: whether a replayed batch may have requests with fewer query rows than at capture.
+    `room` are the lengths of the largest batch, and `forms` the optional arguments. If the call `waits`, a replayed batch may
+    have requests with fewer query rows than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
@@ -153,16 +146,11 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
 
 def maker_of(run: CaseRun, case: Any) -> Make:
-    """Return a function (lens, seed, moved) that builds the tensors of a case with other lengths, other data and, if `moved`,
-    other pages. The tensors include sinks and a mask if the function has these arguments.
-    """
+    """Return a function (lens, seed, moved) that builds the tensors of a case with other lengths, data and pages."""
     return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the optional arguments (such as a mask) and forms of arguments that the run's case tries. The case's seed selects
-    some of them. `waits` says whether replays may have fewer rows than the capture.
-    """
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
@@ -182,19 +170,13 @@ def _wanted(run: CaseRun, waits: bool) -> list[Form]:
     return [form for form, is_wanted in wanted.items() if is_wanted]
 
 
-def _padding(largest: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch of as many padding requests as `largest` has requests, as an engine captures it: each has
-    as many keys as query rows. If `waits` (replays may have fewer rows than the capture), a request has at most one row.
-    """
+def _padding(largest: Lens, waits: bool) -> Lens:  # as an engine captures a batch
     q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in largest.q_lens)
     return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
 
 
 def _short(largest: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch in which every second request of `largest` is short, with less than a tile of keys, and the
-    remaining requests are padding. If `waits` (replays may have fewer rows than the capture), padding has no query rows.
-    """
-    kv_lens, q_lens = [], []
+    kv_lens, q_lens = [], []  # every second request is short, and the remaining ones are padding
     for request, (most_keys, most_rows) in enumerate(zip(largest.kv_lens, largest.q_lens, strict=True)):
         is_live = request % 2 == 0
         q_len = min(most_rows, (1 + request) * is_live) if waits else most_rows
@@ -204,31 +186,24 @@ def _short(largest: Lens, waits: bool) -> Lens:
 
 
 def shrunk(largest: Lens) -> Lens:
-    """Return the lengths of a batch of as many requests as `largest` has: its row counts in reversed order, and half of each of
-    its numbers of keys, but at least one key per row.
-    """
+    """Return the lengths of a batch with the row counts of `largest` reversed, and half as many keys, at least one per row."""
     q_lens = largest.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in largest.kv_lens))), q_lens)
 
 
 def another(largest: Lens) -> Lens:
-    """Return the lengths of a batch with the requests of `largest` twice. Each number of keys is reduced to `MOST_BETWEEN`, or
-    to the number of rows if there are more rows; in the second half it is then increased by two tiles.
-    """
     kv_lens = tuple(map(max, largest.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in largest.kv_lens)))
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), largest.q_lens * 2)
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes the given call eagerly. If a call after the first one is refused, it raises KernelError."""
+    """Return a function that makes the call eagerly. If a call after the first one is refused, it raises KernelError."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
 
 def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Capture a call in a CUDA graph, and return a function that replays the graph. On a CPU, or if the call reads offsets on
-    the host (max_q_len=None), return a function that makes the call eagerly.
-    """
+    """Return a function that replays the call's CUDA graph; without a GPU or with offsets on the host, `made_again`."""
     if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:
         return made_again(run, call)
     stream = torch.cuda.Stream()
@@ -250,7 +225,7 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Prepare or plan a call once, as `form` says, and return a function that makes the prepared call."""
+    """Prepare or plan a call once, as `form` says, and return a function that makes it."""
     ready = run.prepare(form, call.interface, call.given)
 
     def make() -> Result:
@@ -263,15 +238,8 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """A call that is made several times with the same tensors, as in a CUDA graph. Each batch is copied into these tensors.
-
-    Args:
-        run: the run of the case.
-        room: the call of the largest batch, whose tensors are used.
-        first: the batch with which the call is captured, prepared or planned.
-        make: returns a function that makes the call by a graph, eagerly, prepared or planned.
-
-    The methods raise Unsupported if the call is refused, and KernelError if it fails.
+    """A call that is made several times with the tensors of `room`, the largest batch, as in a CUDA graph. Each batch is copied
+    into these tensors. `make` captures, prepares or plans the call with the batch `first`.
     """
 
     def __init__(
@@ -286,17 +254,13 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Copy a batch into the call's tensors, replay, and judge the output and LSE under the name `what`. Return copies of
-        both.
-        """
+        """Replay a batch, judge its output and LSE under the name `what`, and return copies of both."""
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Copy a batch into the call's tensors, and make the call eagerly with the smallest host bound of the keys (max_seq_len
-        or max_kv_len): the longest length of the batch. Judge the output under the name `what`.
-        """
+        """Make the call of a batch eagerly with the smallest host bound of its keys, and judge the output."""
         self._load(batch)
         self._clear_out()
         bounds = {batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)}
@@ -304,12 +268,10 @@ class Replay:
         self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
     def of(self, batch: BuiltCall) -> Result:
-        """Copy a batch into the call's tensors, replay, and return copies of the output and LSE."""
         self._load(batch)
         return self.again()
 
     def again(self) -> Result:
-        """Replay without copying a batch, and return copies of the output and LSE."""
         self._clear_out()
         call = self.run.note_call(self.call.interface, self.call.given)
         out, lse, _ = self._replay().leading(self._rows)
@@ -320,7 +282,6 @@ class Replay:
             unwritten(out)
 
     def _load(self, batch: BuiltCall) -> None:
-        """Copy a batch into the beginning of the call's tensors. Tensors that are equal already are not written."""
         self._rows = batch.rows
         for name, new in batch.given.items():
             if name not in KEPT:
@@ -334,7 +295,6 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 def _overwrite(kept: Tensor, new: Tensor) -> None:
-    """Copy `new` into the beginning of `kept` along each axis, unless this part is equal already."""
     if new.dtype.itemsize == 1:  # float8 has no comparison
         kept, new = kept.view(torch.uint8), new.view(torch.uint8)
     part = kept[tuple(map(slice, new.shape))]

@@ -47,7 +47,6 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
-    """Return the case with an NVFP4 cache, several query rows per request, a window and sinks."""
     return replace(
         case,
         kv_dtype=NVFP4,
@@ -75,9 +74,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Make the call with the same keys in other pages, page sizes and layouts. Expect results within the error bound, not
-    equal bits: a kernel may add the pages in another order.
-    """
+    # Within the bound, not with equal bits: a kernel may add the pages in another order.
     for variant in chain([other_pages(run)], page_sizes(run)):
         # In some cases the page size decides which keys rows see, and where needles are.
         run.vary(variant.what, variant.inputs, truth if _is_same(variant.inputs, inputs) else variant.inputs.truth())
@@ -92,7 +89,6 @@ def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
 
 
 def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:
-    """Return True if two calls have the same query, keys and values, and no row of `inputs` selects pages or entries."""
     if not isinstance(inputs, AttentionInputs) or inputs.selected is not None or inputs.seen is not None:
         return False
     sides, of_other = ([each.query, *chain(*each.histories)] for each in (inputs, other))
@@ -100,14 +96,11 @@ def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:
 
 
 def other_pages(run: CaseRun) -> Variant:
-    """Return the call with the same keys in other pages of the pool."""
     return Variant("pages in another order", run.build(page_seed=run.case.storage.page_seed + 1))
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of each size in the ranges and, if one of these is 128, of `LARGE_PAGE` tokens
-    (not for MLA).
-    """
+    """Yield the call with the same keys in pages of each size in the ranges and, beyond 128, of `LARGE_PAGE` tokens."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)
@@ -116,9 +109,6 @@ def page_sizes(run: CaseRun) -> Iterator[Variant]:
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Make calls in which the page table, the query or the cache is a view with gaps. With gaps in the page table, expect the
-    bits of `base`; with gaps in the query or cache, expect a result within the bound of `truth`.
-    """
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
     if run.case.top_k:
@@ -133,7 +123,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return an equal tensor whose rows have gaps in memory between them. A gap is longer than a row and has large values."""
+    """Return an equal tensor with gaps in memory between its rows. A gap is longer than a row and has large values."""
     rows = tensor.flatten(1)
     large = torch.finfo(E4M3).max if tensor.dtype == E4M3 else 2**15
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), large, dtype=tensor.dtype, device=tensor.device)
@@ -142,7 +132,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """Return an equal tensor of pages with gaps in memory between them. A gap is a page of zeros."""
+    """Return an equal tensor with a page of zeros in memory after each page."""
     return torch.stack((pages, torch.zeros_like(pages)), dim=1)[:, 0]
 
 
@@ -177,7 +167,6 @@ def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make the call with windows that hide no key, and with sinks of minus infinity. Expect the same output as without them."""
     if not run.case.has_window_argument:
         return
     longest = max(max(run.case.kv_lens), 1)

@@ -74,9 +74,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
-    """Return changes of optional arguments, each by a name for reports. A change is a pair: the new arguments, and the rules
-    (such as the scale) by which its expected result is computed. Windows and sinks are changed only if the ranges have them.
-    """
 
     def both(**changes: Any) -> Change:
         return changes, changes
@@ -120,29 +117,24 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a negative bmm1_scale. Then the smallest product q·k has the largest weight, and exp overflows in a kernel that
-    takes the largest product as the maximum.
+    """Return a negative bmm1_scale, with which exp overflows in a kernel that takes the largest product q·k as the maximum.
 
-    The usual scale is multiplied by -25, or by -8 if the kernel rounds Q to e4m3. With -25, this rounding could give another
-    key the largest weight: plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error of
-    plain torch is at most 0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh all
-    keys.
+    The factor is -25, or -8 if the kernel rounds Q to e4m3. With -25, this rounding could give another key the largest weight:
+    plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error of plain torch is at most
+    0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh all keys.
     """
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
-    """Return the case with as many query rows per request as a masked draft. The first request has no keys before its draft."""
     rows = run.ranges.masked_rows
     q_len = rows[run.case.seed % len(rows)]
+    # The first request has no keys before its draft.
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
     return replace(run.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens))
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return {" with sinks": arguments with sinks, " within a window": arguments with a window}, without those that the ranges
-    do not have. The keys are words for reports.
-    """
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:
         found[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
@@ -152,9 +144,6 @@ def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[s
 
 
 def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Judge calls with unequal numbers of query rows per request (cum_seq_lens_q): plain, with sinks, and with a window; each
-    with and without the LSE.
-    """
     case = run.case
     q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
     query = torch.cat([inputs.query] * 8)[: sum(q_lens)]
@@ -173,7 +162,6 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make a context call in which the second request has no query rows, so that two offsets are equal."""
     case = run.case
     first = case.q_lens[0]
     q_lens = (first, 0, *case.q_lens[2:])
@@ -184,7 +172,6 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs, changes: dict[str, Any]) -> None:
-    """Request the LSE in base e by the arguments `changes`. Judge it as a return value and in a given `lse` tensor."""
     what, truth = ", ".join(f"{name}={value!r}" for name, value in changes.items()), inputs.truth()
     result = run.vary(what, inputs, return_lse=True, **changes)
     if result is None:
@@ -201,15 +188,13 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs, changes: dict[str, Any
 
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass a float16 tensor as `out` of an MLA call. MLA has no out_dtype, so the kernel must write the dtype of `out`."""
-    out = inputs.new_out(torch.float16)
+    out = inputs.new_out(torch.float16)  # MLA has no out_dtype
     result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
         run.expect_close("a float16 out", result._replace(out=out.flatten(0, 1)), inputs.truth(out_dtype=torch.float16))
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
-    """Judge calls without a mask, with each kind of draft mask, and with a tree mask and the LSE, sinks or a window."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, inputs.truth())
@@ -226,9 +211,7 @@ def _masks(run: CaseRun, case: AttentionCase) -> None:
 
 
 def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
-    """Return a different sink for each head, float32 [num_qo_heads], about as large as the logits of needles (keys that
-    outweigh all other keys).
-    """
+    # About as large as the logits of needles.
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 
 

@@ -38,7 +38,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def launches(run: CaseRun, inputs: CallInputs, arguments: dict[str, Any]) -> Iterator[Variant]:
-    """Yield the same call `LAUNCHES` times with the same tensors. On a GPU, matrix products run on another stream meanwhile."""
+    """Yield the same call `LAUNCHES` times. On a GPU, matrix products run on another stream meanwhile."""
     stress = _Stress(run.device) if run.device.type == "cuda" else None
     for launch in range(LAUNCHES[run.device.type]):
         if stress is not None:

@@ -75,7 +75,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _rows_before_a_rank(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield a context-parallel case for each rank except rank 0. Some rows see no key, because the rank's keys are later."""
+    # Some rows see no key, because the rank's keys are later.
     case = max(scope.balanced(NUM_BUILDS, NUM_BUILDS, seed=62), key=lambda case: case.q_lens[0])
     q_len = case.q_lens[0]
     for rank, world in filter(None, RANKS.values()):
@@ -85,9 +85,6 @@ def _rows_before_a_rank(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _many_pairs(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield a small case with more than `MANY_PAIRS` (row, query head) pairs; nothing if it needs more requests than
-    `MOST_PAIRED_REQUESTS`.
-    """
     each = scope.balanced(NUM_BUILDS, NUM_BUILDS, seed=61)
     case = max(each, key=lambda case: case.q_lens[0] * case.num_qo_heads / case.head_dim)
     q_len = case.q_lens[0]
@@ -97,9 +94,7 @@ def _many_pairs(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _filled_tiles(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield cases for each number of query heads per K/V head (group). The query rows of a request times the group exactly
-    fill a tile of `ROWS_OF_A_TILE`, or exceed it by one query row.
-    """
+    # The rows of a request times the group exactly fill a tile, or exceed it by one row.
     ranges = scope.ranges
     for number, case in enumerate(scope.balanced(1, 4, seed=16)):
         for group in ranges.groups:

@@ -80,9 +80,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _one_by_one(run: CaseRun) -> None:
-    """Judge a call A, then calls B that each differ from A in one argument, then A again. An attention call B gets A's tensor
-    for each argument that is equal in both. A refused call B is not recorded, because check K18 reports what is declined.
-    """
     first, model = run.case, MODELS[run.case.interface](run.ranges)
     built = built_call(first, run.ranges, run.device) if first.interface in FAMILIES else None
     _judge_one(run, "A", built)
@@ -99,6 +96,7 @@ def _one_by_one(run: CaseRun) -> None:
         # OWN_BIT_CLEAR is left out, because its rows without keys are judged elsewhere.
         if point is not None and value not in (first[axis], Mask.OWN_BIT_CLEAR):
             run.case = Configuration(first.interface, point, first.seed)
+            # A refused call is not recorded: check K18 reports what is declined.
             with suppress(Unsupported), run.noting(what := f"B, {axis}={value}", needed=True):
                 _judge_one(run, what, built)
     run.case = first
@@ -106,9 +104,6 @@ def _one_by_one(run: CaseRun) -> None:
 
 
 def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
-    """Judge the call that `run.case` describes, with the tensors of the call `first` where arguments are equal; without a
-    `first`, with new tensors. Error messages begin with `what`.
-    """
     known = len(run.wrongs)
     if first is None:
         JUDGES[run.case.interface](run)
@@ -120,9 +115,7 @@ def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
 
 
 def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
-    """Make the calls of two or more inputs at the same time, each on its own stream with its own workspace. Expect the same
-    bits as from calls one after another.
-    """
+    """Make calls at once, each on its own stream with its own workspace. Expect the bits of calls in sequence."""
     calls = [(each, each.arguments(), torch.cuda.Stream(run.device)) for each in inputs]
     results = [run.again(each, **arguments) for each, arguments, _ in calls]
     alone = [result._replace(out=result.out.clone()) for result in results]
@@ -143,7 +136,7 @@ def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
 
 
 def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
-    """Yield cases that differ from `case` in one property, each as (description of the difference, case)."""
+    """Yield cases that differ from `case` in one property, each as (the difference in words, case)."""
     if case.interface is not AttentionCall.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
         yield "other query rows", case.with_rows(*[q_len] * len(case.q_lens))
@@ -165,7 +158,6 @@ def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, At
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:
-    """Return the value that follows `value` in a tuple; the first value if it is the last one or not in the tuple."""
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 

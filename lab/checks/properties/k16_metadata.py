@@ -55,9 +55,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any], forward: EnginePass) -> None:
-    """Build the metadata of a pass from int32 lengths, which a builder could keep without a copy. Then change the batch and
-    pool in place, as an engine does for its next pass. Expect that the metadata does not change.
-    """
+    """Expect that metadata does not change with its batch and pool, if it was built from int32 lengths, which need no copy."""
     names = ("seq_lens", "req_pool_indices")
     of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
     batch = replace(forward.batch, **of_batch)
@@ -66,7 +64,7 @@ def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any]
 
 
 def expect_attention(run: CaseRun, forward: EnginePass) -> None:
-    """Run reference attention with the metadata of a pass. Expect the output that follows from the requests' K/V histories."""
+    """Expect of reference attention with the metadata of a pass the output that follows from the requests' K/V histories."""
     out, what = forward.new_out(), "attention by this metadata"
     if run.expect_readable(what, partial(forward.run, references, out)):
         run.expect_close(what, Result(forward.rows_of_requests(out), None), forward.truth())

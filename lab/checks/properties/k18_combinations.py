@@ -1,19 +1,14 @@
 """Find errors for values, forms of arguments, and pairs of these that no other check has, by covering arrays of all calls.
 
 A kernel branches on its arguments, and many errors need a combination of two values: a window with separate page tables, a mask
-with sinks, a group of 12 in a batch of 257. `lab.checks.parameters` has a model of each call: its parameters, called axes, with
-their values and rules. A case is a value for each axis; "alone" means that all other axes have their default.
+with sinks, a group of 12 in a batch of 257. A case is a value for each axis (parameter) of the call's model.
 
-* Quick level: cases of many values at once. Then, for the values that no case has judged yet: cases of only usual values, cases
-  with at most four values that are not the default, and cases with one such value.
-* Smoke level: each value alone, and values at the limits of a dtype together with this dtype. Then each form of an argument in
-  the circumstances for which kernels have separate code (`lab.checks.parameters.circumstances`), several forms in one case.
-* Full level: also each pair of values and each declared triple.
-
-If a kernel declines a case because of one value, the case tests none of its values. So the full level first judges each value
-alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A pair
-that no judged case contains is tried again in cases with more default values, and finally alone. A call without rows or keys
-tests only the value that makes it empty.
+* Quick level: cases of many values. Then, for values not yet judged: cases of usual values, and cases with at most four values
+  or one value that is not the default.
+* Smoke level: each value alone, and at the limits of a dtype. Then each form of an argument in the circumstances for which
+  kernels have separate code (`lab.checks.parameters.circumstances`), several forms in one case.
+* Full level: also each pair of values and each declared triple. A value that was declined alone is tried with every other
+  value. A pair that no judged case contains is tried in cases with more default values, and finally alone.
 """
 
 import itertools
@@ -76,13 +71,11 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
 
 
 def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> Iterator[Configuration]:
-    """Yield a case for each point (a value for each axis), with consecutive seeds."""
     for seed, point in enumerate(points, SEEDS * ranges.seed):
         yield Configuration(interface, point, seed)
 
 
 def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    """Return a function's model (parameters with their values). Its cases must cover only this shard (part of the run)."""
     model = MODELS[interface](ranges)
     return model if shard == model.shard else replace(model, shard=shard)
 
@@ -183,7 +176,6 @@ def _left_values(
 
 
 def _e4m3_queries_with_sizes(model: Model) -> Iterator[Values]:
-    """Yield pairs of values: e4m3 queries together with each head dimension and each page size."""
     for name in ("head_dims", "head_dim", "page_size"):
         yield from ((("dtypes", E4M3_QUERIES), (name, size)) for size in model.axes.get(name, ()))
 
@@ -206,7 +198,6 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float 
 def _new_cases(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield a case for each point, except repeated cases and cases that have a verdict. Seeds are not compared."""
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
     for case in _numbered(interface, ranges, points):
         if repr(replace(case, seed=0)) not in before:
@@ -215,7 +206,6 @@ def _new_cases(
 
 
 def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
-    """Yield random cases without end whose values were all judged before. At least two axes of a case get random values."""
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"
         yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)

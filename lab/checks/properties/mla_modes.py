@@ -21,12 +21,8 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Yield forward passes in each mode that runs on the MLA decode kernel.
-
-    Args:
-        page_size: tokens in a page. Some prefixes end at a page edge or one token from it.
-        q_lens: numbers of query rows per request, for the modes in which all requests have equally many rows.
-        dims: sizes of the layer, as fields of `MLACase`.
+    """Yield passes in each mode that runs on the MLA decode kernel. Some prefixes end at a page edge or one token from it.
+    `dims` are sizes of the layer, fields of `MLACase`.
     """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
@@ -57,14 +53,8 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
 
 
 def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield decode passes with decode context parallelism, and passes with padding, whose queries are NaN. A request has
-    `q_len` query rows in a verification or draft extend; `dims` are sizes of the layer.
-
-    In decode context parallelism, 2 or 4 ranks share the tokens of each request. Some ranks hold no token of a request, and
-    some prefixes end at a page edge of a rank. Padding is added as requests after the metadata was built, or only as query
-    rows.
-    """
     shared: dict[str, Any] = {"page_size": page_size, **dims}
+    # On some ranks a request has no token, and some prefixes end at a page edge of a rank.
     sharded = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)
     for size in (2, 4):
         yield MLACase(ForwardMode.DECODE, sharded, (1,) * len(sharded), dcp_size=size, **shared)
@@ -76,9 +66,6 @@ def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 
 def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of DeepSeek sparse attention in each forward mode that supports it. Some rows see fewer tokens than the
-    indexer may select, some see more. Verifications and draft extends have `q_len` rows per request; `dims` are layer sizes.
-    """
     prefixes = (1, page_size - 1, page_size, 3 * page_size + 5, 300)
     shared: dict[str, Any] = {"page_size": page_size, "index_topk": 130, **dims}
     for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
@@ -90,11 +77,8 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of DeepSeek-V4 (a pool of window tokens, and a pool of compressed entries): decode, a draft step,
-    verifications, a draft extend and a prefill, with different numbers of tokens per compressed entry. A request has `q_len`
-    rows in a verification or draft extend; `dims` are sizes of the layer.
-
-    Some rows see fewer tokens than the window holds and no compressed entry. Some see more entries than the indexer may select.
+    """Yield passes of DeepSeek-V4 with each number of tokens per compressed entry. Some rows see fewer tokens than the window
+    holds, and some more compressed entries than the indexer may select.
     """
     prefixes, ones = (0, 126, 127, 300, 700), (1,) * 5
     shared: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, **dims}

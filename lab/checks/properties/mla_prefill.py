@@ -99,7 +99,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _between(parts: Parts, starts: Sequence[int], ends: Sequence[int]) -> Parts:
-    """Return the keys and values of each request from position `starts[request]` to `ends[request]`, which is excluded."""
     return [
         (keys[:end][start:], values[:end][start:])
         for (keys, values), start, end in zip(parts, starts, ends, strict=True)
@@ -132,28 +131,12 @@ class _Backend:
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
-        """Compute causal attention of the new tokens' query rows over the keys of the new tokens.
-
-        Args:
-            query: the query rows of all new tokens.
-            parts: for each request the keys and values of its new tokens.
-
-        Returns:
-            The result, with an LSE if a request has a cached prefix.
-        """
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer
         call = prepare_mla_prefill(self.function, batch, metadata, layer, padded(query), *sides, **self.workspace)
         return as_result(call(), AttentionCall.RAGGED_CONTEXT)
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
-        """Compute attention of the new tokens' query rows over all keys: merge the result over the new tokens with results
-        over chunks of the prefix, which the engine's planner makes.
-
-        Args:
-            query: the query rows of all new tokens.
-            histories: for each request the keys and values of all its tokens. A chunk finds them by their slots in the pool.
-        """
         batch, prefixes = self.batch, self.case.prefix_lens
         own = self.new_tokens(query, _between(histories, prefixes, self.case.kv_lens))
         assert own.lse is not None
@@ -177,7 +160,6 @@ class _Backend:
 
 
 def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
-    """Make the call with changed scales, window, sinks or `out`, one change at a time. Expect the documented effect."""
     case, scale = run.case, 0.7 * run.case.softmax_scale
     tensor = torch.tensor([scale], dtype=torch.float32, device=run.device)
     sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
@@ -203,9 +185,6 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
 
 
 def _workspaces(run: CaseRun, call: GivenCall) -> None:
-    """Repeat a call after its workspace was overwritten, and after a call with another workspace. Expect equal bits, counters
-    that are zero again, and no write to a workspace that the call did not get.
-    """
     query = torch.cat((call.given["query"], call.given["query"][:2]))  # two more padding rows, for a new shape
     workspace = new_workspace(run.device)
     call = replace(call, given=call.given | {"query": query, "workspace_buffer": workspace})
@@ -222,14 +201,10 @@ def _workspaces(run: CaseRun, call: GivenCall) -> None:
 
 
 def _kept(result: Result) -> Result:
-    """Return the result with a copy of its output, because a later call may overwrite the output."""
     return result._replace(out=result.out.clone())
 
 
 def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Result | None:
-    """Make a call, named `what` in errors, with return_lse=True. Return its result, or None if the call is refused, fails or
-    returns no LSE.
-    """
     result = run.vary(what, call, return_lse=True, **changes)
     if result is not None and result.lse is None:
         run.wrong(f"{what}: return_lse=True returned no LSE")
@@ -238,9 +213,6 @@ def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Resul
 
 
 def _merged(left: Result | None, right: Result | None) -> Result | None:
-    """Merge two attention results over different keys by their LSEs, in float64. A result with an LSE of -inf has no weight.
-    Return None if one of the results is None or has no LSE.
-    """
     if left is None or right is None or left.lse is None or right.lse is None:
         return None
     lses = torch.stack((left.lse, right.lse)).double()

@@ -40,9 +40,6 @@ def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
 
 
 def _of_two_pools(scope: Scope) -> Iterator[MLAGraphCase]:
-    """Yield replay sequences of DeepSeek-V4. The compression ratio differs from one sequence to the next; in a draft it is 0,
-    which means no compressed entries.
-    """
     heads, (_, rank) = min(scope.ranges.mla_heads), scope.ranges.mla_head_dims[0]
     dims: dict[str, Any] = {"page_size": 128, "num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": 0}
     ratios = ((4, 48), (128, None), (1, 48), (0, None), (2, 48))

@@ -51,7 +51,6 @@ def _judge(run: CaseRun) -> None:
 
 
 def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
-    """Return a sentence for each documented failure of FlashInfer's XQA on SM90 that may explain a wrong recorded output."""
     if call.function is not AttentionCall.DECODE or not call.versions.get("flashinfer"):
         return []
     lens, found = list(zip(problem.q_lens(), problem.kv_lens(), strict=True)), list[str]()
@@ -64,9 +63,6 @@ def _findings(call: RecordedCall, problem: Problem, run: CaseRun) -> list[str]:
 
 
 def _result(run: CaseRun, call: RecordedCall) -> Result:
-    """Return the output and LSE to judge, on the CPU: the recorded ones if `run.implementation` is OUTPUTS, else those that
-    the implementation computes from the recorded inputs. Raise KernelError if the recorded call raised or did not return.
-    """
     interface: AttentionCall = run.case.interface
     if run.implementation is not OUTPUTS:
         arguments = call.arguments(run.device)

@@ -40,13 +40,8 @@ def part(
 ) -> Variant:
     """Return a variant with a part of the base call: some requests, in any order, or some query rows of the requests.
 
-    Args:
-        inputs: the tensors of the base call.
-        what: the difference in words.
-        requests: indices of the requests, also repeated ones. If the part has more rows than the base call, `Variant.rows` is
-            -1 for the rows beyond the base call's number of rows.
-        rows: for each of `requests` the range of its query rows, from 0; None for all rows.
-        kv_lens: for each of `requests` its number of keys; None for the keys up to the position of its last row.
+    `requests` may repeat a request; rows beyond the base call's number of rows then have no equal row (-1). `rows` are the
+    range of query rows of each request, None for all, and `kv_lens` its number of keys, None for those up to its last row.
     """
     count, starts = len(inputs.query), [0, *accumulate(inputs.q_lens)]
     kept = rows or [range(inputs.q_lens[request]) for request in requests]
