@@ -14,13 +14,14 @@ many keys occur only once. A call that raises an error is not cached, so that th
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import torch
 
 from lab.calls import made_at_once
 from lab.calls.memory import RESULTS
-from lab.kernels.portable.triton_call import Addresses, TritonCall
+from lab.kernels.portable.triton_call import TritonCall
 
 # Largest number of cached calls per function: the layers of a model, whose scales may differ, times a few batches.
 MOST_KEPT = 512
@@ -41,7 +42,12 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
     Its `cache_clear()` empties the cache. A test that changes what `prepare` chooses must call it.
     """
-    place_of = functools.lru_cache(maxsize=MOST_KEPT)(_Place)
+
+    @functools.lru_cache(maxsize=MOST_KEPT)
+    def place_of(
+        _key: Hashable,
+    ) -> SimpleNamespace:  # `is_known` after the first call with the key, `call` if it is cached
+        return SimpleNamespace(is_known=False, call=None)
 
     @functools.wraps(made_at_once(prepare))
     def entry(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -79,14 +85,6 @@ def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequen
             raise NotKeptError
 
 
-class _Place:
-    """The cache entry of the calls with one key. `is_known` is True after the first call with the key."""
-
-    def __init__(self, _key: Hashable) -> None:
-        self.is_known = False
-        self.call: KeptCall | None = None
-
-
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
     """Return the part of a call's cache key for one argument, and append the argument's tensors to `given`. Raise NotKeptError
     if there is none.
@@ -103,44 +101,11 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
     raise NotKeptError
 
 
-class KeptCall:
-    """A cached call. Calling this object with the tensors of a later call repeats the kernel launches with them.
-
-    Args:
-        new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
-        views: (index of a given or new tensor, distance from its address in bytes) for each view that the launches take.
-        launches: functions that launch a kernel from a list of addresses: of the given tensors, then of the new tensors, then
-            of the views.
-        returned: picks the results from the list of given and new tensors.
+def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
+    """Return a function that repeats the launches of a call, which has run with the tensors `given`, with those of a later
+    call; None if a later call with the same key may need other launches. The function keeps no tensor.
     """
-
-    def __init__(
-        self,
-        device: torch.device,
-        new: Sequence[tuple[bool, torch.Size, torch.dtype]],
-        views: Sequence[tuple[int, int]],
-        launches: Sequence[Callable[[Addresses], None]],
-        returned: Callable[[Sequence[torch.Tensor]], Any],
-    ) -> None:
-        self._device, self._new, self._views, self._launches, self._returned = device, new, views, launches, returned
-
-    def __call__(self, given: Sequence[torch.Tensor]) -> Any:
-        device, tensors = self._device, list(given)
-        for is_zero, shape, dtype in self._new:
-            tensors.append((torch.zeros if is_zero else torch.empty)(shape, dtype=dtype, device=device))
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        addresses += [addresses[index] + offset for index, offset in self._views]
-        with torch.cuda.device(device.index):
-            for launch in self._launches:
-                launch(addresses)
-        return self._returned(tensors)
-
-
-def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return the cached form of a call that has run with the tensors `given`; None if a later call with the same key may need
-    other launches.
-    """
-    launches, results = call.launches, call.returned
+    launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:
         return None
     results = results if isinstance(results, tuple) else (results,)
@@ -149,7 +114,7 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
     empty = [*(result for result in results if all(result is not each for each in given)), *scratch.values()]
     new = [*empty, *counters.values()]
     sources = [(_memory(tensor), tensor.data_ptr()) for tensor in (*given, *new)]
-    views: list[tuple[int, int]] = []
+    views: list[tuple[int, int]] = []  # (index of a given or new tensor, bytes from its address) of each view of them
 
     def index_of(tensor: torch.Tensor) -> int:
         memory, address = _memory(tensor), tensor.data_ptr()
@@ -165,7 +130,20 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
         return None
     picked = [next(index for index, tensor in enumerate((*given, *new)) if tensor is result) for result in results]
     terms = [(index >= len(empty), tensor.shape, tensor.dtype) for index, tensor in enumerate(new)]
-    return KeptCall(call.device, terms, views, elsewhere, itemgetter(*picked))
+    returned = itemgetter(*picked)
+
+    def repeat(given: Sequence[torch.Tensor]) -> Any:
+        tensors = list(given)
+        for is_zero, shape, dtype in terms:
+            tensors.append((torch.zeros if is_zero else torch.empty)(shape, dtype=dtype, device=device))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses += [addresses[index] + offset for index, offset in views]
+        with torch.cuda.device(device.index):
+            for launch in elsewhere:
+                launch(addresses)
+        return returned(tensors)
+
+    return repeat
 
 
 def _block(part: torch.Tensor) -> torch.Tensor:

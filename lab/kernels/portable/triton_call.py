@@ -98,12 +98,8 @@ def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Add
     parts = [_at(part, index_of) for part in argument]
     if not any(parts):
         return None
-    makers = [at or partial(_itself, part) for part, at in zip(argument, parts, strict=True)]
-    return lambda addresses: tuple([make(addresses) for make in makers])
-
-
-def _itself(argument: Any, _addresses: Addresses) -> Any:
-    return argument
+    known = [(part if at is None else None, at) for part, at in zip(argument, parts, strict=True)]  # and no tensor
+    return lambda addresses: tuple([part if at is None else at(addresses) for part, at in known])
 
 
 class _Address(int):
