@@ -1,4 +1,4 @@
-"""What calls of installed packages need: their functions and signatures, workspaces, and contiguous page tables."""
+"""What the adapters of installed packages share: entry points, functions and signatures, workspaces, contiguous page tables."""
 
 import functools
 import importlib
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall, made_at_once, takes
 from lab.calls.problem import AttentionProblem, PagedAttention
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.extras import require
@@ -23,9 +23,8 @@ SCRATCH_BYTES = 512 * 2**20  # scratch in the lab's own workspace: SGLang 0.5.23
 # beyond a smaller one without an error.
 LEAST_SCRATCH_BYTES = 64 * 2**20
 
-Refresh = Callable[
-    [], object
-]  # a small launch that computes a tensor again from the current contents of another tensor
+Refresh = Callable[[], object]  # a small launch that computes a tensor again from the contents of another tensor
+Ready = Callable[[], Any]  # a call, ready to be made
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -53,6 +52,36 @@ class PreparedCall:
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
     """Return the prepared form of a call without query rows, which launches no kernel."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
+
+
+def entries(
+    kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready], kernel: Kernel | None = None
+) -> tuple[Callable[..., Any], ...]:
+    """Return `<kind>_<name>`, which prepares a call of FlashInfer's function `<name>`, and `<name>`, which prepares and runs
+    it. Their docstring is that of `make_ready`.
+
+    Args:
+        kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).
+        call_type: the class of the call in `lab.calls`.
+        make_ready: takes a call that has query rows and its checked arguments (the problem), and returns a function that runs
+            the call any number of times.
+        kernel: the kernel that must support the call; None: `make_ready` checks this.
+    """
+
+    @functools.wraps(make_ready)
+    def entry(call: Any) -> Ready:
+        problem = call.problem()
+        if problem.has_no_rows:
+            return returning(problem, getattr(call, "returned", problem.returned))
+        if kernel is not None:
+            refuse_unsupported(kernel, problem)
+            if kind == "plan":
+                refuse_planning_in_capture(kernel.name, problem.query.device)
+        return make_ready(call, problem)
+
+    entry.__name__ = entry.__qualname__ = f"{kind}_{call_type.function.value}"
+    ready = takes(call_type)(entry)
+    return ready, made_at_once(ready)
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
@@ -109,17 +138,17 @@ def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
     all.
     """
     defaults = _defaults(call.__class__)
-    given = vars(call) | changes
-    return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
+
+    def is_default(name: str, value: Any) -> bool:
+        default = defaults[name]
+        return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
+
+    return {name: value for name, value in (vars(call) | changes).items() if not is_default(name, value)}
 
 
 @functools.cache
 def _defaults(call: Any) -> dict[str, Any]:
     return {each.name: each.default for each in fields(call)}
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
 
 
 def capability_for(device: torch.device) -> Capability:
@@ -186,9 +215,7 @@ def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[s
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
-def trtllm_gen_memory(
-    call: DecodeCall | ContextCall | MLADecodeCall | DSV4DecodeCall, problem: PagedAttention
-) -> dict[str, Any]:
+def trtllm_gen_memory(call: Any, problem: PagedAttention) -> dict[str, Any]:
     """Return the arguments for workspace and counters of a call that runs trtllm-gen.
 
     If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. Without them
@@ -235,12 +262,6 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
-def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the workspace argument of a ragged call: all of it if the installed FlashInfer has its counters in it."""
-    workspace = workspace_for(workspace_buffer, device)
-    return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
-
-
 def refuse_during_capture(what: str, device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph is captured: the memory `what` must not be allocated in the graph, as later calls
     use it.
@@ -248,4 +269,11 @@ def refuse_during_capture(what: str, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"
+        )
+
+
+def refuse_planning_in_capture(planner: str, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{planner} plans on the host from the lengths, which no CUDA graph can: call plan before"
         )

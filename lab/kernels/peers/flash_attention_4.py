@@ -14,9 +14,8 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import PagedAttention
 from lab.gpus import SM100, capability_of, family_of
-from lab.kernels.entries import Ready, entries
+from lab.kernels.flashinfer_call import Ready, entries
 from lab.kernels.peers.installed import installed_function
-from lab.kernels.support import refuse_unsupported
 from lab.kernels.support.packages import FLASH_ATTENTION_4
 
 FUNCTION, WRITTEN_FOR = "flash_attn.cute.interface._flash_attn_fwd", "flash-attn-4 4.0.0b36"
@@ -30,8 +29,23 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     Raises NotImplementedError with the reason if FlashAttention-4 does not support the call (`lab.kernels.support.why_not`).
     """
     out, lse = problem.results()
-    refuse_unsupported(FLASH_ATTENTION_4, problem)
-    arguments = _arguments(problem) | {"out": _by_request(problem, out)}
+    splits = family_of(capability_of(problem.query.device)) is SM100
+    arguments: dict[str, Any] = {
+        "q": _by_request(problem, problem.query),
+        "k": problem.k_cache.transpose(1, 2),
+        "v": problem.v_cache.transpose(1, 2),
+        "cu_seqlens_q": problem.cu_seqlens_q,
+        "seqused_k": problem.seq_lens.view(torch.int32),
+        "max_seqlen_q": problem.max_q_len,
+        "max_seqlen_k": max(problem.max_kv_len, 1),
+        "page_table": problem.k_block_tables,
+        "softmax_scale": float(problem.bmm1_scale),
+        "causal": problem.causal,
+        "window_size_left": problem.window_left if problem.window_left >= 0 else None,
+        "learnable_sink": problem.sinks,
+        "num_splits": BY_ITS_HEURISTIC if splits else 1,
+        "out": _by_request(problem, out),
+    }
     if lse is not None:  # the package's LSE has heads before rows
         arguments["lse"] = torch.empty(_by_request(problem, lse).mT.shape, dtype=lse.dtype, device=lse.device)
     attend = installed_function(__name__, FUNCTION, WRITTEN_FOR, frozenset(arguments))
@@ -51,26 +65,9 @@ def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))
 
 
-def _arguments(problem: PagedAttention) -> dict[str, Any]:
-    splits = family_of(capability_of(problem.query.device)) is SM100
-    return {
-        "q": _by_request(problem, problem.query),
-        "k": problem.k_cache.transpose(1, 2),
-        "v": problem.v_cache.transpose(1, 2),
-        "cu_seqlens_q": problem.cu_seqlens_q,
-        "seqused_k": problem.seq_lens.view(torch.int32),
-        "max_seqlen_q": problem.max_q_len,
-        "max_seqlen_k": max(problem.max_kv_len, 1),
-        "page_table": problem.k_block_tables,
-        "softmax_scale": float(problem.bmm1_scale),
-        "causal": problem.causal,
-        "window_size_left": problem.window_left if problem.window_left >= 0 else None,
-        "learnable_sink": problem.sinks,
-        "num_splits": BY_ITS_HEURISTIC if splits else 1,
-    }
-
-
-prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("prepare", DecodeCall, _prepare)
+prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(
+    "prepare", DecodeCall, _prepare, FLASH_ATTENTION_4
+)
 prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
-    "prepare", ContextCall, _prepare
+    "prepare", ContextCall, _prepare, FLASH_ATTENTION_4
 )

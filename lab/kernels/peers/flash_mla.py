@@ -17,9 +17,8 @@ import torch
 
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
-from lab.kernels.entries import Ready, entries
+from lab.kernels.flashinfer_call import Ready, entries
 from lab.kernels.peers.installed import installed_function
-from lab.kernels.support import refuse_unsupported
 from lab.kernels.support.packages import FLASH_MLA
 from lab.kernels.support.stored_cache import share_memory, token_list
 
@@ -37,11 +36,20 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
         ModuleNotFoundError, TypeError: FlashMLA is not installed, or its function takes other arguments.
     """
     out, lse = problem.results()
-    refuse_unsupported(FLASH_MLA, problem)
     selected = problem.selected
     assert selected is not None
     columns = whole_blocks(selected)
-    arguments = _arguments(problem) | {"indices": columns.unsqueeze(1)}
+    arguments: dict[str, Any] = {
+        "q": problem.query,
+        "kv": token_list(problem.k_cache),
+        "indices": columns.unsqueeze(1),
+        "sm_scale": float(problem.bmm1_scale),
+        "d_v": problem.v_head_dim,
+        "attn_sink": problem.sinks,
+        "topk_length": torch.empty(problem.num_rows, dtype=torch.int32, device=problem.query.device),
+        "use_legacy": True,
+        "return_log2_lse": None if problem.return_lse else False,  # False: writes none
+    }
     attend = installed_function(__name__, FUNCTION, WRITTEN_FOR, frozenset(arguments))
 
     def run() -> Any:
@@ -60,19 +68,6 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
         return call.returned(out, lse)
 
     return run
-
-
-def _arguments(problem: PagedAttention) -> dict[str, Any]:
-    return {
-        "q": problem.query,
-        "kv": token_list(problem.k_cache),
-        "sm_scale": float(problem.bmm1_scale),
-        "d_v": problem.v_head_dim,
-        "attn_sink": problem.sinks,
-        "topk_length": torch.empty(problem.num_rows, dtype=torch.int32, device=problem.query.device),
-        "use_legacy": True,
-        "return_log2_lse": None if problem.return_lse else False,  # False: writes none
-    }
 
 
 def whole_blocks(selected: torch.Tensor) -> torch.Tensor:
@@ -96,5 +91,5 @@ def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None
 
 
 prepare_trtllm_batch_decode_with_kv_cache_mla, trtllm_batch_decode_with_kv_cache_mla = entries(
-    "prepare", MLADecodeCall, _prepare
+    "prepare", MLADecodeCall, _prepare, FLASH_MLA
 )

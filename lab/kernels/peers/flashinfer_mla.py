@@ -5,7 +5,6 @@ The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa
 backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,26 +18,26 @@ NAME = "trtllm_batch_decode_with_kv_cache_mla"
 WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
-def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
+def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> PreparedCall:
     """Return a function that runs a planned MLA decode call with `backend`, "fa2", "fa3", or "" for the GPU's default.
 
     FlashInfer's planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts.
     """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
-    wrapper = _planned(call, problem, backend)
-    return PreparedCall(wrapper.run, _run_arguments(call, problem, out, lse), returned=call.returned(out, lse))
-
-
-def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
     wrapper_type, _ = installed("flashinfer.mla", WRAPPER)
-    scratch = scratch_for(call.workspace_buffer, problem.query.device)
-    wrapper = wrapper_type(scratch, backend=backend)
-    quantised = problem.k_cache.dtype == E4M3
+    metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
+    wrapper = wrapper_type(scratch_for(call.workspace_buffer, problem.query.device), backend=backend)
+    live, quantised = live_pages(problem), problem.k_cache.dtype == E4M3
     # The kernel multiplies keys and values by this scale, rounded to the query's dtype.
     kv_scale = float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
     wrapper.plan(
-        metadata=_metadata(problem),
+        metadata=metadata_type.csr(
+            qo_indptr=torch.tensor(problem.row_offsets(), dtype=torch.int32),
+            kv_indptr=live.indptr,
+            kv_indices=live.indices,
+            kv_len_arr=live.kv_lens,
+        ),
         num_heads=problem.num_qo_heads,
         head_dim_ckv=problem.v_head_dim,
         head_dim_kpe=problem.head_dim - problem.v_head_dim,
@@ -51,23 +50,6 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
         lse_mode=("basee" if call.lse_is_base_e else "base2") if call.return_lse else "none",
         output_dtype=problem.out_dtype,
     )
-    return wrapper
-
-
-def _metadata(problem: PagedAttention) -> Any:
-    metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
-    live = live_pages(problem)
-    return metadata_type.csr(
-        qo_indptr=torch.tensor(problem.row_offsets(), dtype=torch.int32),
-        kv_indptr=live.indptr,
-        kv_indices=live.indices,
-        kv_len_arr=live.kv_lens,
-    )
-
-
-def _run_arguments(
-    call: MLADecodeCall, problem: PagedAttention, out: torch.Tensor, lse: torch.Tensor | None
-) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "query": problem.query,
         "kv_cache": problem.k_cache.squeeze(1),
@@ -76,10 +58,9 @@ def _run_arguments(
         "return_lse": call.return_lse,
         "return_lse_base_on_e": call.return_lse and call.lse_is_base_e,
     }
-    if problem.k_cache.dtype == E4M3:
-        scale = float(problem.bmm2_scale)
-        arguments |= {"ckv_scale": scale, "kpe_scale": scale}
-    return arguments
+    if quantised:
+        arguments |= dict.fromkeys(("ckv_scale", "kpe_scale"), float(problem.bmm2_scale))
+    return PreparedCall(wrapper.run, arguments, returned=call.returned(out, lse))
 
 
 fa2, fa3, _fitting = (PlannedWrapper(__name__, (MLADecodeCall,), _plan, backend) for backend in ("fa2", "fa3", ""))

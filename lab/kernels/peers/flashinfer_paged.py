@@ -6,7 +6,6 @@ attributes `fa2` and `fa3` have the same functions with one backend, as in `lab 
 """
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,24 +13,25 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, shown_draft_tokens
-from lab.kernels.flashinfer_call import PreparedCall, installed, scratch_for
-from lab.kernels.peers.planned import (
-    LivePages,
-    PlannedWrapper,
-    live_pages,
-    refuse_planning_in_capture,
-    supported_backend,
-)
+from lab.kernels.flashinfer_call import PreparedCall, Ready, installed, refuse_planning_in_capture, scratch_for
+from lab.kernels.peers.planned import PlannedWrapper, live_pages, supported_backend
 
 DECODE, CONTEXT = AttentionCall.DECODE.value, AttentionCall.CONTEXT.value
 DECODE_WRAPPER, PREFILL_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should_use_tensor_core`
 
 
-def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
+def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Ready:
     """Return a function that runs a planned call with `backend`, "fa2", "fa3", or "" for the GPU's default."""
     out, lse = problem.results()
-    decodes = _is_plain_decode(problem)
+    decodes = (
+        problem.call is AttentionCall.DECODE
+        and problem.max_q_len == 1
+        and problem.cu_seqlens_q is None
+        and problem.mask is None
+        and problem.sinks is None
+        and problem.k_cache.stride() == problem.v_cache.stride()  # without tensor cores it reads V with K's strides
+    )
     wrapper_name = DECODE_WRAPPER if decodes else PREFILL_WRAPPER
     refuse_planning_in_capture(wrapper_name, problem.query.device)  # before offsets are read on the host
     offsets = problem.row_offsets()
@@ -40,8 +40,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
         return lambda: problem.returned(out, lse)
     backend = supported_backend(backend, wrapper_name, problem)
     scratch = scratch_for(call.workspace_buffer, problem.query.device)
-    planned = (problem, scratch, backend, live_pages(problem))
-    wrapper = _planned_decode(*planned) if decodes else _planned_prefill(*planned, offsets)
+    wrapper = _planned(problem, scratch, backend, decodes, offsets)
     of_sinks = () if problem.sinks is None else (problem.sinks, float(problem.bmm1_scale))
     arguments: dict[str, Any] = {
         "out": out[:num_rows],
@@ -53,35 +52,25 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
     return PreparedCall(run, arguments, returned=problem.returned(out, lse))
 
 
-def _is_plain_decode(problem: PagedAttention) -> bool:
-    return (
-        problem.call is AttentionCall.DECODE
-        and problem.max_q_len == 1
-        and problem.cu_seqlens_q is None
-        and problem.mask is None
-        and problem.sinks is None
-        and problem.k_cache.stride() == problem.v_cache.stride()
-    )
-
-
-def _planned_decode(problem: PagedAttention, scratch: torch.Tensor, backend: str, pages: LivePages) -> Any:
-    wrapper_type, _ = installed("flashinfer.decode", DECODE_WRAPPER)
-    on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or problem.group >= LEAST_GROUP_OF_TENSOR_CORES
-    wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
-    wrapper.plan(
-        pages.indptr,
-        pages.indices,
-        pages.last_page_len,
-        head_dim=problem.head_dim,
-        seq_lens=pages.kv_lens,
-        **_shared_plan_arguments(problem),
-    )
-    return wrapper
-
-
-def _planned_prefill(
-    problem: PagedAttention, scratch: torch.Tensor, backend: str, pages: LivePages, offsets: list[int]
-) -> Any:
+def _planned(problem: PagedAttention, scratch: torch.Tensor, backend: str, decodes: bool, offsets: list[int]) -> Any:
+    pages = live_pages(problem)
+    arguments = {
+        "num_qo_heads": problem.num_qo_heads,
+        "num_kv_heads": problem.num_kv_heads,
+        "page_size": problem.page_size,
+        "window_left": problem.window_left,
+        "sm_scale": float(problem.bmm1_scale),
+        "q_data_type": problem.query.dtype,
+        "kv_data_type": problem.kv_dtype,
+        "o_data_type": problem.out_dtype,
+        "seq_lens": pages.kv_lens,
+    }
+    if decodes:
+        wrapper_type, _ = installed("flashinfer.decode", DECODE_WRAPPER)
+        on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or problem.group >= LEAST_GROUP_OF_TENSOR_CORES
+        wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
+        wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, head_dim=problem.head_dim, **arguments)
+        return wrapper
     wrapper_type, _ = installed("flashinfer.prefill", PREFILL_WRAPPER)
     variant = {} if problem.sinks is None else _sink_variant(problem, backend)
     wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, **variant)
@@ -91,10 +80,9 @@ def _planned_prefill(
         paged_kv_indices=pages.indices,
         paged_kv_last_page_len=pages.last_page_len,
         head_dim_qk=problem.head_dim,
-        custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, pages),
+        custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, pages.kv_lens.tolist()),
         causal=problem.causal and problem.mask is None,
-        seq_lens=pages.kv_lens,
-        **_shared_plan_arguments(problem),
+        **arguments,
     )
     return wrapper
 
@@ -123,25 +111,12 @@ def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
     }
 
 
-def _shared_plan_arguments(problem: PagedAttention) -> dict[str, Any]:
-    return {
-        "num_qo_heads": problem.num_qo_heads,
-        "num_kv_heads": problem.num_kv_heads,
-        "page_size": problem.page_size,
-        "window_left": problem.window_left,
-        "sm_scale": float(problem.bmm1_scale),
-        "q_data_type": problem.query.dtype,
-        "kv_data_type": problem.kv_dtype,
-        "o_data_type": problem.out_dtype,
-    }
-
-
-def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
+def _visible_keys(problem: PagedAttention, mask: torch.Tensor, kv_lens: list[int]) -> torch.Tensor:
     """Return FlashInfer's custom mask for a packed draft mask: flat bool [sum of q_len * kv_len]."""
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []
-    for drafts, kv_len in zip(shown, pages.kv_lens.tolist(), strict=True):
+    for drafts, kv_len in zip(shown, kv_lens, strict=True):
         visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=mask.device)
         cached = min(q_len, kv_len)
         visible[:, kv_len - cached :] = drafts[:, q_len - cached :]

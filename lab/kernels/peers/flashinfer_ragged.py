@@ -5,13 +5,13 @@ backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.kernels.flashinfer_call import installed, scratch_for
+from lab.kernels.flashinfer_call import Ready, installed, scratch_for
 from lab.kernels.peers.planned import PlannedWrapper, supported_backend
 from lab.kernels.trtllm.ragged_context import fill_rows_without_keys
 
@@ -19,63 +19,49 @@ NAME = "trtllm_ragged_attention_deepseek"
 WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
-def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Callable[[], Any]:
+def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Ready:
     """Return a function that runs a planned ragged call with `backend`, "fa2", "fa3", or "" for the GPU's default."""
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
     num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]
-    runs = min(num_rows, num_tokens) > 0
-    wrapper = _planned(call, problem, backend, q_offsets, kv_offsets) if runs else None
-    fills = _lacks_keys(problem.causal, q_offsets, kv_offsets)
+    attend = None
+    if min(num_rows, num_tokens) > 0:
+        wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
+        scratch = scratch_for(call.workspace_buffer, problem.query.device)
+        wrapper = wrapper_type(scratch, kv_layout="NHD", backend=backend)
+        wrapper.plan(
+            qo_indptr=torch.tensor(q_offsets, dtype=torch.int32),
+            kv_indptr=torch.tensor(kv_offsets, dtype=torch.int32),
+            num_qo_heads=problem.num_qo_heads,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim_qk=problem.head_dim,
+            head_dim_vo=problem.v_head_dim,
+            causal=problem.causal,
+            window_left=problem.window_left,
+            sm_scale=float(problem.bmm1_scale),
+            q_data_type=problem.query.dtype,
+            kv_data_type=problem.key.dtype,
+            o_data_type=problem.out_dtype,
+        )
+        arguments = {
+            "out": out[:num_rows],
+            "lse": None if lse is None else lse[:num_rows],
+            "return_lse": lse is not None,
+        }
+        inputs = problem.query[:num_rows], problem.key[:num_tokens], problem.value[:num_tokens]
+        attend = partial(wrapper.run, *inputs, **arguments)
+    q_lens, kv_lens = ([end - start for start, end in itertools.pairwise(each)] for each in (q_offsets, kv_offsets))
+    fills = any(keys < rows if problem.causal else keys == 0 < rows for rows, keys in zip(q_lens, kv_lens, strict=True))
 
     def run() -> Any:
-        if wrapper is not None:
-            wrapper.run(
-                problem.query[:num_rows],
-                problem.key[:num_tokens],
-                problem.value[:num_tokens],
-                out=out[:num_rows],
-                lse=None if lse is None else lse[:num_rows],
-                return_lse=lse is not None,
-            )
+        if attend is not None:
+            attend()
         if fills:
             fill_rows_without_keys(problem, out, lse)
         return problem.returned(out, lse)
 
     return run
-
-
-def _planned(
-    call: RaggedContextCall, problem: RaggedAttention, backend: str, q_offsets: Sequence[int], kv_offsets: Sequence[int]
-) -> Any:
-    wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
-    scratch = scratch_for(call.workspace_buffer, problem.query.device)
-    wrapper = wrapper_type(scratch, kv_layout="NHD", backend=backend)
-    wrapper.plan(
-        qo_indptr=torch.tensor(q_offsets, dtype=torch.int32),
-        kv_indptr=torch.tensor(kv_offsets, dtype=torch.int32),
-        num_qo_heads=problem.num_qo_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim_qk=problem.head_dim,
-        head_dim_vo=problem.v_head_dim,
-        causal=problem.causal,
-        window_left=problem.window_left,
-        sm_scale=float(problem.bmm1_scale),
-        q_data_type=problem.query.dtype,
-        kv_data_type=problem.key.dtype,
-        o_data_type=problem.out_dtype,
-    )
-    return wrapper
-
-
-def _lacks_keys(causal: bool, q_offsets: Sequence[int], kv_offsets: Sequence[int]) -> bool:
-    lengths = zip(
-        (end - start for start, end in itertools.pairwise(q_offsets)),
-        (end - start for start, end in itertools.pairwise(kv_offsets)),
-        strict=True,
-    )
-    return any(keys < rows if causal else keys == 0 < rows for rows, keys in lengths)
 
 
 fa2, fa3, _fitting = (PlannedWrapper(__name__, (RaggedContextCall,), _plan, backend) for backend in ("fa2", "fa3", ""))

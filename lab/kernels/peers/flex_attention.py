@@ -24,10 +24,8 @@ from torch.nn.functional import pad
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability
-from lab.kernels.entries import Ready, entries
-from lab.kernels.flashinfer_call import PreparedCall
-from lab.kernels.peers.planned import refuse_planning_in_capture
-from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.flashinfer_call import PreparedCall, entries
+from lab.kernels.support import Kernel
 from lab.kernels.support.packages import FLEX_ATTENTION
 from lab.kernels.support.stored_cache import token_list
 
@@ -41,7 +39,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     return FLEX_ATTENTION
 
 
-def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
+def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Plan a decode or context call: make its block lists and compile. Return a function that runs it.
 
     `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
@@ -51,8 +49,6 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
             is being captured, or a request has a page twice.
     """
     out, lse = problem.results()
-    refuse_unsupported(FLEX_ATTENTION, problem)
-    refuse_planning_in_capture("torch's flex_attention", problem.query.device)
     rows = _rows_of(problem)
     keys, values = (_by_heads(pool) for pool in (problem.k_cache, problem.v_cache))
     arguments = {
@@ -234,5 +230,9 @@ def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable
     return sees_draft
 
 
-plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("plan", DecodeCall, _plan)
-plan_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries("plan", ContextCall, _plan)
+plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(
+    "plan", DecodeCall, _plan, FLEX_ATTENTION
+)
+plan_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
+    "plan", ContextCall, _plan, FLEX_ATTENTION
+)

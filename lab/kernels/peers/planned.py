@@ -10,8 +10,7 @@ import torch
 
 from lab.calls import AttentionCall, PagedAttention
 from lab.gpus import Capability
-from lab.kernels.entries import Ready, entries
-from lab.kernels.flashinfer_call import capability_for
+from lab.kernels.flashinfer_call import Ready, capability_for, entries, refuse_planning_in_capture
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
 
@@ -82,10 +81,3 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
     refuse_unsupported(BY_BACKEND[problem.call][backend], problem)
     refuse_planning_in_capture(wrapper, device)
     return backend
-
-
-def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"
-        )

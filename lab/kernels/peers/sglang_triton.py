@@ -18,15 +18,12 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability, capability_of
-from lab.kernels.entries import Ready, entries
-from lab.kernels.flashinfer_call import PreparedCall
+from lab.kernels.flashinfer_call import PreparedCall, entries
 from lab.kernels.peers.installed import installed_function
-from lab.kernels.peers.planned import refuse_planning_in_capture
-from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.support import Kernel
 from lab.kernels.support.packages import SGLANG_TRITON
 from lab.kernels.support.stored_cache import token_list
 
-PART = "lab.kernels.peers.sglang_triton"
 WRITTEN_FOR = "0.5.23"
 DECODE = "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd"
 EXTEND = "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd_unified"
@@ -56,7 +53,7 @@ class _Tokens:
     counts: list[int]
 
 
-def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
+def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Plan a decode or context call: make its lists of tokens. Return a function that runs it.
 
     `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
@@ -67,8 +64,6 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
             is being captured, or a row sees no key.
     """
     out, _ = problem.results()
-    refuse_unsupported(SGLANG_TRITON, problem)
-    refuse_planning_in_capture("SGLang's Triton attention", problem.query.device)
     offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]
     least = [rows if problem.causal else 1 for rows in q_lens]
@@ -82,7 +77,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
         name, arguments = DECODE, _decode_arguments(problem, out, tokens)
     else:
         name, arguments = EXTEND, _extend_arguments(problem, out, tokens, q_lens, shown)
-    attention = installed_function(PART, name, WRITTEN_FOR, frozenset(arguments))
+    attention = installed_function(__name__, name, WRITTEN_FOR, frozenset(arguments))
     return PreparedCall(attention, arguments, returned=out)
 
 
@@ -147,7 +142,7 @@ def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
-        kernel: Any = installed_function(PART, NUM_SPLITS, WRITTEN_FOR)
+        kernel: Any = installed_function(__name__, NUM_SPLITS, WRITTEN_FOR)
         kernel[(1,)](
             splits,
             torch.tensor(tokens.counts, device=device),
@@ -190,5 +185,9 @@ def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 
-plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("plan", DecodeCall, _plan)
-plan_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries("plan", ContextCall, _plan)
+plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(
+    "plan", DecodeCall, _plan, SGLANG_TRITON
+)
+plan_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
+    "plan", ContextCall, _plan, SGLANG_TRITON
+)

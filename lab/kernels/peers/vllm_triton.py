@@ -13,13 +13,11 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import Capability
-from lab.kernels.entries import Ready, entries
-from lab.kernels.flashinfer_call import PreparedCall
+from lab.kernels.flashinfer_call import PreparedCall, entries
 from lab.kernels.peers.installed import installed_function
-from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.support import Kernel
 from lab.kernels.support.packages import VLLM_TRITON
 
-PART = "lab.kernels.peers.vllm_triton"
 WRITTEN_FOR = "0.33.0"
 UNIFIED = "vllm.v1.attention.ops.triton_unified_attention.unified_attention"
 QUANT_MODE = "vllm.v1.kv_cache_interface.KVQuantMode"
@@ -33,7 +31,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     return VLLM_TRITON
 
 
-def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
+def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
 
     Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`).
@@ -43,21 +41,14 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
         ModuleNotFoundError, TypeError: vLLM is not installed, or its function takes other arguments.
     """
     out, _ = problem.results()
-    refuse_unsupported(VLLM_TRITON, problem)
-    arguments = _arguments(problem, out) | _segments(problem)
-    attention = installed_function(PART, UNIFIED, WRITTEN_FOR, frozenset(arguments))
-    return PreparedCall(attention, arguments, returned=out)
-
-
-def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
     offsets = problem.cu_seqlens_q
     if offsets is None:
         rows = torch.arange(problem.batch_size + 1, dtype=torch.int32, device=problem.query.device)
         offsets = rows * problem.max_q_len
     number = partial(torch.full, (1,), dtype=torch.float32, device=problem.query.device)
     quantised = problem.kv_dtype == E4M3
-    mode: Any = installed_function(PART, QUANT_MODE, WRITTEN_FOR)
-    return {
+    mode: Any = installed_function(__name__, QUANT_MODE, WRITTEN_FOR)
+    arguments = _segments(problem) | {
         "q": problem.query,
         "k": problem.k_cache.transpose(1, 2),
         "v": problem.v_cache.transpose(1, 2),
@@ -78,6 +69,8 @@ def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
         "sinks": problem.sinks,
         "kv_quant_mode": mode.FP8_PER_TENSOR if quantised else mode.NONE,
     }
+    attention = installed_function(__name__, UNIFIED, WRITTEN_FOR, frozenset(arguments))
+    return PreparedCall(attention, arguments, returned=out)
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
@@ -97,7 +90,9 @@ def _segments(problem: PagedAttention) -> dict[str, Any]:
     }
 
 
-prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("prepare", DecodeCall, _prepare)
+prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(
+    "prepare", DecodeCall, _prepare, VLLM_TRITON
+)
 prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
-    "prepare", ContextCall, _prepare
+    "prepare", ContextCall, _prepare, VLLM_TRITON
 )

@@ -2,8 +2,14 @@
 
 from lab.calls import DSV4DecodeCall
 from lab.calls.dsv4_decode import TwoPools
-from lab.kernels.entries import entries
-from lab.kernels.flashinfer_call import PreparedCall, but_defaults, prepared, supported_kernel, trtllm_gen_memory
+from lab.kernels.flashinfer_call import (
+    PreparedCall,
+    but_defaults,
+    entries,
+    prepared,
+    supported_kernel,
+    trtllm_gen_memory,
+)
 
 
 def _prepare(call: DSV4DecodeCall, problem: TwoPools) -> PreparedCall:

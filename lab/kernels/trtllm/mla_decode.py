@@ -11,10 +11,10 @@ from typing import Any
 
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
-from lab.kernels.entries import entries
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
+    entries,
     packed,
     prepared,
     supported_kernel,
@@ -34,33 +34,19 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {"kv_cache": problem.k_cache, "block_tables": block_tables, "sinks": problem.sinks}
-    changes |= _xqa_changes(call, problem) if kernel is XQA_MLA else _trtllm_gen_changes(call, problem)
-    arguments = but_defaults(call, changes)
-    made = prepared("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", arguments, refreshes)
-    if kernel is XQA_MLA and call.out is not None:
-        return replace(made, returned=call.out)
-    return made
+    if kernel is XQA_MLA:
+        changes |= {"backend": "xqa", "max_q_len": None, **xqa_memory(call, problem.query.device)}
+        changes["bmm1_scale"] = float(problem.bmm1_scale) / float(problem.bmm2_scale)
+        if call.out is not None:
+            changes["out"] = call.out[:, 0]  # FlashInfer requires [batch_size, num_qo_heads, kv_lora_rank]
+    else:
+        changes |= {"backend": "trtllm-gen", **trtllm_gen_memory(call, problem)}
+        if call.return_lse:
+            changes["return_lse_base"] = call.return_lse_base or "base2"
+    made = prepared("flashinfer.mla", call.function.value, but_defaults(call, changes), refreshes)
+    return replace(made, returned=call.out) if kernel is XQA_MLA else made
 
 
 prepare_trtllm_batch_decode_with_kv_cache_mla, trtllm_batch_decode_with_kv_cache_mla = entries(
     "prepare", MLADecodeCall, _prepare
 )
-
-
-def _xqa_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
-    changes: dict[str, Any] = {
-        "backend": "xqa",
-        "bmm1_scale": float(problem.bmm1_scale) / float(problem.bmm2_scale),
-        "max_q_len": None,
-        **xqa_memory(call, problem.query.device),
-    }
-    if call.out is not None:
-        changes["out"] = call.out[:, 0]  # FlashInfer requires [batch_size, num_qo_heads, kv_lora_rank]
-    return changes
-
-
-def _trtllm_gen_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
-    changes: dict[str, Any] = {"backend": "trtllm-gen", **trtllm_gen_memory(call, problem)}
-    if call.return_lse:
-        changes["return_lse_base"] = call.return_lse_base or "base2"
-    return changes

@@ -14,11 +14,11 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.arguments import following_scale
 from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, mask_words
-from lab.kernels.entries import entries
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     Refresh,
     but_defaults,
+    entries,
     packed,
     prepared,
     refuse_during_capture,

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.kernels.entries import entries
+from lab.calls.workspace import semaphores_and_scratch
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
+    entries,
     prepared,
-    ragged_workspace,
     returning,
     supported_kernel,
+    takes_counters,
+    workspace_for,
 )
 
 
@@ -35,10 +37,10 @@ def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
         return _then_filled(returning(problem, problem.returned), problem)
-    changes = {
-        "workspace_buffer": ragged_workspace(call.workspace_buffer, problem.query.device),
-        "window_left": problem.window_left,
-    }
+    workspace = workspace_for(call.workspace_buffer, problem.query.device)
+    if takes_counters():  # else the workspace has the counters
+        workspace = semaphores_and_scratch(workspace)[1]
+    changes = {"workspace_buffer": workspace, "window_left": problem.window_left}
     made = prepared("flashinfer.prefill", "trtllm_ragged_attention_deepseek", but_defaults(call, changes), ())
     return _then_filled(made, problem) if _may_lack_keys(call, problem) else made
 
