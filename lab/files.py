@@ -7,7 +7,6 @@ import errno
 import gzip
 import json
 import os
-import re
 import shutil
 import stat
 import zlib
@@ -77,11 +76,11 @@ def without_suffix(path: Path) -> Path:
     return (path.with_suffix("") if path.suffix == COMPRESSED else path).with_suffix("")
 
 
-def last_report(name: str) -> Path | None:
-    """Return the path of the last report about `name` in the user's cache; None if the cache is not writable."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
+def state_of(path: Path | None) -> tuple[int, int, int] | None:
+    """Return the modification time (ns), size (bytes) and number (inode) of a file; None if there is no such regular file."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        found = None if path is None else path.stat()
     except OSError:
         return None
-    return cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('-')}.json" if os.access(cache, os.W_OK) else None
+    is_file = found is not None and stat.S_ISREG(found.st_mode)
+    return (found.st_mtime_ns, found.st_size, found.st_ino) if found and is_file else None

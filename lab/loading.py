@@ -1,16 +1,19 @@
-"""Load an implementation by the name of its module or the path of its file.
+"""Load an implementation by the name of its module or the path of its file, and name the file of its last report.
 
 This module imports only the standard library.
 """
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import signal
 import sys
 import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -72,6 +75,30 @@ def module_of(path: Path) -> list[str]:
     while (root / "__init__.py").exists():
         names, root = [root.name, *names], root.parent
     return names
+
+
+def place_of(name: str, folder: Path) -> str:
+    """Return where `load` finds the implementation `name` if `folder` is the current folder: the file or top-level package."""
+    where, _, attribute = name.partition(":")
+    if where.endswith(".py"):
+        return f"{os.path.abspath(folder / where)}:{attribute}"
+    others = (each for each in sys.path if each not in ("", os.getcwd()))
+    spec = PathFinder.find_spec(where.partition(".")[0], [str(folder), *others])
+    return f"{name} in {spec and (spec.origin or spec.submodule_search_locations)}"
+
+
+def last_report(kernel: str, part: str = "") -> Path | None:
+    """Return the path of the last report about a kernel, or about a `part` of it such as a check, in the user's cache; None if
+    the cache is not writable. The file's name has a digest of the kernel's place: two kernels may have one name.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    place = place_of(kernel, Path.cwd()).encode(errors="backslashreplace")
+    name = f"{kernel.rpartition('/')[2]}-{hashlib.sha256(place).hexdigest()[:8]}-{part}"
+    return cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('-')}.json" if os.access(cache, os.W_OK) else None
 
 
 def name_of(kind: type) -> str:

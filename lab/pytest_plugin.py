@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lab.files import last_report
-from lab.loading import LoadError
+from lab.loading import LoadError, last_report
 from lab.ranges import OPTIONS, options_of, ranges_of
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ class JudgedKernel(pytest.Collector):
         from lab.checks import judge
 
         how |= {"ranges": ranges, "level": self.config.option.lab_level, "refusals": self.refusals, "fresh": True}
-        how |= {"isolated": True, "workers": self._pool, "out": last_report(f"{self.name} {check} {interface.value}")}
+        how |= {"isolated": True, "workers": self._pool, "out": last_report(self.name, f"{check} {interface.value}")}
         how["profile"] = self.config.option.lab_profile
         report = judge(self.name, only=check, functions=[interface.value], **how)
         if report.interrupted:

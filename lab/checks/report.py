@@ -85,6 +85,8 @@ class Report:
     #: number of cases that had begun and did not end before the time was over; they are among `left_out`
     unended: int = 0
     shard: str = ""  #: the part of the run that was judged, such as "3/8"; "" for the whole run
+    folder: str = ""  #: the folder in which the name of the implementation was found; "" if it is found in any folder
+    is_overwritten: bool = False  #: whether another run wrote the report's file during this run
 
     def __str__(self) -> str:
         return self.diagnosis.sentence
@@ -144,6 +146,7 @@ class Report:
         """
         return {
             "implementation": self.implementation,
+            "folder": self.folder,
             "level": self.level.value,
             "device": self.device,
             "is_right": self.is_right,

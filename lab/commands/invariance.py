@@ -17,7 +17,7 @@ from lab.commands.options import (
     with_options_of_ranges,
 )
 from lab.commands.progress import shown_progress
-from lab.files import last_report
+from lab.loading import last_report
 from lab.ranges import ranges_of
 
 
@@ -61,7 +61,7 @@ def invariance(
     from lab.reports.invariance import invariance_report
 
     name = implementation or default_implementation(device).__name__
-    path = out or last_report(f"{name}-invariance")
+    path = out or last_report(name, "invariance")
     with refusing_errors(), shown_progress(Console(stderr=True)) as progress:
         found = find(
             name,

@@ -1,6 +1,8 @@
 """Define `lab judge`, which checks whether a kernel is right, and `lab merge`, which unites reports of parts of a run."""
 
+import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +28,8 @@ from lab.commands.options import (
 )
 from lab.commands.progress import shown_progress
 from lab.exit_status import ExitStatus
-from lab.files import last_report
-from lab.loading import LoadError
+from lab.files import state_of
+from lab.loading import LoadError, last_report, place_of
 from lab.ranges import ranges_of
 
 if TYPE_CHECKING:
@@ -262,12 +264,17 @@ def _judge_case(
     stands for the implementation of the report. `refusals` is the option --refusals, and `settings` are arguments of
     `judge_recorded`.
     """
-    from lab.checks.record import read_case
+    from lab.checks.record import read_case, read_record
     from lab.checks.run.judge import judge_recorded
     from lab.checks.run.verdicts import BROKEN
 
     with refusing_errors():
-        was = read_case(path, number)
+        path, was = path.absolute(), read_case(path, number)
+        folder, here = Path(read_record(path).get("folder") or "."), Path.cwd()
+        place = place_of(was.implementation, folder.absolute())
+        if name is None and place != place_of(was.implementation, here) and folder.is_dir():
+            os.chdir(folder)  # as the report's kernel was named there
+            sys.path.insert(0, str(folder))
         prepare_machine(settings["device"] or was.device)
         refused = refusals_named(refusals, name or was.implementation)
         try:
@@ -275,7 +282,9 @@ def _judge_case(
         except LoadError as error:
             refuse(str(error), ExitStatus.NOT_JUDGED)
     _print(console, str(verdict))
-    is_same = verdict.implementation == was.implementation
+    is_same = place_of(verdict.implementation, Path.cwd()) == place
+    if not is_same:
+        _print(console, f"  {path} is of another kernel: {was.implementation} in {folder}")
     if is_same and verdict.exit_status is ExitStatus.DONE and was.outcome in BROKEN:
         _print(
             console,
@@ -361,19 +370,10 @@ def _print(console: Console, line: str) -> None:
 
 def rounds(file: Path | None) -> Iterator[int]:
     """Yield 0; then, if a file is given, wait for each change of the file and yield 1, 2 and so on, without end."""
-    number, seen = 0, _state_of(file)
+    number, seen = 0, state_of(file)
     yield number
     while file is not None:
-        while (now := _state_of(file)) == seen or now is None:  # None: an editor may remove the file for a moment
+        while (now := state_of(file)) == seen or now is None:  # None: an editor may remove the file for a moment
             time.sleep(POLL_INTERVAL_S)
         number, seen = number + 1, now
         yield number
-
-
-def _state_of(file: Path | None) -> tuple[int, int] | None:
-    """Return a file's modification time (ns) and size (bytes); None if `file` is None or does not exist."""
-    try:
-        stat = file.stat() if file is not None else None
-    except FileNotFoundError:
-        return None
-    return None if stat is None else (stat.st_mtime_ns, stat.st_size)

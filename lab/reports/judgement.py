@@ -69,6 +69,8 @@ def notes(report: Report) -> Iterator[str]:
     """Yield the lines below the table of checks: recorded calls, coverage of K18, known failures, the most frequent refusals,
     and commands that judge a kernel on the parameters that it supports.
     """
+    if report.is_overwritten:
+        yield "another run wrote the report's file during this run, and the file has one run's verdicts: use two --out"
     yield from _of_recorded_calls(report)
     yield from report.diagnosis.follows
     if report.coverages:

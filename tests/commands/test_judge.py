@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks import Outcome, Ranges
+from lab.checks import Outcome, Ranges, judge
 from lab.checks.run.judge_run import Progress
 from lab.checks.run.verdicts import Judged
 from lab.commands import judge as judge_module
 from lab.commands import progress as progress_module
 from lab.commands.judge import rounds
+from lab.reports.judgement import notes
 from tests.checks.hostile import LAST_WORD
 from tests.checks.test_report import report_of, verdict_of
 from tests.commands.command import run
@@ -101,7 +102,7 @@ def test_a_case_has_a_number_without_out_too(
     for _ in range(2):  # nothing of the first report is taken up
         assert run(["judge", WINDOW, "--only", "coded", *NARROW]) == 1
         said = capsys.readouterr().out
-        assert f"reproduce with: lab judge --case {tmp_path}/lab/{WINDOW}.json#" in said
+        assert re.search(rf"reproduce with: lab judge --case {tmp_path}/lab/{WINDOW}-[0-9a-f]{{8}}\.json#", said)
         assert "verdicts are from" not in said
 
 
@@ -341,6 +342,42 @@ def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
     for mistake in (f"{out}#999", str(out), f"{tmp_path}/none.json#1"):
         assert run(["judge", "--case", mistake]) == 2
     assert "has no case 999: it has " in capsys.readouterr().err
+
+
+def test_a_case_is_of_the_kernel_in_the_folder_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    commands = {}
+    for folder, kernel in (("wrong", WINDOW), ("right", "tests.checks.someone_elses")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kernel.py").write_text(f"from {kernel} import *\n")
+        monkeypatch.chdir(tmp_path / folder)
+        assert run(["judge", "kernel.py", "--only", "coded", *NARROW]) == (folder == "wrong")
+        commands |= {folder: re.findall(r"reproduce with: lab (judge --case \S+)", capsys.readouterr().out)}
+    again = commands["wrong"][0]
+    assert run(again) == 1  # in the folder of the right kernel
+    assert Path.cwd() == tmp_path / "wrong"
+    assert "another kernel" not in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path / "right")
+    assert run(f"{again} kernel.py --in-process") == 0
+    assert f"is of another kernel: kernel.py in {tmp_path}/wrong" in capsys.readouterr().out
+
+
+def test_another_run_that_writes_the_same_report_is_named(tmp_path: Path) -> None:
+    found, out = [], tmp_path / "report.json"
+
+    def others(progress: Progress) -> None:
+        if not found:
+            out.write_text("{}")
+        found.append(progress)
+
+    for is_rival in (True, False):
+        report = judge(
+            "tests.checks.someone_elses", only="K12", drawn=0, ranges=Ranges(longest=40), out=out, progress=others
+        )
+        assert any(line.startswith("another run wrote") for line in notes(report)) is is_rival
 
 
 def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(

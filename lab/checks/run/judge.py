@@ -26,7 +26,7 @@ from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
-from lab.loading import is_same_module, load, module_of
+from lab.loading import is_same_module, load, module_of, place_of
 from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
@@ -37,6 +37,7 @@ MOST_SECONDS = {Level.QUICK: 17.0}  # the whole run, with the start of workers a
 LEAST_SECONDS = 8.0  # in which cases begin after the start of the first worker, which is slow on a busy machine
 TIME_LIMIT_S, LONGEST_LIMIT_S = 120.0, 7 * 86_400.0
 WORKERS_PER_CORE, LEAST_MOST_WORKERS, MOST_DRAWN = 4, 16, 1_000_000
+OF_LAB = "lab."  # the lab's own kernels are found wherever the lab runs
 VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # keys of the environment on which verdicts depend
 
 
@@ -225,7 +226,10 @@ def _offered(
     report = replace(report, refusals=() if refusals is None else refusals.names)
     machine = [report.environment.get(part) for part in VERDICT_PARTS]
     whole = replace(report, environment={}, shard="")  # the shards of a run have one digest
-    return offered, replace(report, run=digest_of_run(sources, whole, machine, offered, settings))
+    run, folder = digest_of_run(sources, whole, machine, offered, settings), Path.cwd()
+    is_anywhere = place_of(report.implementation, folder) == place_of(report.implementation, Path(folder.root))
+    is_found_here = is_named and not (is_anywhere or report.implementation.startswith(OF_LAB))
+    return offered, replace(report, run=run, folder=str(folder) if is_found_here else "")
 
 
 def _check_settings(

@@ -20,6 +20,7 @@ from lab.checks.report import Report
 from lab.checks.run.audit import audited
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome, TooLate
 from lab.checks.run.workers import Pending, Workers
+from lab.files import state_of
 from lab.ranges import Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
@@ -70,6 +71,7 @@ class Run:
     def __post_init__(self) -> None:
         self._start = time.monotonic()
         self._file = None if self.path is None else self.path.absolute()  # a kernel may change the working folder
+        self._file_state = state_of(self._file)
 
     @property
     def is_over(self) -> bool:
@@ -101,8 +103,7 @@ class Run:
         except KeyboardInterrupt:
             self.report = replace(self.report, interrupted=True, ended="the run was interrupted")
         finally:
-            report = self._report_so_far()
-            self._save(report)
+            report = self._save()
         return report
 
     def _narrow(self, interface: Interface) -> None:
@@ -133,7 +134,7 @@ class Run:
 
     def _goes_on(self) -> bool:
         if self._file is not None and not self.is_stopped and time.monotonic() > self._next_write:
-            self._save(self._report_so_far(), goes_on=True)
+            self._save(goes_on=True)
         return not self.is_stopped
 
     def _report_so_far(self) -> Report:
@@ -151,12 +152,15 @@ class Run:
             report = replace(report, ended="the first wrong case ended the run")
         return report
 
-    def _save(self, report: Report, *, goes_on: bool = False) -> None:
+    def _save(self, *, goes_on: bool = False) -> Report:
+        if state_of(self._file) not in (None, self._file_state):
+            self.report = replace(self.report, is_overwritten=True)
+        report, start = self._report_so_far(), time.monotonic()
         if self._file is not None:
-            start = time.monotonic()
             report.write(self._file, is_diagnosed=not goes_on)
-            end = time.monotonic()
+            self._file_state, end = state_of(self._file), time.monotonic()
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
+        return report
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
         self._num_new += is_new

@@ -88,6 +88,7 @@ def _united(records: Sequence[dict[str, Any]], out: str) -> Report:
         narrowed=tuple(dict.fromkeys((interface_of(name), read_expression(text)) for name, text in ranges)),
         refusals=tuple(first["refusals"]),
         functions=tuple(dict.fromkeys(interface_of(name) for record in records for name in record["functions"])),
+        folder=str(first.get("folder") or ""),
         **{name: first[name] for name in ("implementation", "device", "run", "profile")},
         **{name: sum(each[name] for each in records) for name in ("left_out", "num_random", "audited", "unended")},
     )
