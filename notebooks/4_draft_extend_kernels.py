@@ -41,7 +41,7 @@ import lab
 import lab.kernels.portable
 from lab.checks import Outcome, judge_forward
 from lab.metadata import AttentionCall
-from lab.metadata.mha.calls import call_arguments
+from lab.metadata.mha.backend import call_arguments
 from lab.references.errors import relative_l2
 from lab.timing.roofline import measure_ceilings
 from lab.workloads import parse_batch, scenario

@@ -15,8 +15,7 @@ from lab.metadata.engine.backend import PassMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, allocate_mha_metadata, prepare_mha_metadata
 from lab.metadata.speculation.draft_steps import (
     DraftPlan,
     DraftStep,

@@ -10,8 +10,7 @@ from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.buffers import MHAGraphMetadata
-from lab.metadata.mha.metadata import build_mha_metadata
+from lab.metadata.mha.metadata import MHAGraphMetadata, build_mha_metadata
 from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendOutput,
     DraftInputs,

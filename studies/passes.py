@@ -13,8 +13,7 @@ from lab.kernels.support import kernel_names
 from lab.metadata import AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedKVCache
-from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall, call_arguments
+from lab.metadata.mha.backend import AttentionLayer, PlannedCall, TRTLLMMHABackend, call_arguments
 from lab.metadata.mha.vllm import VLLMBackend
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.work import Call, GpuWork

@@ -17,7 +17,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mha.backend import AttentionLayer
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftInputs, DraftOutputs
 from lab.workloads.geometries import Geometry, geometry

@@ -11,9 +11,8 @@ from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
-from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.backend import CallDtypes, CallSettings, TRTLLMMHABackend, splits_mixed_tail
 from lab.metadata.mha.block_sparse import PAGE_SIZE, BlockSparseBackend, num_seen
-from lab.metadata.mha.calls import CallDtypes, CallSettings, splits_mixed_tail
 from lab.metadata.mha.context_parallel import SHARDED_MODES
 from lab.metadata.mha.vllm import Engine, VLLMBackend
 from lab.workloads.attention_case import Contents
@@ -69,7 +68,7 @@ class ForwardCase(GroupedLayer, PassCase):
     #: the attention call that a draft extend makes, decode or context; None: the engine's choice, or another mode
     draft_extend: AttentionCall | None = None
     #: the trailing requests with one new token each are computed by a decode call. Only in extends without speculation in which
-    #: the query, after its cast, and the cache have the same dtype (`lab.metadata.mha.calls.splits_mixed_tail`)
+    #: the query, after its cast, and the cache have the same dtype (`lab.metadata.mha.backend.splits_mixed_tail`)
     split_mixed_tail: bool = False
     #: K/V heads of each row see at most 16 pages, as in MiniMax-M3's decode and target verify; the layer has no sinks
     block_sparse: bool = False

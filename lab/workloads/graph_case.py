@@ -8,9 +8,8 @@ from lab.metadata.engine.forward_batch import SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.backend import CallSettings, TRTLLMMHABackend
 from lab.metadata.mha.block_sparse import BlockSparseBackend
-from lab.metadata.mha.calls import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr

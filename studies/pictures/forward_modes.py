@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
-from lab.metadata.mha.calls import plan_calls
+from lab.metadata.mha.backend import plan_calls
 from lab.references.forward_metadata import key_length, query_length
 from studies.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
 

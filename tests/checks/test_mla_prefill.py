@@ -11,8 +11,8 @@ import lab.references
 from lab.checks import Contents, RaggedCase
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import mla_prefill
-from lab.metadata.mla.calls import prepare_mla_prefill
 from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata, build_mla_prefill_metadata
+from lab.metadata.mla.prefill import prepare_mla_prefill
 
 CASE = RaggedCase((9, 0, 5), (3, 0, 7))
 BY_BACKEND = "new tokens as a backend calls it"

@@ -19,9 +19,10 @@ from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.dry_run.launches import Launch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mha.calls import PlannedCall
-from lab.metadata.mla.calls import MLALayer, mla_max_seq_len, prepare_mla_prefill
+from lab.metadata.mha.backend import PlannedCall
+from lab.metadata.mla.backend import MLALayer, mla_max_seq_len
 from lab.metadata.mla.metadata import QueryLayout, build_mla_prefill_metadata
+from lab.metadata.mla.prefill import prepare_mla_prefill
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence, graph_modes

@@ -18,8 +18,8 @@ from lab.dry_run.passes import dry_run
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.mha.backend import AttentionLayer
 from lab.metadata.mha.block_sparse import BlockSparseBackend, build_block_sparse_metadata
-from lab.metadata.mha.calls import AttentionLayer
 from lab.ranges import Ranges
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase

@@ -9,8 +9,7 @@ import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache, SpecInfo
 from lab.metadata.engine.forward_mode import UncountedTokens
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.backend import MLALayer, TRTLLMMLABackend
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
 PAGE_SIZES = [32, 64]

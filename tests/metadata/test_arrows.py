@@ -25,4 +25,4 @@ def test_a_folder_imports_what_is_below_it(folder: str) -> None:
 def test_the_backends_have_the_same_files(backend: str) -> None:
     """And files of their own for what only one of them has."""
     names = {path.name for path in (Path(lab.metadata.__file__).parent / backend).glob("*.py")}
-    assert names >= {"__init__.py", "backend.py", "buffers.py", "calls.py", "context_parallel.py", "metadata.py"}
+    assert names >= {"__init__.py", "backend.py", "context_parallel.py", "metadata.py"}

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import lab.references
 from lab.metadata import ForwardMode, KVLayout, build_mha_metadata
-from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mha.backend import AttentionLayer, TRTLLMMHABackend
 from lab.metadata.mha.context_parallel import prepare_zigzag, why_not_zigzag, zigzag_shard
 from lab.workloads.inputs.expected_metadata import wrong_shard
 from tests.metadata.batches import Case, build

@@ -14,7 +14,7 @@ from lab.checks import ForwardCase, Outcome, judge_forward
 from lab.kernels import portable, prepare
 from lab.metadata import ForwardMode
 from lab.metadata.engine.capture import capture
-from lab.metadata.mha.calls import CallSettings
+from lab.metadata.mha.backend import CallSettings
 from lab.metadata.mha.decode_split import DecodeSplit
 from lab.workloads.inputs.forward_pass import build_forward
 from tests.cases import DECODE

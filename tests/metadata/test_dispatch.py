@@ -22,12 +22,12 @@ from lab.metadata import (
 )
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import NVFP4KVCache
-from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.calls import (
+from lab.metadata.mha.backend import (
     AttentionLayer,
     CallDtypes,
     CallSettings,
     PlannedCall,
+    TRTLLMMHABackend,
     attention_call,
     call_arguments,
     plan_calls,

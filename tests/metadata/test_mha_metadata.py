@@ -11,7 +11,7 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, b
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.buffers import MetadataBuilder, allocate_mha_metadata, prepare_mha_metadata
+from lab.metadata.mha.metadata import MetadataBuilder, allocate_mha_metadata, prepare_mha_metadata
 from lab.references.forward_metadata import encoder_only_verify, forward_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.metadata.batches import (

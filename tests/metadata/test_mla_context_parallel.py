@@ -12,13 +12,8 @@ import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, KVPool
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.context_parallel import (
-    DecodeContextParallel,
-    build_mla_dcp_metadata,
-    prepare_mla_dcp_attention,
-)
-from lab.metadata.mla.rows import merge_by_lse
+from lab.metadata.mla.backend import TRTLLMMLABackend, merge_by_lse, prepare_mla_dcp_attention
+from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.references.forward_metadata import mla_dcp_metadata
 from tests.devices import DEVICES
 from tests.metadata.batches import Case, build, mla_truth

@@ -15,8 +15,7 @@ from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, Quer
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.buffers import MLAGraphMetadata
-from lab.metadata.mla.metadata import build_mla_decode_metadata
+from lab.metadata.mla.metadata import MLAGraphMetadata, build_mla_decode_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, synchronisation_is_an_error
 from tests.metadata.batches import Case, assert_mla_live_cells_right, build, graph_case, mla_truth
 from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES, RANK, REFERENCE, ROPE, Engine, Served

@@ -25,15 +25,17 @@ from lab.metadata import (
     build_mla_prefill_metadata,
 )
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.mla.calls import (
+from lab.metadata.mla.backend import (
     MLALayer,
+    dense_block,
     mla_call_arguments,
     mla_max_seq_len,
     mla_query,
-    ragged_context_arguments,
+    pad_draft_extend_query,
+    unpad_draft_extend_output,
 )
 from lab.metadata.mla.metadata import query_layout, replan_outgrown
-from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
+from lab.metadata.mla.prefill import ragged_context_arguments
 from lab.metadata.speculation.draft_steps import frozen_kv_batch
 from tests.metadata.batches import EXTENDS, Case, assert_same, build
 from tests.metadata.host_reads import ForbidHostReads

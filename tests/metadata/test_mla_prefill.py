@@ -12,18 +12,21 @@ from hypothesis import strategies as st
 import lab.references
 from lab.calls.problem import E4M3
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, build_mla_decode_metadata, build_mla_prefill_metadata
-from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.calls import (
+from lab.metadata.mla.backend import (
     MLALayer,
+    TRTLLMMLABackend,
+    merge_by_lse,
     mla_call_arguments,
     mla_query,
     mla_query_dtype,
+)
+from lab.metadata.mla.prefill import (
+    plan_prefix_chunks,
     prepare_mla_prefill,
+    prepare_prefix_chunk,
     quantised_prefill,
     ragged_context_arguments,
 )
-from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
-from lab.metadata.mla.rows import merge_by_lse
 from lab.references.forward_metadata import mla_prefix_chunks
 from tests.metadata.batches import EXTENDS, Case, build, of_mla
 from tests.metadata.host_reads import ForbidHostReads

@@ -28,7 +28,7 @@ from lab.metadata.engine.plan_stream import (
     verify_metadata_under,
 )
 from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.buffers import MetadataBuilder
+from lab.metadata.mha.metadata import MetadataBuilder
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify

@@ -6,7 +6,7 @@ import torch
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.metadata import KVLayout, KVPool
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, write_e4m3
-from lab.metadata.mha.calls import CallDtypes, call_dtypes
+from lab.metadata.mha.backend import CallDtypes, call_dtypes
 from lab.references.quantization import deinterleave_v_scale_factors, quantize_nvfp4
 from lab.references.softmax_attention import quantize_e4m3
 

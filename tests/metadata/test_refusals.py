@@ -21,12 +21,12 @@ from lab.metadata import (
     build_mla_prefill_metadata,
 )
 from lab.metadata.mha.block_sparse import BlockSparseBackend, build_block_sparse_metadata
-from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
+from lab.metadata.mha.metadata import allocate_mha_metadata, prepare_mha_metadata
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.dsa import DSABackend, Indexer, build_dsa_metadata
 from lab.metadata.mla.dsv4 import DSV4Backend, DSV4Cache, DSV4Layer
-from lab.metadata.mla.prefix_chunks import plan_prefix_chunks
+from lab.metadata.mla.prefill import plan_prefix_chunks
 from tests.metadata.batches import DRAFT_EXTENDS, Case, build, of_mla
 
 Build = Callable[[ForwardBatch, KVPool], Any]

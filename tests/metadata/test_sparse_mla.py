@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lab.metadata import ForwardMode, KVPool, SpecInfo
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.backend import MLALayer
 from lab.metadata.mla.dsa import DSABackend, Indexer, build_dsa_metadata, count_entries
 from lab.metadata.mla.dsv4 import RATIOS, DSV4Backend, DSV4Cache, DSV4Layer, build_dsv4_metadata
 from lab.references.forward_metadata import dsa_forward_metadata

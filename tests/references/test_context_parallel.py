@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lab.calls import AttentionCall, DecodeCall, MLADecodeCall
-from lab.metadata.mla.rows import merge_by_lse
+from lab.metadata.mla.backend import merge_by_lse
 from lab.references import (
     assert_close_to_reference,
     trtllm_batch_decode_with_kv_cache,

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lab.metadata.engine.plan_stream import PlannedVerify, PlanStart, VerifyBackend
-from lab.metadata.mha.buffers import MetadataBuilder
+from lab.metadata.mha.metadata import MetadataBuilder
 from studies.iteration_profile import Phase, iteration_facts, two_lanes
 from studies.plan_stream import (
     VARIANTS,

@@ -20,10 +20,9 @@ from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k06_workspace import expect_any_scratch, expect_counters_zero, expect_left_alone
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
+from lab.metadata.mla.backend import MLALayer, merge_by_lse
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
-from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
-from lab.metadata.mla.rows import merge_by_lse
+from lab.metadata.mla.prefill import plan_prefix_chunks, prepare_mla_prefill, prepare_prefix_chunk
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.guards import guarded, wrong_guards

@@ -5,7 +5,8 @@ A *captured size* is a batch size for which a CUDA graph was captured. A backend
 `KVPool` holds the requests, and `MetadataBuffers` hold the tensors that keep their addresses for CUDA graphs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -17,13 +18,14 @@ from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, device_lengths, uncounted_tokens
 
+T = TypeVar("T")
 MetadataT = TypeVar("MetadataT")
 PassT = TypeVar("PassT", bound="PassMetadata")
 MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """A protocol: the metadata of a forward pass over paged K/V (lengths, page tables). Its properties are kernel arguments."""
+    """The metadata of a forward pass over paged K/V (lengths, page tables). Its properties are kernel arguments."""
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -32,70 +34,63 @@ class PassMetadata(Protocol):
     def block_tables(self) -> Tensor: ...
 
     def leading(self: PassT, batch_size: int) -> PassT:
-        """Return the metadata of the first `batch_size` requests. Its tensors are slices of this object's tensors."""
+        """Return the metadata of the first `batch_size` requests, ``max_seq_len_q`` rows each, as slices of the tensors."""
         ...
 
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return this metadata's tensors as the output buffers (`PassBuffers`) of a launch of `write_forward_metadata`.
-
-        Args:
-            seq_len_offset: tokens per request that the batch's ``seq_lens`` does not count. The launch adds them.
-            query_rows: query rows of every request, or a tensor with one number per request; None: ``cu_seqlens_q`` is not
-                written.
-            out_cache_loc: slots to which K and V of the query rows are written; needed only if the metadata has
-                sliding-window tensors.
+        """Return this metadata's tensors as the output buffers of a launch, which adds `seq_len_offset` to the batch's
+        ``seq_lens``. `query_rows` None: ``cu_seqlens_q`` is not written. `out_cache_loc` is the batch's, for a sliding window.
         """
         ...
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """A protocol: buffers for the metadata of one forward mode (`GraphMode`), at fixed addresses for CUDA graphs."""
+    """Buffers for the metadata of one forward mode (`GraphMode`), at fixed addresses for CUDA graphs."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of the captured batch size `batch_size`, always at the same addresses."""
+        """Return the metadata of the captured size `batch_size`, always at the same addresses."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of one captured batch size in place. The function does not read the
-        device on the host, so a CUDA graph can capture it.
-
-        Args:
-            view: the batch of that size, whose tensors are slices of the runner's input buffers (`StaticInputs.view`).
+        """Return a function that rebuilds the metadata of one captured size in place, and that a CUDA graph can capture. `view`
+        is the result of `StaticInputs.view`.
         """
         ...
 
 
 class GraphMetadata(Generic[PassT]):
-    """Metadata buffers (`buffers`) of one mode for the largest captured batch size. Smaller sizes use leading slices."""
+    """Metadata buffers (`buffers`) of one mode for the largest captured size. Smaller sizes use leading slices."""
 
-    def __init__(self, mode: GraphMode, pool: KVPool, buffers: PassT) -> None:
-        self.mode, self.pool, self.buffers = mode, pool, buffers
+    def __init__(
+        self, mode: GraphMode, pool: KVPool, buffers: PassT, attention: DraftAttention = DraftAttention.MHA
+    ) -> None:
+        self.mode, self.pool, self.buffers, self.attention = mode, pool, buffers, attention
 
     def slices(self, batch_size: int) -> PassT:
-        """Return the metadata of the captured batch size `batch_size`. Raises ValueError if the buffers have fewer requests."""
         most = len(self.buffers.seq_lens)
         if not 1 <= batch_size <= most:
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={most}")
         return self.buffers.leading(batch_size)
 
-    def prepare_launch(self, view: ForwardBatch, rows: int | Tensor | None, offset: int) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of one captured batch size in one launch.
-
-        Args:
-            view: the batch of that size, whose tensors are slices of the runner's input buffers.
-            rows, offset: the arguments `query_rows` and `seq_len_offset` of `PassMetadata.pass_buffers`.
+    def prepare_launch(
+        self, view: ForwardBatch, rows: int | Tensor | None, finish: Callable[[PassT], None] | None = None
+    ) -> Callable[[], None]:
+        """Return a function that rebuilds the metadata of one captured size in one launch, and then calls `finish` with it.
+        `rows` is the `query_rows` of `PassMetadata.pass_buffers`.
         """
-        written = self.slices(view.batch_size).pass_buffers(offset, rows, view.out_cache_loc)
-        return prepare_passes([written], view, self.pool)
+        metadata = self.slices(view.batch_size)
+        written = metadata.pass_buffers(seq_len_offset(view, self.attention), rows, view.out_cache_loc)
+        write = prepare_passes([written], view, self.pool)
+        return write if finish is None else in_turn([write, partial(finish, metadata)], None)
 
 
 class RebuiltMetadata(Generic[MetadataT]):
     """Metadata buffers of one mode. In each replay `build` makes the metadata in new tensors, which are then copied to the
     buffers.
 
-    The buffers of a captured batch size are made at the first access, from a batch of padding requests.
+    The buffers of a captured size are made at the first access, from a batch of padding requests.
     """
 
     def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
@@ -123,9 +118,6 @@ class RebuildingBackend(Generic[MetadataT]):
     """A base class of backends that build metadata in new tensors, also in each replay of a CUDA graph (`RebuiltMetadata`)."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
-        """Build the metadata of a pass over a batch of the pool's requests in new tensors, without reading the device on the
-        host.
-        """
         raise NotImplementedError
 
     def new_buffers(
@@ -135,11 +127,11 @@ class RebuildingBackend(Generic[MetadataT]):
 
 
 class Backend(Protocol[MetadataT]):
-    """A protocol: an attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
+    """An attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
-        """Build the metadata of an eager pass (a pass outside CUDA graphs) over a batch of the pool's requests in new
-        tensors.
+        """Build the metadata of an eager pass (a pass outside CUDA graphs) in new tensors, without reading the device on the
+        host.
         """
         ...
 
@@ -166,7 +158,6 @@ class Backend(Protocol[MetadataT]):
         The caller may change the contents of the tensors between two calls of the function.
 
         Args:
-            batch, metadata: the forward pass and its metadata.
             layer: the layer's scales and sizes in the backend's own class, such as `AttentionLayer` or `MLALayer`.
             query: ``[num_tokens, num_qo_heads, head_dim]``.
             cache: the layer's cache in the backend's own class. It must have K and V of the query rows when the function is
@@ -177,15 +168,33 @@ class Backend(Protocol[MetadataT]):
         ...
 
 
+def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
+    """Return a tensor for a copy of the query in `dtype`, and the steps that fill it: the query and no step if it has this
+    dtype or `dtype` is None.
+    """
+    if dtype in (None, query.dtype):
+        return query, []
+    given = torch.empty_like(query, dtype=dtype)
+    return given, [partial(given.copy_, query)]
+
+
+def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]:
+    """Return a function that takes the steps in order and returns `result`."""
+    taken = tuple(steps)
+
+    def run() -> T:
+        for step in taken:
+            step()
+        return result
+
+    return run
+
+
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Return a function that writes, in one launch, the metadata of one or several passes over a batch of the pool's requests.
 
     Each of `passes` has a ``seq_len_offset``, which the launch adds to the batch's lengths. In a ragged verification requests
-    have different numbers of query rows: ``seq_len_offset`` must be 0, and the function adds each request's rows to its length
-    by a torch operation before the launch.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `lab.kernels.serving.forward_metadata.write_forward_metadata`.
+    have different numbers of query rows: ``seq_len_offset`` must be 0, and a torch operation before the launch adds them.
     """
     seq_lens = batch.seq_lens
     if is_ragged := batch.forward_mode.query_rows.are_bounded:
@@ -202,18 +211,9 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
     if not is_ragged:
         return write
     rows = device_lengths(batch, "extend_seq_lens")
-
-    def add_and_write() -> None:
-        torch.add(batch.seq_lens, rows, out=seq_lens)
-        write()
-
-    return add_and_write
+    return in_turn([partial(torch.add, batch.seq_lens, rows, out=seq_lens), write], None)
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` for `prepare_passes`: the number of keys per request that the batch's ``seq_lens`` does not
-    count (`uncounted_tokens`), but 0 in a ragged verification. Only draft steps depend on `attention`.
-    """
-    if batch.forward_mode.query_rows.are_bounded:
-        return 0
-    return uncounted_tokens(batch, attention)
+    """Return the ``seq_len_offset`` for `prepare_passes`. Only draft steps depend on `attention`."""
+    return 0 if batch.forward_mode.query_rows.are_bounded else uncounted_tokens(batch, attention)

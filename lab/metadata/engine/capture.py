@@ -10,11 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture the block under `with` into `graph`, on `stream` (None: a stream that torch chooses), as `torch.cuda.graph` does,
-    while Python's garbage collection is disabled.
-
-    A collection may free another graph and its memory, and freeing memory invalidates a capture in progress.
-    """
+    """Capture without garbage collection, which may free another graph: freeing memory invalidates a capture in progress."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,10 +22,10 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Run a call once to warm up, then capture it in a CUDA graph of the device. Return a function that replays the graph, and
-    the result of the captured call.
+    """Run a call once to warm up, then capture it. Return a function that replays the graph, and the result of the captured
+    call.
 
-    On a CPU the replay runs the call again. It raises RuntimeError if the call returns another object than the first time.
+    On a CPU the replay runs the call again, and raises RuntimeError if the call returns another object than the first time.
     """
     if device.type != "cuda":
         output = call()

@@ -1,9 +1,7 @@
 """CUDA graphs of one `GraphMode` for several batch sizes.
 
-A graph replays with the addresses that it was captured with. So a runner keeps one set of input and metadata buffers for its
-largest batch, and every captured batch size uses leading slices of them. A batch is copied into the inputs and padded to the
-next captured size. Its metadata is rebuilt in place: before the replay, or by the graph itself. A *captured size* is a batch
-size with a graph.
+A graph replays with the addresses that it was captured with. So one set of buffers serves the largest batch, and a *captured
+size*, a batch size with a graph, uses leading slices of it. A batch is padded to the next captured size.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +20,7 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The forward pass of one captured batch size: the batch `view` that its graph reads, the metadata, and `rebuild`, which
-    rewrites the metadata in place.
-    """
+    """The forward pass of one captured size. `rebuild` rewrites the metadata in place."""
 
     view: ForwardBatch
     metadata: MetadataT
@@ -33,7 +29,7 @@ class SizedPass(Generic[MetadataT]):
 
 @dataclass(frozen=True, eq=False)
 class CapturedSize(SizedPass[MetadataT]):
-    """The forward pass of one captured batch size, with its CUDA graph. `replay` runs the graph, which writes to `output`."""
+    """The forward pass of one captured size, with its graph, which writes to `output`."""
 
     replay: Callable[[], None]
     output: Any
@@ -42,9 +38,7 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return a `SizedPass` for each batch size that will be captured, by size in ascending order. Its batch and metadata are
-    slices of `inputs` and `buffers`.
-    """
+    """Return a `SizedPass` for each captured size, in ascending order. Its tensors are slices of `inputs` and `buffers`."""
     passes = {}
     for size in sorted(set(batch_sizes)):
         view = inputs.view(size)
@@ -53,13 +47,11 @@ def sized_passes(
 
 
 def check_sizes(batch_sizes: Sequence[int]) -> None:
-    """Raise ValueError if the list of batch sizes to capture is empty or has a size below 1."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
 
 
 def size_for(batch_size: int, sizes: Sequence[int]) -> int:
-    """Return the smallest captured size of at least `batch_size` requests; raises ValueError if all are smaller."""
     fitting = [size for size in sizes if size >= batch_size]
     if not fitting:
         raise ValueError(f"{batch_size} requests exceed every captured size {sorted(sizes)}: run them eagerly")
@@ -72,14 +64,10 @@ class GraphRunner(Generic[MetadataT]):
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
 
     Args:
-        backend: makes the metadata's buffers and fills them.
-        mode: the forward mode and the rows per request of all graphs.
-        batch_sizes: the sizes to capture, in any order.
-        body: called once per size. It returns the function that the graph runs after its metadata is rebuilt. This function
-            is called twice: once to warm up, and once in the capture.
-        place: where the metadata is rebuilt: before the replay or inside the graph.
+        body: called once per size. It returns the function that the graph runs after its metadata is rebuilt. This function is
+            called twice: once to warm up, and once in the capture.
         padded_seq_len: length of the requests that pad a batch to a captured size.
-        metadata: the mode's metadata buffers, with room for the largest size; None: the backend makes them.
+        metadata: buffers with room for the largest size; None: the backend makes them.
 
     Raises:
         ValueError: there is no size, or a size is below 1.
@@ -114,9 +102,8 @@ class GraphRunner(Generic[MetadataT]):
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
-        """Copy a batch into the input buffers, rebuild its metadata, and replay the graph of the smallest size that holds it.
-
-        Return the graph's output, padding included. The next replay overwrites it.
+        """Run a batch in the graph of the smallest size that holds it. Return the graph's output, padding included, which the
+        next replay overwrites.
         """
         captured = self.captured[self.size_for(batch.batch_size)]
         self.inputs.load(batch, captured.view.batch_size)

@@ -43,12 +43,8 @@ class SpecInfo:
     def of(
         cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
-        """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
-
-        Args:
-            num_rows: query rows of every request; in a ragged verification, their largest number.
-            draft_step: `speculative_step_id` of a draft decode step; None for a decode without speculation.
-            num_accept_tokens: the field of this name in a ``DRAFT_EXTEND``; other modes ignore it.
+        """Return the `SpecInfo` of a pass whose requests have `num_rows` query rows each (in a ragged verification: at most),
+        or None without speculative decoding. `draft_step` is the number of a draft decode.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
@@ -116,12 +112,10 @@ class ForwardBatch:
 
     @cached_property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft (`FROZEN_KV_STEP`), which reads the target's K/V and writes none."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @cached_property
     def batch_size(self) -> int:
-        """Return the number of requests, padding requests included."""
         return self.seq_lens.shape[0]
 
     def __post_init__(self) -> None:
@@ -205,7 +199,6 @@ class ForwardBatch:
             )
 
     def _check_extend_rows(self) -> None:
-        """Raise ValueError unless `num_tokens` and `out_cache_loc` of an extend agree with `extend_seq_lens_cpu`."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
         most = None if self.spec_info is None else self.spec_info.num_draft_tokens
         if mode.query_rows.are_bounded and most is None:
@@ -236,7 +229,6 @@ class ForwardBatch:
 
 
 def check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise TypeError or ValueError, with `name` in the message, unless a tensor has one dimension and one of the dtypes."""
     allowed = " or ".join(str(dtype) for dtype in dtypes)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a {allowed} tensor, not {type(tensor).__name__}")

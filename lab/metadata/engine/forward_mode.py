@@ -1,7 +1,5 @@
-"""The forward modes: the kinds of forward pass that a serving engine runs.
-
-Code that builds a batch, its metadata or its call reads the properties of a mode, such as `ForwardMode.query_rows`. It does not
-compare the mode with a list of names.
+"""The forward modes of a serving engine. Code reads the properties of a mode, such as `ForwardMode.query_rows`, and does not
+compare it with a list of modes.
 """
 
 from enum import IntEnum
@@ -28,12 +26,11 @@ class QueryRows(NamedEnum):
 
     @cached_property
     def in_extend_seq_lens(self) -> bool:
-        """Return True if ``extend_seq_lens`` has each request's number of query rows (on the host: ``extend_seq_lens_cpu``)."""
         return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.VERIFIED, QueryRows.NEW_TOKENS)
 
     @cached_property
     def are_bounded(self) -> bool:
-        """Return True if the host may know only an upper bound of the numbers of query rows: ``SpecInfo.num_draft_tokens``."""
+        """Return True if the host may know only ``SpecInfo.num_draft_tokens``, an upper bound of the numbers of query rows."""
         return self is QueryRows.VERIFIED
 
     @cached_property

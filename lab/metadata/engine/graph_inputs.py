@@ -35,9 +35,7 @@ class GraphMode:
 
     @classmethod
     def frozen_kv_draft(cls) -> "GraphMode":
-        """Return the mode of the passes of a frozen-KV draft, which reads the target's K/V and writes none. A captured batch
-        size is the number of requests times the number of branches per request (``topk``).
-        """
+        """Make the mode of passes whose batch size is the number of requests times ``topk``, the branches per request."""
         return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
 
     @classmethod
@@ -46,27 +44,18 @@ class GraphMode:
 
     @classmethod
     def ragged_verify(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of a ragged verification: each request has its own number of rows, at most `num_draft_tokens`.
-
-        A captured batch size is a number of requests, with room for `num_draft_tokens` rows of each; in SGLang 0.5.23 it is
-        a number of rows. Either way, some rows of a replay may belong to no request.
-        """
+        """Make a mode with room for `num_draft_tokens` rows per request. SGLang 0.5.23's captured sizes are numbers of rows."""
         return cls(ForwardMode.RAGGED_VERIFY, num_draft_tokens)
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of ``DRAFT_EXTEND``: one query row per accepted token, at most `num_draft_tokens` per request."""
+        """Make a mode with one query row per accepted token, at most `num_draft_tokens` per request."""
         return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Return the mode of graphs for ``DRAFT_EXTEND_V2``, in which all requests have the same number of query rows.
-
-        The number of rows is ``spec_info.num_tokens_per_req``. If this field is 0 or below, as in SGLang 0.5.13 at capture, it
-        is the largest element of ``spec_info.num_accept_tokens``, which is read on the host.
-
-        Raises:
-            ValueError: neither field has a number of rows above 0.
+        """Make a mode with ``spec_info.num_tokens_per_req`` rows per request or, if this is not above 0 (SGLang 0.5.13 at
+        capture), the largest of ``spec_info.num_accept_tokens``, which is read on the host. Raises ValueError without either.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():
@@ -98,13 +87,7 @@ class GraphMode:
 
 
 class StaticInputs:
-    """The input buffers that all CUDA graphs of one mode read: lengths, rows of the request table, and slots. A graph of a
-    smaller batch size reads slices of them.
-
-    Args:
-        max_batch_size: number of requests of the largest graph.
-        padded_seq_len: length of padding requests.
-    """
+    """The input buffers that all CUDA graphs of one mode read. A graph of a smaller batch size reads slices of them."""
 
     def __init__(
         self, mode: GraphMode, max_batch_size: int, device: torch.device, padded_seq_len: int = PADDED_SEQ_LEN
@@ -119,9 +102,7 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch that the graph of size `batch_size` reads. Its tensors are slices of the buffers. Its numbers on the
-        host are the same for every replay.
-        """
+        """Return the batch that the graph of size `batch_size` reads. Its host numbers are the same for every replay."""
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
         return ForwardBatch(
@@ -136,14 +117,10 @@ class StaticInputs:
         )
 
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
-        """Copy a batch into the buffers, and pad it to the captured size `batch_size`, without reading the device on the host.
+        """Copy a batch into the buffers, padded to the captured size `batch_size`, without reading the device on the host.
 
         Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0, in the sink page, for new tokens.
-        They overwrite the values of an earlier, larger batch.
-
-        Raises:
-            ValueError: the batch has another mode than the graphs, more than `batch_size` requests, or more rows than the graph
-                has room for. Or the mode permits different numbers of rows per request, and the batch lacks these numbers.
+        Raises ValueError if the graphs have no room for the batch, or the batch lacks a number of rows.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req
@@ -186,10 +163,6 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Raise ValueError unless a batch has each request's number of query rows both on the device and on the host.
-
-        In a ragged verification the device's numbers are enough (SGLang's `from_verify_lens_device`).
-        """
         places = {"extend_seq_lens": "the device (extend_seq_lens)"}
         if not batch.forward_mode.query_rows.are_bounded:
             places["extend_seq_lens_cpu"] = "on the host (extend_seq_lens_cpu)"

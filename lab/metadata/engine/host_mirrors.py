@@ -13,13 +13,12 @@ def decide_needs_cpu_seq_lens(
 ) -> bool:
     """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
 
-    The result is True if an attention backend reads the lengths on the host, or if two-batch overlap or NGRAM speculation is
-    on, which read the batch on the host. SGLang 0.5.13 has no rule for NGRAM, and also returns True unless piecewise CUDA
-    graphs are disabled, which is not modelled here.
+    Two-batch overlap and NGRAM speculation read the batch on the host. SGLang 0.5.13 has no rule for NGRAM, and also returns
+    True unless piecewise CUDA graphs are disabled, which is not modelled.
 
     Args:
-        attn_backends: the backends of target, draft and draft extend; None for one that does not exist. The attribute
-            ``needs_cpu_seq_lens`` of a backend says whether it reads the lengths; without the attribute it counts as True.
+        attn_backends: the backends of target, draft and draft extend, or None. Their attribute ``needs_cpu_seq_lens`` says
+            whether they read the lengths on the host; without it they count as doing so.
     """
     if two_batch_overlap or ngram:
         return True
@@ -29,16 +28,10 @@ def decide_needs_cpu_seq_lens(
 class LengthMirror:
     """Copies a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True.
 
-    The copy runs on its own stream into pinned memory, after the work that is on the current stream when `read` is called. The
-    host waits for the copy.
-
-    Args:
-        max_batch_size: largest number of lengths in one copy.
-        device: the device of the lengths. On a CPU there is no stream and nothing to wait for.
+    The copy runs on its own stream into pinned memory, after the work that is on the current stream when `read` is called.
 
     Raises:
         ValueError: ``max_batch_size`` is below 1, or the device is neither a CUDA device nor the CPU.
-        RuntimeError: torch finds no such CUDA device.
     """
 
     def __init__(self, max_batch_size: int, device: torch.device | str = "cuda") -> None:
@@ -54,14 +47,7 @@ class LengthMirror:
         self._buffer = torch.empty(max_batch_size, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
-        """Copy lengths that were written on the current stream, wait for the copy, and return (list of lengths, their sum).
-
-        Args:
-            seq_lens: ``[at most max_batch_size]`` int32 or int64.
-
-        Raises:
-            TypeError, ValueError: the lengths have another dtype, shape or device.
-        """
+        """Copy lengths, int32 or int64 of at most `max_batch_size`, and wait. Return (list of lengths, their sum)."""
         self._check(seq_lens)
         mirror = self._buffer[: seq_lens.shape[0]]
         if self._stream is None:

@@ -10,13 +10,7 @@ from lab.named_enum import NamedEnum
 
 
 def saturated_e4m3(values: Tensor) -> Tensor:
-    """Convert float32 values to e4m3. Values beyond ±448 become ±448, as in an engine."""
     return values.clamp(-448.0, 448.0).to(E4M3)
-
-
-def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor if `dtype` is its dtype or None; otherwise a new, uninitialised tensor of this dtype and shape."""
-    return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 
 class KVLayout(str, NamedEnum):
@@ -28,11 +22,7 @@ class KVLayout(str, NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PagedKVCache:
-    """The paged K/V cache of one layer. K and V are the two halves of one allocation.
-
-    Raises:
-        ValueError: ``storage`` is not a contiguous tensor of five axes, or its first axis does not have size 2.
-    """
+    """The paged K/V cache of one layer. K and V are the two halves of one allocation."""
 
     #: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[2, num_pages, num_kv_heads, page_size,
     #: head_dim]`` (HND); K is ``storage[0]``. Some kernels address K and V from one base pointer, so that V must begin a whole
@@ -49,7 +39,6 @@ class PagedKVCache:
 
     @property
     def k_cache(self) -> Tensor:
-        """Return K, ``[num_pages, page_size, num_kv_heads, head_dim]`` (NHD), or with the two middle axes swapped (HND)."""
         return self.storage[0]
 
     @property
@@ -65,9 +54,7 @@ class PagedKVCache:
         return self.storage.shape[3 if self.layout is KVLayout.NHD else 2]
 
     def as_hnd(self) -> tuple[Tensor, Tensor]:
-        """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, as FlashInfer takes them. The views of an
-        NHD cache are not contiguous.
-        """
+        """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, as FlashInfer takes them."""
         if self.layout is KVLayout.HND:
             return self.k_cache, self.v_cache
         k, v = (_with_canonical_strides(cache.transpose(1, 2)) for cache in (self.k_cache, self.v_cache))
@@ -82,8 +69,7 @@ class PagedKVCache:
             k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
 
         Raises:
-            TypeError: K or V has another dtype than the cache.
-            ValueError: K or V does not fit the cache's shape.
+            TypeError, ValueError: K or V does not fit the cache's dtype or shape.
         """
         expected = [slots.shape[0], self.num_kv_heads, self.storage.shape[4]]
         _check_slots(slots)
@@ -103,7 +89,7 @@ def write_e4m3(
     v_scale: float = 1.0,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Write K and V to an e4m3 cache, quantised as in SGLang's fused write, and return the quantised query.
+    """Write K and V to an e4m3 cache, quantised as in SGLang's fused write. Return the query in e4m3, or None without one.
 
     An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
     (`fused_fp8_qkv_kv_cache.cuh`). With context parallelism SGLang divides in the model's dtype instead, and so rounds twice
@@ -111,16 +97,11 @@ def write_e4m3(
 
     Args:
         slots: ``[n]`` int64.
-        k, v: ``[n, num_kv_heads, head_dim]`` in the model's dtype.
-        query: ``[n, num_qo_heads, head_dim]``, quantised without a scale; None if the kernel takes the query in the model's
-            dtype.
-
-    Returns:
-        The query in e4m3, or None without one.
+        k, v: ``[n, num_kv_heads, head_dim]`` in float16 or bfloat16.
+        query: ``[n, num_qo_heads, head_dim]``, which has no scale; None if the kernel takes it in the model's dtype.
 
     Raises:
-        TypeError: K and V are neither float16 nor bfloat16, or the cache is not e4m3.
-        ValueError: a shape differs from the cache's, or a scale is not positive.
+        TypeError, ValueError: a dtype or shape does not fit the cache, or a scale is not positive.
     """
     if cache.storage.dtype != E4M3:
         raise TypeError(f"the fused write fills an e4m3 cache, not one of {cache.storage.dtype}: use cache.write")
@@ -142,9 +123,6 @@ def _times_reciprocal(values: Tensor, scale: float) -> Tensor:
 class NVFP4KVCache(PagedKVCache):
     """The paged K/V cache of one layer in NVFP4. A byte of `storage` has two e2m1 values; 16 elements have one e4m3 scale
     factor. The order of V's factors depends on the kernel.
-
-    Raises:
-        ValueError: `PagedKVCache` refuses the storage, or the scale factors do not fit its shape.
     """
 
     #: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: in HND order for both layouts
@@ -170,19 +148,16 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Return an NVFP4 cache with the storage of `packed`, in which a head has head_dim / 2 uint8, and scale factors of 0.
-        V's factors are in the order that trtllm-gen reads if `trtllm_gen` is True, else in the order that XQA reads.
-        """
+        """Make an NVFP4 cache over the storage of `packed`, in which a head has head_dim / 2 uint8, with factors of 0."""
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
         factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(E4M3)
         return cls(packed.storage, packed.layout, factors, trtllm_gen)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> None:
-        """Store one token's K, V and scale factors at each slot. Raises the errors of `PagedKVCache.write`.
+        """Store one token's K, V and scale factors at each slot (see `PagedKVCache.write`).
 
         Args:
-            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page.
             k, v: ``[n, num_kv_heads, head_dim // 2]`` uint8.
             factors: the scale factors of K and of V, e4m3 ``[n, num_kv_heads, head_dim // 16]`` each.
         """
@@ -205,11 +180,8 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """The MLA cache of one layer. It has one entry per token: the entry is the key of all heads, and its latent part
-    is their value.
-
-    Raises:
-        ValueError: ``storage`` is not a contiguous tensor of three axes.
+    """The MLA cache of one layer. It has one entry per token: the entry is the key of all heads, and its latent part is their
+    value.
     """
 
     storage: Tensor  #: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``
@@ -230,12 +202,7 @@ class PagedLatentCache:
         return self.storage.unsqueeze(1)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot. Raises the errors of `PagedKVCache.write`.
-
-        Args:
-            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page.
-            entries: ``[n, kv_lora_rank + qk_rope_head_dim]`` in the cache's dtype.
-        """
+        """Store one token's entry, ``[n, kv_lora_rank + qk_rope_head_dim]``, at each slot (see `PagedKVCache.write`)."""
         _check_slots(slots)
         _check_rows("entries", entries, [slots.shape[0], self.storage.shape[2]], self.storage.dtype)
         _write_rows(self.storage, slots, entries)
@@ -243,8 +210,8 @@ class PagedLatentCache:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
-    """The MLA cache of one layer, divided among the GPUs (ranks) of decode context parallelism. With n ranks, slot s of the
-    pool is slot s // n in the cache of rank s % n.
+    """The MLA cache of one layer, divided among the n GPUs (ranks) of decode context parallelism. Slot s of the pool is slot s
+    // n in the cache of rank s % n.
     """
 
     #: contiguous ``[n, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; a page of the pool has ``n * page_size``
@@ -255,8 +222,8 @@ class ShardedLatentCache:
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot of the pool, in the cache of the rank that holds the slot. Arguments and errors
-        are as in `PagedLatentCache.write`.
+        """Store one token's entry at each slot of the pool, in the cache of the rank that holds it (see
+        `PagedLatentCache.write`).
         """
         _check_slots(slots)
         _check_rows("entries", entries, [slots.shape[0], self.storage.shape[3]], self.storage.dtype)
@@ -278,16 +245,13 @@ def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype
 
 
 def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write ``rows[i]`` to slot ``slots[i]`` of ``[num_pages, page_size, ...]``; rows of negative slots go to slot 0."""
     slots, page_size = slots.clamp(min=0), pages.shape[1]
     pages[slots // page_size, slots % page_size] = rows
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Return the view with another stride for each axis of size 1: the stride that it would have in a contiguous tensor.
-
-    A permuted cache of one head has stride(1) == stride(2). torch permits it, but a TMA descriptor does not (FlashInfer issue
-    2232). SGLang 0.5.23 corrects the same strides.
+    """Replace each stride of an axis of size 1 by its stride in a contiguous tensor. A permuted cache of one head has stride(1)
+    == stride(2), which a TMA descriptor does not permit (FlashInfer issue 2232). SGLang 0.5.23 corrects the same strides.
     """
     strides = list(view.stride())
     for axis in reversed(range(view.dim() - 1)):

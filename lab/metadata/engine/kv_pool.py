@@ -11,8 +11,6 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """One request of the pool: its length in tokens, and its page ids."""
-
     length: int
     pages: list[int]  #: pages of the full pool; virtual pages if the pool has them
     swa_pages: list[int | None]  #: None for an evicted page
@@ -107,8 +105,7 @@ class KVPool:
         self._requests: dict[int, _Request] = {}
 
     def add_request(self, length: int) -> int:
-        """Add a request of ``length`` tokens, 0 or more. Return its req_pool_index (its row in the request table), which is
-        never 0.
+        """Add a request of ``length`` tokens. Return its req_pool_index (its row in the request table), which is never 0.
 
         Raises:
             RuntimeError: no row or too few pages are left; nothing is changed then.
@@ -127,12 +124,7 @@ class KVPool:
         return row
 
     def extend_request(self, req_pool_index: int, count: int) -> Tensor:
-        """Append ``count`` tokens to the request in row ``req_pool_index``, and return their slots, ``[count]`` int64.
-
-        Raises:
-            RuntimeError: too few pages are left; nothing is changed then.
-            ValueError: ``count`` is negative, or the request would have more than ``max_context_len`` tokens.
-        """
+        """Append ``count`` tokens, and return their slots, ``[count]`` int64. Raises the errors of `add_request`."""
         request = self._request(req_pool_index)
         start, end = request.length, request.length + count
         if count < 0:
@@ -166,9 +158,7 @@ class KVPool:
         return slots
 
     def slots(self, req_pool_index: int, start: int, end: int) -> Tensor:
-        """Return the slots of the tokens at positions ``start .. end - 1`` of the request in row ``req_pool_index``, ``[end -
-        start]`` int64. Raises ValueError if a position is outside the request.
-        """
+        """Return the slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64."""
         length = self._request(req_pool_index).length
         if not 0 <= start <= end <= length:
             raise ValueError(f"positions {start}..{end} are outside request {req_pool_index} of {length} tokens")
@@ -184,8 +174,8 @@ class KVPool:
         return (pages if self.v2p is None else self.v2p[pages.clamp(min=0)].clamp(min=0)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return the index of each slot in the caches of the full pool: int64, same shape. Without virtual pages it is the slot
-        itself. With them, slot -1 and a slot whose virtual page has no page of the caches have index 0, in the sink.
+        """Return the index of each slot in the caches of the full pool: int64, same shape. It differs only with virtual pages,
+        where slot -1 and a slot whose virtual page has no page of the caches have index 0, in the sink.
         """
         if self.v2p is None:
             return slots
@@ -193,21 +183,14 @@ class KVPool:
         return (pages * self.page_size + slots % self.page_size).masked_fill((slots < 0) | (pages < 0), 0)
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape.
-
-        It is 0, in the sink, for a token whose sliding-window page was evicted. Slot -1 stays -1. Raises ValueError if there is
-        no sliding-window pool.
+        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape; -1 for -1, and 0, in
+        the sink, for a token whose sliding-window page was evicted.
         """
         return self._swa_map()[full_slots.to(torch.int64)]
 
     def evict_swa(self, req_pool_index: int, before: int) -> None:
-        """Free those sliding-window pages of the request in row ``req_pool_index`` whose tokens are all before position
-        ``before``.
-
-        The tokens' entries in `full_to_swa` become 0, in the sink. The full pool keeps the tokens.
-
-        Raises:
-            ValueError: there is no sliding-window pool, or ``before`` is outside the request.
+        """Free the sliding-window pages of a request whose tokens are all before position ``before``. The full pool keeps the
+        tokens.
         """
         request = self._request(req_pool_index)
         self._swa_map()
@@ -229,10 +212,8 @@ class KVPool:
     def new_cache(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, layout: KVLayout, sliding_window: bool = False
     ) -> PagedKVCache:
-        """Make a zero-filled cache of one layer with the pages of the full pool. If `sliding_window` is True, the cache has the
-        pages of the sliding-window pool instead; raises ValueError if there is no such pool.
-
-        `head_dim` counts elements of `dtype`: half the head's size for packed 4-bit values in uint8.
+        """Make a zero-filled cache of one layer with the pages of the full or of the sliding-window pool. `head_dim` counts
+        elements of `dtype`: half the head's size for packed 4-bit values in uint8.
         """
         num_pages = self.num_pages
         if sliding_window:
@@ -244,14 +225,12 @@ class KVPool:
         return PagedKVCache(storage, layout)
 
     def new_latent_cache(self, entry_dim: int, dtype: torch.dtype) -> PagedLatentCache:
-        """Make a zero-filled cache of one MLA layer. An entry has `entry_dim` elements: latent vector, then rotary part."""
+        """Make a zero-filled cache of one MLA layer, with entries of `entry_dim` elements: latent vector, then rotary part."""
         storage = torch.zeros(self.num_pages, self.page_size, entry_dim, dtype=dtype, device=self.device)
         return PagedLatentCache(storage)
 
     def new_sharded_latent_cache(self, entry_dim: int, dtype: torch.dtype, size: int) -> ShardedLatentCache:
-        """Make a zero-filled MLA cache, divided among `size` ranks of decode context parallelism; `size` must divide the page
-        size. An entry has `entry_dim` elements: latent vector, then rotary part.
-        """
+        """Make a zero-filled MLA cache, divided among `size` ranks; `size` must divide the page size."""
         pages = (size, self.num_pages, self.page_size // size, entry_dim)
         return ShardedLatentCache(torch.zeros(pages, dtype=dtype, device=self.device))
 
@@ -273,7 +252,6 @@ class KVPool:
             )
 
     def _slots_of_pages(self, pages: list[int]) -> Tensor:
-        """Return the slots of all tokens of the given pages: ``[len(pages), page_size]`` int64."""
         starts = _ids(pages, self.device) * self.page_size
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
@@ -293,5 +271,4 @@ def _ids(pages: list[int], device: torch.device) -> Tensor:
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
-    """Return the ids 1 to count - 1 in an order drawn from `generator`. Row 0 and page 0 are reserved for padding."""
     return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

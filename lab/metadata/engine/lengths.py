@@ -1,6 +1,5 @@
-"""Compute a pass's number of keys and of query rows per request, and the first slot of each page.
-
-Numbers on the host come from the batch's shapes and host lists. The host never reads the batch's tensors.
+"""A pass's number of keys and of query rows per request, and the first slot of each page. Numbers on the host come from the
+batch's shapes and host lists: the host never reads the batch's tensors.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ class DraftAttention(NamedEnum):
 
 
 def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
-    """Raise ValueError if the forward mode of a batch runs no attention, or if batch and pool are on different devices."""
     if batch.forward_mode.query_rows is QueryRows.NONE:
         raise ValueError(
             f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "
@@ -46,7 +44,6 @@ def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
 
 
 def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
-    """Return the host list `name` of a batch, such as "extend_seq_lens_cpu"; raises ValueError if it is None."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -56,7 +53,6 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
 
 
 def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
-    """Return the length tensor `name` of a batch, such as "extend_seq_lens"; raises ValueError if it is None."""
     lengths: Tensor | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(f"{batch.forward_mode!r} takes its rows from the device tensor {name}, which is None")
@@ -64,13 +60,7 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Return ``max_seq_len_q``, the largest number of query rows of one request, from numbers on the host.
-
-    In a ragged verification it is ``num_draft_tokens`` if the host does not know the requests' numbers of rows.
-
-    Raises:
-        ValueError: the batch lacks ``extend_seq_lens_cpu`` or, in an empty verification, ``num_draft_tokens``.
-    """
+    """Return ``max_seq_len_q``, the largest number of query rows of one request or an upper bound, from numbers on the host."""
     rows = batch.forward_mode.query_rows
     if rows is QueryRows.ONE:
         return 1
@@ -84,9 +74,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
     """Return the number of query rows per request: the tensor ``extend_seq_lens`` in a mode that has it, otherwise one int for
-    all requests. Return None for a prefill without cached prefixes, in which query rows and keys are the same tokens.
-
-    This function, `query_lens` and `key_lens` raise ValueError if the batch lacks a number that the mode needs.
+    all requests. None for a prefill without cached prefixes, in which query rows and keys are the same tokens.
     """
     mode = batch.forward_mode
     if not mode.query_rows.in_extend_seq_lens:
@@ -102,7 +90,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the number of query rows of each request, from numbers on the host. Padding rows of the batch are not counted."""
+    """Return the number of query rows of each request, from numbers on the host, without padding rows."""
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     return host_lengths(batch, "extend_seq_lens_cpu")
@@ -117,9 +105,7 @@ def num_draft_tokens(batch: ForwardBatch) -> int:
 
 
 def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> Tensor:
-    """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor. Only draft
-    steps depend on `attention`.
-    """
+    """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor."""
     if batch.forward_mode.query_rows.are_bounded:
         return (batch.seq_lens + device_lengths(batch, "extend_seq_lens")).to(torch.int32)
     return (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
@@ -127,10 +113,7 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors ``[num_rows]``: the index of each row's request, the number of tokens that the row sees (its own
-    token and those before it), and a bool, True for padding rows.
-
-    Only draft steps depend on `attention`. Padding rows have the index of the last request. A batch without requests must
-    have no rows.
+    token and those before it), and a bool, True for padding rows, whose index is the last request's.
     """
     keys, mode = key_lens(batch, attention), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -146,13 +129,8 @@ def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return how many keys of each request ``seq_lens`` does not count in this forward pass, such as drafted tokens.
-
-    In a ragged verification the number differs by request (``extend_seq_lens``). The result is then its upper bound,
-    ``num_draft_tokens``. Only draft steps depend on `attention`.
-
-    Raises:
-        ValueError: the batch lacks a number on the host that the mode needs, or is a frozen-KV draft on MLA.
+    """Return how many keys of each request ``seq_lens`` does not count in this pass, such as drafted tokens. In a ragged
+    verification the number differs by request (``extend_seq_lens``), and the result is its upper bound.
     """
     if batch.writes_no_kv and attention.is_mla:
         raise ValueError("a frozen-KV draft runs on MHA (SGLang 0.5.23): MLA's draft steps are numbered from 0")
@@ -173,10 +151,7 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
     """Return the batch with padding requests of `PADDED_SEQ_LEN` tokens appended, so that it has `batch_size` requests.
 
     SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), sometimes after it has built the
-    metadata.
-
-    Raises:
-        ValueError: the mode permits different numbers of rows per request, or the batch has more than `batch_size` requests.
+    metadata. Raises ValueError if the mode permits different numbers of rows per request, or the batch has more requests.
     """
     mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
     if not mode.query_rows.are_uniform or num_padding < 0:
@@ -188,8 +163,8 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
 
 
 def with_padding_requests(batch: ForwardBatch, num_padding: int, seq_len: int, width: int) -> ForwardBatch:
-    """Return a batch with `num_padding` padding requests appended. Each has row 0 of the request table, `seq_len` tokens, and
-    `width` query rows, whose K and V go to slot 0.
+    """Append requests that have row 0 of the request table, `seq_len` tokens, and `width` query rows, whose K and V go to slot
+    0.
     """
 
     def padded(lengths: Tensor, value: int = 0, each: int = 1) -> Tensor:
@@ -218,21 +193,12 @@ def exclusive_cumsum(lengths: Tensor) -> Tensor:
 
 
 def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return ``cu_seqlens_q`` for ``batch_size`` requests with ``q_len`` rows each: ``[batch_size + 1]`` int32 on the
-    device.
-    """
     return torch.arange(0, batch_size * q_len + 1, q_len, dtype=torch.int32, device=device)
 
 
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
-    """Return, for each page of each request, the slot of the page's first token: ``[batch_size, block_table_width]`` int32.
-
-    Cells after a request's last page are slot 0, in the sink of the full and the sliding-window pool. The request table itself
-    has slots of earlier requests there.
-
-    Args:
-        rows: ``[batch_size]``, the requests' rows in the request table of `pool`.
-        cache_seqlens: ``[batch_size]``, numbers of keys of the requests.
+    """Return the slot of each page's first token: ``[batch_size, block_table_width]`` int32, for the requests in `rows` of the
+    request table with `cache_seqlens` keys. Later cells, in which the table has slots of earlier requests, are 0, in the sink.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)
@@ -240,7 +206,4 @@ def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
 
 
 def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Return how many pages of `page_size` tokens each length in `cache_seqlens` needs, same shape; 0 or below for a length of
-    0 or below.
-    """
     return (cache_seqlens + (page_size - 1)) // page_size

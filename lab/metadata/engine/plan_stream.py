@@ -3,9 +3,8 @@
 * plan: the launches that write the metadata of the next verify pass.
 * fix-up: the launches that write, after the draft, the part of the metadata that depends on the draft.
 
-A draft proposes a chain of tokens for each request, or a tree. The verify metadata of a chain depends only on lengths, request
-rows, the request table and the number of draft tokens, which are known before the draft runs: it needs no fix-up. The mask of a
-tree depends on the draft: its backend has a fix-up. Each backend declares whether it has one.
+The verify metadata of a chain of drafts depends only on what is known before the draft runs, and needs no fix-up. The mask of a
+tree depends on the draft. Each backend declares whether it has a fix-up.
 """
 
 from abc import ABC, abstractmethod
@@ -39,9 +38,7 @@ class PlanStart(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """The batch, metadata and mask of a verify pass, in buffers that `VerifyBackend.plan` writes. The next plan overwrites
-    them.
-    """
+    """The batch, metadata and mask of a verify pass, in buffers that the next `VerifyBackend.plan` overwrites."""
 
     batch: ForwardBatch  #: the input buffers of a captured batch size, padding included
     metadata: Any
@@ -49,7 +46,7 @@ class PlannedVerify:
     mask: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that the verify pass's kernel takes, by its name in the metadata. The mask is named "mask"."""
+        """Return every tensor that the verify pass's kernel takes, by its name in the metadata, and the "mask"."""
         named = vars(self.metadata) | {"mask": self.mask}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -79,30 +76,20 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch the part of the batch's plan that does not depend on the draft, on the current stream, without reading the
-        device.
-        """
+        """Launch the part of the batch's plan that does not depend on the draft, without reading the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the backend's buffers that the draft fills. None for one: the draft uses its own."""
+        """Return ``[tree, positions]``, the buffers that the draft fills. None for one: the draft uses its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up of `planned`, the result of `plan`, on the current stream, after the draft has filled its buffers.
-
-        This default does nothing if `fix_up` is NONE, and raises NotImplementedError otherwise.
-        """
+        """Launch the fix-up of `planned` on the current stream, after the draft has filled its buffers."""
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Check that a backend defines `update_verify_buffers_to_fill_after_draft` if and only if its `fix_up` is AFTER_DRAFT.
-
-    Raises:
-        NotImplementedError: `fix_up` is not set (None), or it is AFTER_DRAFT and the method is missing.
-        ValueError: `fix_up` is FixUp.NONE, and the backend defines the method.
-    """
+    """Raise an error unless a backend defines the fix-up if and only if its `fix_up` is AFTER_DRAFT."""
     name = type(backend).__name__
     if backend.fix_up is None:
         raise NotImplementedError(
@@ -135,8 +122,8 @@ class _Moment(NamedEnum):
 class PlanStream:
     """Runs speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
 
-    The forward stream is the stream that is current when `run` is called. Four events order the work; the last column says
-    what would go wrong without the event:
+    The forward stream is the stream that is current when `run` is called. Four events order the work; the last column says what
+    would go wrong without the event:
 
     ============  ======================  ===============  =================================================================
     event         recorded                waited for by    without it
@@ -151,18 +138,10 @@ class PlanStream:
     ============  ======================  ===============  =================================================================
 
     `verified` is needed if the next batch's inputs are final before this batch's verify has ended, for example if two batches
-    alternate. Otherwise the inputs are written after verify on the forward stream, and waiting for the inputs is enough.
-
-    The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event. On a CPU everything runs
-    in order.
+    alternate. The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event.
 
     The batch's tensors should be allocated on the forward stream, which waits for the plan before torch's allocator can reuse
-    their memory. On a tensor from another stream, call ``record_stream(planner.stream)``. The buffers that a plan writes are
-    never freed.
-
-    Args:
-        backend: makes the plan and the fix-up.
-        start: the event that a plan waits for.
+    their memory. On a tensor from another stream, call ``record_stream(planner.stream)``.
 
     Raises:
         NotImplementedError, ValueError: `check_contract` refuses the backend; nothing has run.
@@ -187,21 +166,16 @@ class PlanStream:
         verify: Callable[[PlannedVerify], VerifiedT],
         inputs_final: torch.cuda.Event | None = None,
     ) -> VerifiedT:
-        """Run one iteration: the draft and the plan, then the fix-up and verify. Only the plan may be on a second stream.
+        """Run one iteration: the draft and the plan, then the fix-up and verify. Return the result of `verify`.
 
         The host never waits. It launches the draft before the plan. If it launches the draft more slowly than the GPU runs it,
         the plan does not overlap with the draft.
 
         Args:
-            batch: a TARGET_VERIFY batch, allocated on the current stream (see the class).
             draft: fills the buffers that it receives. It must not write a tensor of the batch.
-            verify: launches the target model's pass.
             inputs_final: an event after which the batch's tensors, and the entries of its draft tokens in the request table,
                 are final. The plan waits for it with every `start`. None: they are final after the work that is on the current
                 stream now. It must be None on a CPU, where everything runs in order.
-
-        Returns:
-            The result of `verify`.
 
         Raises:
             ValueError: the batch cannot be planned, or an event was passed on a CPU; nothing has run.
@@ -259,10 +233,8 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch by `planner` once with each of the drafts. Return, per draft, copies of all tensors that the verify
-    pass received.
-
-    In a correct backend only the tensors that the fix-up writes differ between two drafts.
+    """Run the same batch by `planner` with each draft. Return, per draft, copies of all tensors that the verify pass received.
+    In a correct backend only the tensors that the fix-up writes differ.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:

@@ -1,45 +1,318 @@
-"""SGLang's TRT-LLM MHA backend as a `lab.metadata.engine.backend.Backend`."""
+"""SGLang's TRT-LLM MHA backend: the attention calls of a forward pass, with their arguments, dtypes and settings.
+
+The rules are from SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from lab.calls.arguments import check_int
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
 from lab.kernels import prepare
+from lab.metadata.engine.backend import cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.engine.kv_cache import PagedKVCache, buffer_in
+from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
-from lab.metadata.mha.calls import (
-    AttentionLayer,
-    CallDtypes,
-    CallSettings,
-    PlannedCall,
-    attention_call,
-    call_arguments,
-    call_dtypes,
-    plan_calls,
-    splits_mixed_tail,
+from lab.metadata.engine.lengths import query_lens
+from lab.metadata.mha.decode_split import DecodeSplit
+from lab.metadata.mha.metadata import (
+    MetadataBuilder,
+    MHAGraphMetadata,
+    TRTLLMMHAMetadata,
+    build_mha_metadata,
+    mixed_tail_split,
 )
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One attention layer of a model: the call arguments that differ from layer to layer, such as scales, window and sinks.
+
+    Attributes:
+        k_scale, v_scale: the numbers by which stored K and V were divided. Calls apply them only over a quantised cache.
+    """
+
+    softmax_scale: float  #: factor of Q·K^T, without the cache's scale
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    window_left: int = -1  #: how many keys before its own position a row sees; -1 for all
+    reads_swa_pool: bool = False  #: the layer's K/V lie in the sliding-window pool, which `swa_page_table` addresses
+    sinks: Tensor | None = None  #: float32 [num_qo_heads], or None
+    #: SGLang's ``AttentionType.ENCODER_ONLY``: a row sees all keys of its request, also the keys after it
+    encoder_only: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One attention call of a layer, for consecutive requests and query rows of the batch."""
+
+    call: AttentionCall
+    first_request: int
+    num_requests: int
+    first_row: int
+    num_rows: int
+
+    @property
+    def requests(self) -> slice:
+        return slice(self.first_request, self.first_request + self.num_requests)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+
+def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
+    """Return the FlashInfer function that the MHA backend calls in a forward mode.
+
+    `draft_extend` is the call of DRAFT_EXTEND and DRAFT_EXTEND_V2; None: `ForwardMode.mha_call`. SGLang's change 24566 moved
+    DRAFT_EXTEND_V2 from the context to the decode call.
+    """
+    if mode.mha_call is None:
+        raise ValueError(f"{mode!r} runs no attention")
+    return draft_extend if mode.extends_draft and draft_extend is not None else mode.mha_call
+
+
+def plan_calls(
+    batch: ForwardBatch,
+    draft_extend: AttentionCall | None = None,
+    split_mixed_tail: bool = False,
+    with_padding_rows: bool = False,
+) -> list[PlannedCall]:
+    """Return the attention calls of one layer: usually one, two if a mixed batch is split, none for an empty batch.
+
+    Args:
+        draft_extend: as in `attention_call`.
+        split_mixed_tail: in extends without speculation, compute the last requests with one new token each by a decode call
+            (see `splits_mixed_tail`). Other batches ignore it.
+        with_padding_rows: the query of a context call includes the padding rows after the requests' rows. SGLang 0.5.15 does
+            so; 0.5.23 does not (`padded_extend_real_tokens`). The query of a ragged verification always includes them.
+    """
+    whole = attention_call(batch.forward_mode, draft_extend)
+    bs = batch.batch_size
+    if bs == 0:
+        return []
+    plain_extend = batch.forward_mode.is_prefill and batch.spec_info is None
+    first = mixed_tail_split(batch) if split_mixed_tail and plain_extend else bs
+    if first == bs:
+        is_ragged = batch.forward_mode.query_rows.are_bounded
+        all_rows = is_ragged or (with_padding_rows and whole is AttentionCall.CONTEXT)
+        return [PlannedCall(whole, 0, bs, 0, batch.num_tokens if all_rows else sum(query_lens(batch)))]
+    first_rows = sum(query_lens(batch)[:first])
+    calls = [
+        PlannedCall(whole, 0, first, 0, first_rows),
+        PlannedCall(AttentionCall.DECODE, first, bs - first, first_rows, bs - first),
+    ]
+    return [call for call in calls if call.num_requests > 0]
+
+
+def call_arguments(
+    planned: PlannedCall,
+    batch: ForwardBatch,
+    metadata: TRTLLMMHAMetadata,
+    layer: AttentionLayer,
+    query: Tensor,
+    cache: PagedKVCache,
+    max_context_len: int,
+) -> dict[str, Any]:
+    """Return the keyword arguments of one planned call, except `out`, `workspace_buffer` and those of `CallSettings`.
+
+    Args:
+        query: ``[num_tokens, num_qo_heads, head_dim]``, the query rows of the whole batch.
+        max_context_len: upper bound of the number of keys of a request.
+
+    Raises:
+        ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
+            have different numbers of rows, or the layer is encoder-only and the decode call would be causal.
+    """
+    requests = planned.requests
+    table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
+    if table is None:
+        raise ValueError("the layer reads the sliding-window pool, but the metadata has no swa_page_table")
+    arguments: dict[str, Any] = {
+        "query": query[planned.rows],
+        "kv_cache": cache.as_hnd(),
+        "block_tables": table[requests],
+        "seq_lens": metadata.cache_seqlens_int32[requests],
+        "bmm1_scale": layer.softmax_scale * _counted_scale(layer.k_scale, cache.storage.dtype),
+        "bmm2_scale": _counted_scale(layer.v_scale, cache.storage.dtype),
+        "window_left": layer.window_left,
+        "sinks": layer.sinks,
+    }
+    if isinstance(cache, NVFP4KVCache):
+        # On a GPU, the default backend is the same. An implementation that runs without one does not know which it is.
+        k_factors, v_factors = cache.scale_factors
+        arguments |= {"kv_cache_sf": (k_factors, v_factors), "backend": "trtllm-gen" if cache.trtllm_gen else "xqa"}
+    if planned.call is AttentionCall.DECODE:
+        arguments["max_seq_len"] = max_context_len
+        if layer.encoder_only and batch.forward_mode.query_rows is not QueryRows.ONE:
+            return arguments | _rows_as_requests(planned, batch, metadata, layer)
+        return arguments | _decode_width(planned, batch, metadata)
+    if layer.encoder_only:
+        arguments["causal"] = False
+    offsets = slice(requests.start, requests.stop + 1)
+    return arguments | {
+        "max_q_len": max(metadata.max_seq_len_q, 1),
+        "max_kv_len": max_context_len,
+        "batch_size": planned.num_requests,
+        "cum_seq_lens_q": metadata.cu_seqlens_q[offsets],
+        "cum_seq_lens_kv": metadata.cu_seqlens_k[offsets],
+    }
+
+
+def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
+    """Return the factor that a call applies to K or V (SGLang 0.5.23, `_get_bmm_scales`, `_get_nvfp4_bmm_scales`)."""
+    if kv_dtype == E4M3:
+        return scale if scale > 0 else 1.0
+    return scale if kv_dtype == NVFP4 else 1.0
+
+
+def _rows_as_requests(
+    planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
+) -> dict[str, Any]:
+    """Return the arguments with which the decode call, which is causal among the rows of a request, computes each query row of
+    a verification as a request of its own. With a window, every row sees the window of its request's last token (SGLang
+    0.5.23).
+    """
+    if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
+        raise ValueError(
+            f"{batch.forward_mode.name} on an encoder-only layer would be causal: of the decode call's modes TARGET_VERIFY "
+            "alone has its rows as requests (SGLang 0.5.23); build it with expand_encoder_only_verify=True"
+        )
+    if layer.reads_swa_pool:
+        raise ValueError(
+            f"an encoder-only layer of the sliding-window pool in {batch.forward_mode.name} would read the full pool's pages "
+            "(SGLang 0.5.23 has the rows' table of that pool alone); keep the layer in the full pool"
+        )
+    return {
+        "block_tables": metadata.encoder_page_table[planned.rows],
+        "seq_lens": metadata.encoder_cache_seqlens[planned.rows],
+        "q_len_per_req": 1,
+    }
+
+
+def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
+    requests = planned.requests
+    offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
+    ragged = {"q_len_per_req": None, "cum_seq_lens_q": offsets}
+    if batch.forward_mode.query_rows.are_bounded:  # the numbers of rows differ from replay to replay
+        return ragged | {"max_q_len": metadata.max_seq_len_q}
+    widths = query_lens(batch)[requests]
+    if len(set(widths)) == 1:
+        return {"q_len_per_req": widths[0]}
+    if batch.forward_mode.query_rows is QueryRows.FIXED:
+        raise ValueError(
+            f"extend_seq_lens_cpu={list(widths)}: {batch.forward_mode.name} has the same number of rows for every request "
+            "on the decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"
+        )
+    return ragged | {"max_q_len": max(widths)}
+
+
+@dataclass(frozen=True)
+class CallDtypes:
+    """The dtype to which the engine casts the query before a call, and the dtype of the call's output."""
+
+    query: torch.dtype
+    out: torch.dtype
+
+
+def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, *, trtllm_gen: bool) -> CallDtypes:
+    """Return the dtypes of a call's query and output in a model of dtype `dtype` (SGLang's `forward_decode`, `forward_extend`).
+
+    ========  ==================  =============  =========
+    cache     kernel              query          output
+    ========  ==================  =============  =========
+    e4m3      trtllm-gen          e4m3           the model's
+    e4m3      XQA                 the model's    the model's
+    e4m3      fmha_v2             e4m3           the model's
+    NVFP4     trtllm-gen          e4m3           e4m3, then converted to the model's
+    NVFP4     XQA                 the model's    the model's
+    other     any                 the model's    the model's
+    ========  ==================  =============  =========
+
+    The cast has no scale, so that values beyond 448 saturate.
+
+    Args:
+        call: DECODE or CONTEXT.
+        kv_dtype: the cache's dtype; uint8 is NVFP4.
+        trtllm_gen: FlashInfer's trtllm-gen runs the call (SM100, SM103); else XQA or fmha_v2.
+
+    Raises:
+        ValueError: a context call over NVFP4 without trtllm-gen. SGLang refuses this configuration when it starts.
+    """
+    if kv_dtype == NVFP4:
+        if not trtllm_gen and call is AttentionCall.CONTEXT:
+            raise ValueError("fmha_v2 does not read an NVFP4 cache: prefill with another backend, or on SM100 or SM103")
+        return CallDtypes(E4M3, E4M3) if trtllm_gen else CallDtypes(dtype, dtype)
+    is_cast = kv_dtype == E4M3 and (trtllm_gen or call is AttentionCall.CONTEXT)
+    return CallDtypes(E4M3 if is_cast else dtype, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class CallSettings:
+    """The settings of an engine that have the same values in all its attention calls.
+
+    Attributes:
+        skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of decode and context calls
+            (``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR``, ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``);
+            None skips nothing. `AttentionProblem.skip_softmax` describes this approximation.
+
+    Raises:
+        TypeError, ValueError: `decode_splits` is not an int, or below 1.
+    """
+
+    #: of decode calls, made by `lab.metadata.allocate_multi_ctas_kv_counters`. SGLang allocates it for
+    #: ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests
+    multi_ctas_kv_counter_buffer: Tensor | None = None
+    skip_softmax_decode: float | None = None
+    skip_softmax_prefill: float | None = None
+    #: largest number of calls into which a decode call is divided (`lab.metadata.mha.decode_split`)
+    decode_splits: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
+
+    def implementation(self, implementation: Any) -> Any:
+        return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
+
+    def arguments(self, call: AttentionCall) -> dict[str, Any]:
+        is_decode = call is AttentionCall.DECODE
+        threshold = self.skip_softmax_decode if is_decode else self.skip_softmax_prefill
+        counters = self.multi_ctas_kv_counter_buffer if is_decode else None
+        given = {"skip_softmax_threshold_scale_factor": threshold, "multi_ctas_kv_counter_buffer": counters}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def splits_mixed_tail(
+    query_dtype: torch.dtype, kv_dtype: torch.dtype, *, prefills_with_fmha_v2: bool = False, is_decoder: bool = True
+) -> bool:
+    """Return True if SGLang computes the one-token requests at the end of an extend batch by a decode call (`forward_extend`).
+
+    Args:
+        query_dtype: dtype of the call's query; e4m3 if the engine casts it for an e4m3 cache.
+        kv_dtype: dtype of the cache. A call over NVFP4 (uint8) is never split.
+        prefills_with_fmha_v2: the GPU is SM90 or SM120, whose prefill kernel is fmha_v2.
+        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``).
+    """
+    return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in (*HALF_DTYPES, E4M3)
 
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHABackend:
-    """Builds metadata and makes calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls.
-    `builder` says how metadata in CUDA graphs is written, and `settings` has arguments that all calls get.
-    """
+    """Builds metadata and makes calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls."""
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
     #: any object with FlashInfer's decode and context functions, such as `lab.kernels.trtllm`; None if only metadata is built
     implementation: Any = None
     draft_extend: AttentionCall | None = None  #: as in `attention_call`
-    builder: MetadataBuilder = MetadataBuilder.FUSED
+    builder: MetadataBuilder = MetadataBuilder.FUSED  #: how metadata in CUDA graphs is written
     #: True if the engine's kernels are fmha_v2 and XQA, False for trtllm-gen. It decides `dtypes` and `split_mixed_tail` where
     #: these are None
     prefills_with_fmha_v2: bool = True
@@ -70,41 +343,29 @@ class TRTLLMMHABackend:
         out: Tensor,
         plan: Sequence[PlannedCall] | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`).
-
-        Args:
-            plan: the attention calls to make for the layer; None: the result of `plan_calls`.
-
-        Raises:
-            ValueError: `call_arguments` refuses the pass.
+        """Prepare one layer's attention (see `Backend.prepare_attention`) by the calls in `plan`; None: the result of
+        `plan_calls`. Raises the errors of `call_arguments`.
         """
         kv_dtype = cache.storage.dtype
         dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
-        given, result = buffer_in(query, dtypes.query), buffer_in(out, dtypes.out)
-        implementation, calls = self.settings.implementation(self.implementation), []
+        given, steps = cast_to(dtypes.query, query)
+        result = out if dtypes.out == out.dtype else torch.empty_like(out, dtype=dtypes.out)
+        implementation = self.settings.implementation(self.implementation)
         for planned in self.plan_calls(batch, layer, dtypes.query, kv_dtype) if plan is None else plan:
             arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
             arguments |= self.settings.arguments(planned.call)
-            arguments |= {"out": result[planned.rows], "workspace_buffer": None}
-            calls.append((prepare(implementation, planned.call.value, **arguments), planned.rows))
-
-        def run() -> Tensor:
-            if given is not query:
-                given.copy_(query)
-            for call, rows in calls:
-                call()
-                if result is not out:
-                    out[rows].copy_(result[rows])
-            return out
-
-        return run
+            own = result[planned.rows]
+            steps.append(
+                prepare(implementation, planned.call.value, **arguments | {"out": own, "workspace_buffer": None})
+            )
+            if result is not out:
+                steps.append(partial(out[planned.rows].copy_, own))
+        return in_turn(steps, out)
 
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the attention calls that one layer makes in the batch's pass over a cache of `kv_dtype`. `query_dtype` is the
-        dtype to which the engine casts the query.
-        """
+        """Return the attention calls of one layer over a cache of `kv_dtype`, for a query that is cast to `query_dtype`."""
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

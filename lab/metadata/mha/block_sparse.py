@@ -14,6 +14,7 @@ the copy has the cache's dtype.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import RebuildingBackend
+from lab.metadata.engine.backend import RebuildingBackend, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, first_slots, key_lens, max_query_rows
-from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mha.backend import AttentionLayer
 
 PAGE_SIZE = 128  # tokens; MSA-v1 has no other
 NUM_PAGES = 16  # largest number of pages that a row selects
@@ -35,7 +36,7 @@ NUM_PAGES = 16  # largest number of pages that a row selects
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseMetadata:
-    """The metadata of a forward pass (decode or verification) on the block-sparse decode call."""
+    """The metadata of a decode or verification on the block-sparse decode call."""
 
     page_table: Tensor  #: ``[num_rows, width]`` int32, the pages of each row's request
     query_seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens each row sees, 0 or more
@@ -46,9 +47,7 @@ class BlockSparseMetadata:
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many tokens a row sees in its selected pages (its own page and at most 15 pages before it), if its request has
-    ``num_tokens`` tokens up to the row.
-    """
+    """Return how many tokens a row sees in its selected pages, if its request has ``num_tokens`` tokens up to the row."""
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
@@ -56,15 +55,11 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
     """Build the metadata of one eager pass in new tensors, without reading the device on the host (SGLang 0.5.23).
 
     Row j of a verification, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its own
-    page, and earlier pages, which are full.
-
-    Args:
-        batch: a decode without speculation, or a TARGET_VERIFY.
-        pool: a pool with pages of 128 tokens, on the same device.
-        num_kv_heads: K/V heads of the model. Each head selects its own pages.
+    page, and earlier pages, which are full. Each of `num_kv_heads` selects its own pages.
 
     Raises:
-        ValueError: another mode, a pool with other pages, or batch and pool on different devices.
+        ValueError: the mode is neither a decode without speculation nor TARGET_VERIFY, the pool has pages of another size than
+            128 tokens, or batch and pool are on different devices.
     """
     check_attends(batch, pool)
     rows, is_draft = batch.forward_mode.query_rows, batch.spec_info is not None
@@ -91,7 +86,6 @@ def copy_selected_pages(
     """Copy the selected pages of all rows into the compact cache, with zeros in place of tokens that a row does not see.
 
     Args:
-        metadata: the metadata of the pass, with the page table and the number of seen tokens of each row.
         topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, first for
             earlier pages in any order, then for the page of the row's token, then -1.
         compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
@@ -109,7 +103,7 @@ def copy_selected_pages(
 
 
 def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (K, V) of a cache of copied pages as the call's ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
+    """Return (K, V) of the compact cache as the call's ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
     _, rows, heads, _, _, head_dim = compact.shape
     shape = ((rows - 1) * heads * NUM_PAGES + NUM_PAGES, heads, PAGE_SIZE, head_dim)
     stride = PAGE_SIZE * head_dim
@@ -119,9 +113,7 @@ def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
-    """Builds metadata and makes block-sparse decode calls as SGLang's MiniMax-M3 backend (MSA-v1) does, for a model with
-    `num_kv_heads` K/V heads.
-    """
+    """Builds metadata and makes block-sparse decode calls as SGLang's MiniMax-M3 backend (MSA-v1) does."""
 
     implementation: Any = None  #: any object with FlashInfer's decode function, such as `lab.references`
     num_kv_heads: int = 1
@@ -141,13 +133,9 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
         out: Tensor,
         topk_indices: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). The returned function first copies selected pages.
-
-        Args:
-            layer: only its `softmax_scale` is used.
-            max_context_len: not used, because a row sees at most 16 pages.
-            out: rows beyond the number of rows in `metadata` become 0.
-            topk_indices: the argument `topk_pages` of `copy_selected_pages`. Each call of the function reads it again.
+        """Prepare one layer's attention (see `Backend.prepare_attention`), of which only `softmax_scale` is used. Each call
+        copies the pages that `topk_indices` selects, as in `copy_selected_pages`. Rows of `out` beyond the number of rows in
+        `metadata` become 0.
         """
         rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
         if rows == 0:
@@ -169,10 +157,5 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
             enable_block_sparse_attention=True,
         )
 
-        def run() -> Tensor:
-            copy_selected_pages(metadata, topk_indices, cache, compact)
-            call()
-            out[rows:].zero_()
-            return out
-
-        return run
+        copy = partial(copy_selected_pages, metadata, topk_indices, cache, compact)
+        return in_turn([copy, call, out[rows:].zero_], out)

@@ -14,18 +14,19 @@ sources are `ZigzagCPStrategy` in `sglang/srt/layers/cp/zigzag.py` and `_maybe_b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
+from lab.metadata.engine.backend import in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.lengths import host_lengths, query_rows
-from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall
+from lab.metadata.mha.backend import AttentionLayer, PlannedCall, TRTLLMMHABackend
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -33,7 +34,7 @@ SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 @dataclass(frozen=True, eq=False)
 class ZigzagShard:
-    """One rank's part of an extend pass that is divided among ranks: its query rows, and the metadata of its call."""
+    """One rank's part of an extend pass that is divided among ranks."""
 
     rows: Tensor  #: ``[num_rows]`` int64, indices of the rank's query rows in the whole batch, in the order of its call
     #: number of rows of the rank's tensors, the same on all ranks, because collectives require it: the largest number of query
@@ -67,10 +68,9 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a request.
 
     Args:
-        batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes count as 0; in SGLang they
-            count as 0 without `seq_lens_cpu`.
+        batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes count as 0; in SGLang they count as 0
+            without `seq_lens_cpu`.
         metadata: metadata of the whole batch, from `build_mha_metadata`.
-        num_ranks, rank: number of ranks, and the rank whose part is returned.
 
     Raises:
         ValueError: the batch is not divided among ranks (`why_not_zigzag`), `rank` is out of range, or a host list is missing.
@@ -125,33 +125,21 @@ def prepare_zigzag(
     max_context_len: int,
     out: Tensor,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention for the whole batch, with one call of `backend` per rank. The other arguments are those of
-    `Backend.prepare_attention`.
-
-    Args:
-        shards: the results of `zigzag_shard`. Rows of `out` that are in no shard are not written.
-    """
-    ranks = []
+    """Prepare one layer's attention, with one call of `backend` per rank. Rows of `out` in no shard are not written."""
+    steps: list[Callable[[], object]] = []
     for shard in shards:
         mine, result = (each.new_empty(len(shard.rows), *each.shape[1:]) for each in (query, out))
         plan = [PlannedCall(AttentionCall.CONTEXT, 0, 2 * batch.batch_size, 0, len(shard.rows))]
         attend = backend.prepare_attention(
             batch, shard.metadata, layer, mine, cache, max_context_len=max_context_len, out=result, plan=plan
         )
-        ranks.append((shard.rows, mine, result, attend))
-
-    def run() -> Tensor:
-        for rows, mine, result, attend in ranks:
-            torch.index_select(query, 0, rows, out=mine)
-            attend()
-            out.index_copy_(0, rows, result)
-        return out
-
-    return run
+        select = partial(torch.index_select, query, 0, shard.rows, out=mine)
+        steps += [select, attend, partial(out.index_copy_, 0, shard.rows, result)]
+    return in_turn(steps, out)
 
 
 def _block_ends(length: int, num_blocks: int) -> list[int]:
-    """Divide `length` tokens into `num_blocks` blocks. Return the first token of each block, then `length`."""
+    """Return the first token of each of `num_blocks` blocks, then `length`."""
     least, longer = divmod(length, num_blocks)
     return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))
 

@@ -3,12 +3,11 @@ group.
 
 SGLang 0.5.23 does so if ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above 1 (`_run_fixed_q_len_decode` in
 `trtllm_mha_backend.py`), except in a ragged verification. A kernel may choose its schedule for the batch's longest request,
-which costs the short requests time. Dividing costs a sort, copies of queries, lengths, tables and outputs, and smaller calls.
-All calls get the same ``max_seq_len``. `studies.decode_split` measures the gain.
+which costs the short requests time. Dividing costs a sort, copies and smaller calls. `studies.decode_split` measures the gain.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,22 +16,19 @@ from torch import Tensor
 from lab.calls.arguments import check_int
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
+from lab.metadata.engine.backend import in_turn
 
 DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """An implementation of FlashInfer's functions that wraps another one: it divides a decode call into several calls of the
-    wrapped implementation.
+    """An implementation of FlashInfer's functions that divides a decode call into `num_splits` calls of the wrapped
+    implementation.
 
-    The first call has the shortest requests. All other functions are the wrapped ones. A divided call must have an `out`, and
-    returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A prepared call sorts the lengths on the
-    device each time, so that a CUDA graph may capture it.
-
-    Args:
-        implementation: any object with FlashInfer's decode function, such as `lab.kernels.portable`.
-        num_splits: number of calls; a batch with fewer requests has one call per request. If the requests cannot be divided
-            equally, the first calls have one more request.
+    The first call has the shortest requests. A divided call must have an `out`, and returns no LSE. All calls get the same
+    ``max_seq_len``. A call with `cum_seq_lens_q` or with one request is not divided. If the requests cannot be divided equally,
+    the first calls have one more. A prepared call sorts the lengths on the device each time, so that a CUDA graph may capture
+    it.
 
     Raises:
         TypeError, ValueError: `num_splits` is not an int, or below 1.
@@ -46,18 +42,12 @@ class DecodeSplit:
         return getattr(self._implementation, name)
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Tensor:
-        """Run FlashInfer's decode call with these arguments as several calls of the wrapped implementation, and return
-        `out`.
-        """
         result: Tensor = self.prepare_trtllm_batch_decode_with_kv_cache(**arguments)()
         return result
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
-        """Prepare all decode calls for the arguments of FlashInfer's call (see `lab.kernels.prepare`). Return a function that
-        runs them and returns `out`.
-
-        Raises:
-            NotImplementedError: a divided call has an LSE, or no `out`.
+        """Prepare all decode calls (see `lab.kernels.prepare`). Raises NotImplementedError if a divided call has an LSE, or no
+        `out`.
         """
         num_requests = arguments["seq_lens"].shape[0]
         splits = min(self._num_splits, num_requests)
@@ -70,26 +60,7 @@ class DecodeSplit:
         return _divided(self._implementation, splits, arguments)
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """One of the calls into which a decode call is divided: the indices of its requests in the batch, copies of their inputs
-    (`gathered`), and its output.
-    """
-
-    requests: Tensor  #: ``[n]`` int64, indices in the batch, a view that each sort rewrites
-    #: pairs of a tensor over all requests of the batch, and its copy over the group's requests
-    gathered: Sequence[tuple[Tensor, Tensor]]
-    out: Tensor  #: ``[n, rows per request, ...]``
-
-    def gather(self) -> None:
-        for whole, own in self.gathered:
-            torch.index_select(whole, 0, self.requests, out=own)
-
-
 def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return a function that sorts the requests of a decode call with these `arguments` by length, divides them into `splits`
-    groups, and for each group copies its inputs, makes a call of `implementation` and copies the output back.
-    """
     lens, out = _movable(arguments["seq_lens"]), arguments["out"]
     of_requests = {
         "query": arguments["query"].unflatten(0, (len(lens), -1)),
@@ -97,29 +68,22 @@ def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Cal
     }
     outputs = out.unflatten(0, (len(lens), -1))
     sorted_lens, order = torch.sort(lens)
-    groups, calls = [], []
-    for requests in torch.tensor_split(order, splits):
+    steps: list[Callable[[], object]] = [partial(torch.sort, lens, out=(sorted_lens, order))]
+    for requests in torch.tensor_split(order, splits):  # views, which each sort rewrites
         own = {name: whole.new_empty(len(requests), *whole.shape[1:]) for name, whole in of_requests.items()}
-        gathered = [(_movable(of_requests[name]), _movable(tensor)) for name, tensor in own.items()]
-        group = _Group(requests, gathered, outputs.new_empty(len(requests), *outputs.shape[1:]))
-        group.gather()  # an implementation may look at lengths and tables when it prepares
-        own |= {"query": own["query"].flatten(0, 1), "out": group.out.flatten(0, 1)}
-        calls.append(prepare(implementation, DECODE, **arguments | own))
-        groups.append(group)
-
-    def run() -> Tensor:
-        torch.sort(lens, out=(sorted_lens, order))
-        for group, call in zip(groups, calls, strict=True):
-            group.gather()
-            call()
-            _movable(outputs).index_copy_(0, group.requests, _movable(group.out))
-        result: Tensor = out
-        return result
-
-    return run
+        copies = [
+            partial(torch.index_select, _movable(of_requests[name]), 0, requests, out=_movable(tensor))
+            for name, tensor in own.items()
+        ]
+        for copy in copies:  # an implementation may look at lengths and tables when it prepares
+            copy()
+        own_out = outputs.new_empty(len(requests), *outputs.shape[1:])
+        own |= {"query": own["query"].flatten(0, 1), "out": own_out.flatten(0, 1)}
+        steps += [*copies, prepare(implementation, DECODE, **arguments | own)]
+        steps.append(partial(_movable(outputs).index_copy_, 0, requests, _movable(own_out)))
+    return in_turn(steps, out)
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return the tensor in a form that torch can sort and gather: an unusual dtype is viewed as integers of its size."""
     unusual = {torch.uint16: torch.int16, torch.uint32: torch.int32}
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else unusual.get(tensor.dtype, tensor.dtype))

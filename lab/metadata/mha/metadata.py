@@ -1,7 +1,8 @@
 """Build the arguments of TRT-LLM's MHA kernels for every forward mode, without reading the device on the host."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers
+from lab.metadata.engine.backend import GraphMetadata, prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     check_attends,
@@ -22,6 +25,14 @@ from lab.metadata.engine.lengths import (
     query_rows,
     uniform_boundaries,
 )
+from lab.named_enum import NamedEnum
+
+
+class MetadataBuilder(NamedEnum):
+    """How the metadata of a captured batch size is written: in one launch or many. Kernels read equal values after both."""
+
+    TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
+    FUSED = "fused"  # one launch, as in 0.5.23
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +72,8 @@ class TRTLLMMHAMetadata:
         cu_seqlens_q: Tensor | None = None,
         expand_encoder_only_verify: bool = False,
     ) -> "TRTLLMMHAMetadata":
-        """Allocate the metadata of a forward pass. It has sliding-window tensors if the pool has sliding-window pages.
-
-        Args:
-            batch_size, max_seq_len_q, num_tokens: requests, largest number of query rows of a request, and query rows of the
-                pass.
-            new: allocates a tensor, like `torch.zeros` and `torch.empty`.
-            page_table, cu_seqlens_q: existing tensors for these fields; None allocates them.
-            expand_encoder_only_verify: True also allocates `encoder_cache_seqlens` and `encoder_page_table`.
+        """Allocate the metadata of a forward pass by `new`; `page_table` and `cu_seqlens_q` may exist already. It has
+        sliding-window tensors if the pool has sliding-window pages.
         """
 
         def int32(*shape: int) -> Tensor:
@@ -96,7 +101,6 @@ class TRTLLMMHAMetadata:
         return self.page_table
 
     def leading(self, batch_size: int) -> "TRTLLMMHAMetadata":
-        """Return the metadata of the first `batch_size` requests, ``max_seq_len_q`` rows each, as slices of the tensors."""
         of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
         counts = dict.fromkeys(of_rows, batch_size * self.max_seq_len_q)
         counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
@@ -123,7 +127,7 @@ class TRTLLMMHAMetadata:
 def build_mha_metadata(
     batch: ForwardBatch, pool: KVPool, *, expand_encoder_only_verify: bool = False
 ) -> TRTLLMMHAMetadata:
-    """Build the metadata of one eager forward pass (SGLang 0.5.23; ``DRAFT_EXTEND`` as in 0.5.13).
+    """Build the metadata of one eager forward pass in new tensors (SGLang 0.5.23; ``DRAFT_EXTEND`` as in 0.5.13).
 
     ======================================  =======================  =======================  ====================
     mode                                    cache_seqlens            query rows per request   max_seq_len_q
@@ -156,27 +160,32 @@ def build_mha_metadata(
             `encoder_cache_seqlens` and `encoder_page_table`. Other modes have none; SGLang refuses such a layer in a ragged
             verification.
 
-    Returns:
-        New tensors: later changes of the batch or the pool do not reach them.
-
     Raises:
         ValueError: the mode is PREBUILT, batch and pool are on different devices, or the batch lacks a number on the host that
             the mode needs.
     """
     check_attends(batch, pool)
-    cache_seqlens = key_lens(batch)
-    cu_seqlens_k = exclusive_cumsum(cache_seqlens)
+    cache_seqlens, rows = key_lens(batch), query_rows(batch)
+    cu_seqlens_q = cu_seqlens_k = exclusive_cumsum(cache_seqlens)
+    if isinstance(rows, int):
+        cu_seqlens_q = uniform_boundaries(batch.batch_size, rows, pool.device)
+    elif rows is not None:
+        cu_seqlens_q = exclusive_cumsum(rows)
     slots = first_slots(batch.req_pool_indices, cache_seqlens, pool)
-    has_swa = pool.full_to_swa is not None
     metadata = TRTLLMMHAMetadata(
         cache_seqlens_int32=cache_seqlens,
         max_seq_len_q=max_query_rows(batch),
-        cu_seqlens_q=_cu_seqlens_q(batch, cu_seqlens_k),
+        cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         page_table=pool.pages(slots),
-        swa_page_table=(pool.swa_slots(slots) // pool.page_size).to(torch.int32) if has_swa else None,
-        swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
     )
+    if pool.full_to_swa is not None:
+        padding = (0, batch.num_tokens - len(batch.out_cache_loc))  # rows that are written to slot 0
+        metadata = replace(
+            metadata,
+            swa_page_table=(pool.swa_slots(slots) // pool.page_size).to(torch.int32),
+            swa_out_cache_loc=torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), padding),
+        )
     if not (expand_encoder_only_verify and batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS):
         return metadata
     return replace(
@@ -205,18 +214,79 @@ def mixed_tail_split(batch: ForwardBatch) -> int:
     return len(lengths) - len(list(takewhile(lambda length: length == 1, reversed(lengths))))
 
 
-def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
-    rows = query_rows(batch)
-    if rows is None:
-        return cu_seqlens_k
-    if isinstance(rows, int):
-        return uniform_boundaries(batch.batch_size, rows, batch.seq_lens.device)
-    return exclusive_cumsum(rows)
+def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+    """Allocate the tensors of `build_mha_metadata`, uninitialised."""
+    check_attends(batch, pool)
+    metadata = TRTLLMMHAMetadata.allocate(
+        pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
+    )
+    return replace(metadata, cu_seqlens_q=metadata.cu_seqlens_k) if query_rows(batch) is None else metadata
 
 
-def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Return the slot of the sliding-window pool to which K and V of each query row are written, ``[num_tokens]`` int64; 0 for
-    padding rows.
+def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
+    """Return a function that writes the values of `build_mha_metadata` to `metadata` in one Triton launch, as SGLang does since
+    PR 29843.
+
+    Each call reads the batch's tensors again. Cells of a page table after a request's last page are not written.
+
+    Raises:
+        ValueError: `build_mha_metadata` refuses the batch, or a tensor of `metadata` has the wrong shape.
+        NotImplementedError: Triton does not run on the batch's device.
     """
-    padding = batch.num_tokens - batch.out_cache_loc.shape[0]
-    return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))
+    check_attends(batch, pool)
+    written = metadata.pass_buffers(seq_len_offset(batch), query_rows(batch), batch.out_cache_loc)
+    return prepare_passes([written], batch, pool)
+
+
+class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
+    """The metadata buffers of one mode for all captured batch sizes, as SGLang's `init_cuda_graph_state` makes them.
+
+    Tables and running sums start as 0. ``cu_seqlens_q`` of decode and verification is written only when the buffers are made.
+    """
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        pool: KVPool,
+        max_batch_size: int,
+        builder: MetadataBuilder = MetadataBuilder.FUSED,
+        expand_encoder_only_verify: bool = False,
+    ) -> None:
+        self.builder = builder
+        width = mode.num_tokens_per_req
+        preset = None if mode.in_extend_seq_lens else uniform_boundaries(max_batch_size, width, pool.device)
+        buffers = TRTLLMMHAMetadata.allocate(
+            pool,
+            max_batch_size,
+            width,
+            max_batch_size * width,
+            cu_seqlens_q=preset,
+            expand_encoder_only_verify=expand_encoder_only_verify and mode.forward_mode is ForwardMode.TARGET_VERIFY,
+        )
+        super().__init__(mode, pool, buffers)
+
+    def prepare(self, view: ForwardBatch) -> Callable[[], None]:
+        if self.builder is MetadataBuilder.TORCH_OPERATIONS:
+            return partial(_copy_built, self.slices(view.batch_size), view, self.pool)
+        rows: int | Tensor | None = None
+        if self.mode.in_extend_seq_lens:
+            uniform = self.mode.forward_mode.query_rows.are_uniform
+            rows = self.mode.num_tokens_per_req if uniform else view.extend_seq_lens
+        return self.prepare_launch(view, rows, None if self.buffers.encoder_page_table is None else _repeat_for_rows)
+
+
+def _repeat_for_rows(metadata: TRTLLMMHAMetadata) -> None:
+    lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
+    assert lens is not None
+    assert table is not None
+    lens.unflatten(0, (-1, width)).copy_(metadata.cache_seqlens_int32.unsqueeze(1))
+    table.unflatten(0, (-1, width)).copy_(metadata.page_table.unsqueeze(1))
+
+
+def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
+    built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
+    presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
+    for each in fields(TRTLLMMHAMetadata):
+        written, fresh = getattr(metadata, each.name), getattr(built, each.name)
+        if isinstance(written, Tensor) and each.name not in presets:
+            written.copy_(fresh)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
+from lab.metadata.engine.backend import in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import exclusive_cumsum, host_lengths, num_pages, query_lens
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall, call_arguments
+from lab.metadata.mha.backend import AttentionLayer, PlannedCall, call_arguments
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.named_enum import NamedEnum
 
@@ -61,10 +62,8 @@ class VLLMBackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`).
-
-        The upper bound of lengths that the calls get is the batch's longest request, not `max_context_len`, which vLLM passes
-        only when it captures a CUDA graph.
+        """Prepare one layer's attention (see `Backend.prepare_attention`). vLLM's bound of lengths is the batch's longest
+        request; it passes `max_context_len` only when it captures a CUDA graph.
         """
         prefixes = host_lengths(batch, "extend_prefix_lens_cpu")
         longest = max(map(operator.add, prefixes, query_lens(batch)))
@@ -79,16 +78,11 @@ class VLLMBackend:
                 arguments |= _context_offsets(planned, batch, arguments, page_size)
             calls.append(prepare(self.implementation, planned.call.value, **arguments))
 
-        def run() -> Tensor:
-            for call in calls:
-                call()
-            return out
-
-        return run
+        return in_turn(calls, out)
 
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:
-        """Return the calls that one layer makes in a batch's pass: the decode call, then the context call
-        (``split_decodes_and_prefills`` of ``utils.py``).
+        """Return the calls of one layer: the decode call, then the context call (``split_decodes_and_prefills`` of
+        ``utils.py``).
 
         If no request needs a context call, the decode call includes the padding rows. For trtllm-gen, all requests of a decode
         call have the same number of query rows, except padding requests, which may have 0. For XQA, these numbers may differ.
@@ -106,11 +100,8 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the `q_len_per_req` of the planned decode call, or its row offsets if requests have different numbers of rows
-        (`_compute_decode_query_lens`).
-
-        Padding requests have 0 rows. With XQA, or if every other request has one row, the comparison leaves them out, and
-        `q_len_per_req` counts padding rows for them.
+        """Return the decode call's width as `_compute_decode_query_lens` does: with XQA, or if every other request has one row,
+        padding requests, which have 0 rows, are not compared, and `q_len_per_req` counts padding rows for them.
         """
         lens = query_lens(batch)[: planned.num_requests]
         widest, offsets = max(lens), metadata.cu_seqlens_q[: planned.num_requests + 1]
@@ -123,9 +114,7 @@ class VLLMBackend:
 def _context_offsets(
     planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], page_size: int
 ) -> dict[str, Any]:
-    """Return the offsets and `max_q_len` of the planned context call, whose `arguments` are those of `call_arguments`.
-    ``cum_seq_lens_kv`` counts pages of `page_size` keys (`flashinfer.py`, line 1763). For XQA `page_size` is 1: it counts keys.
-    """
+    """Return the context call's offsets. ``cum_seq_lens_kv`` counts pages (`flashinfer.py`, line 1763), for XQA keys."""
     offsets = arguments["cum_seq_lens_q"]
     return {
         "max_q_len": max(query_lens(batch)[planned.first_request :]),

@@ -1,40 +1,76 @@
-"""SGLang's TRT-LLM MLA backend as a `lab.metadata.engine.backend.Backend`."""
+"""SGLang's TRT-LLM MLA backend: the attention calls of a forward pass on the decode kernel, their arguments, and the padding of
+query rows.
 
+The rules are from SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mla_backend.py`.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import MetadataBuffers, RebuiltMetadata
+from lab.metadata.engine.backend import MetadataBuffers, RebuiltMetadata, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.engine.kv_cache import PagedLatentCache, buffer_in
+from lab.metadata.engine.kv_cache import PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mla.buffers import MLAGraphMetadata, new_block_table
-from lab.metadata.mla.calls import MLALayer, mla_call_arguments, mla_query, mla_query_dtype
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
-from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
-from lab.metadata.mla.rows import dense_block, unpad_draft_extend_output
+from lab.metadata.mla.metadata import (
+    MLAGraphMetadata,
+    QueryLayout,
+    TRTLLMMLADecodeMetadata,
+    build_mla_decode_metadata,
+    new_block_table,
+)
+
+
+@dataclass(frozen=True)
+class MLALayer:
+    """One MLA layer of a model: the call arguments that differ from layer to layer. Default sizes are DeepSeek-V3's.
+
+    Absorption multiplies queries by the key projection, so that queries attend to the cache's latent entries directly. A decode
+    uses absorption, a prefill does not.
+
+    Attributes:
+        kv_lora_rank, qk_rope_head_dim: elements of a cache entry's latent vector and of its rotary part.
+        qk_nope_head_dim, v_head_dim: elements of a key without its rotary part, and of a value, without absorption.
+    """
+
+    softmax_scale: float  #: factor of Q·K^T, without the cache's scale
+    #: the number by which the entries of an e4m3 cache (keys and values at once) and a prefill's e4m3 keys are divided. Calls
+    #: over other caches do not use it. SGLang 0.5.23 applies it to keys only and does not divide when it writes the cache,
+    #: which is right only for a scale of 1
+    k_scale: float = 1.0
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
+    v_scale: float = 1.0  #: the number by which a prefill's e4m3 values are divided
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
     """Builds metadata and makes decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's
-    call. `attention` says how many keys a request has in a draft step.
-
-    `lab.metadata.mla.calls.prepare_mla_prefill` makes the calls of a prefill.
+    call. `lab.metadata.mla.prefill.prepare_mla_prefill` makes the calls of a prefill.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
     #: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is built
     implementation: Any = None
-    attention: DraftAttention = DraftAttention.MLA
+    attention: DraftAttention = DraftAttention.MLA  #: how many keys a request has in a draft step
     draft_extend: QueryLayout = QueryLayout.PADDED  #: as in `MLAGraphMetadata`
     #: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP
     dcp: DecodeContextParallel | None = None
@@ -48,11 +84,9 @@ class TRTLLMMLABackend:
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[TRTLLMMLADecodeMetadata]]:
-        """Make the metadata buffers of each mode, for up to `max_batch_size` requests of the pool. Without decode context
-        parallelism all modes share one block table.
-        """
         if self.dcp is not None:
             return {mode: RebuiltMetadata(mode, pool, self.build_metadata) for mode in modes}
+        # Without decode context parallelism all modes share one block table.
         table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend)
         return {mode: MLAGraphMetadata(mode, pool, table, self.attention, self.draft_extend) for mode in modes}
 
@@ -72,14 +106,13 @@ class TRTLLMMLABackend:
 
         Args:
             query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-            max_context_len: not used, because the metadata has an upper bound of the lengths.
             out: ``[num_tokens, heads, kv_lora_rank]``; rows after ``metadata.num_rows`` are not written.
             padded_query: with `QueryLayout.PADDED`, a buffer for the padded copy of the query, in the dtype of the calls.
                 Several passes may use the same buffer. None: a new tensor.
 
         Raises:
-            ValueError: the batch has more requests than the metadata, a tensor or buffer does not fit the metadata, or the
-                backend has a `dcp` (see `lab.metadata.mla.context_parallel.prepare_mla_dcp_attention`).
+            ValueError: the batch has more requests than the metadata, a tensor does not fit the metadata, or the backend has a
+                `dcp` (see `prepare_mla_dcp_attention`).
         """
         if self.dcp is not None:
             raise ValueError(
@@ -92,7 +125,7 @@ class TRTLLMMLABackend:
             )
         if metadata.num_rows == 0:
             return lambda: out
-        given = buffer_in(query, self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype))
+        given, steps = cast_to(self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype), query)
         shape = (metadata.batch_size, metadata.max_seq_len_q)
         own_out, offsets = out[: metadata.num_rows], metadata.cu_seqlens_q
         is_padded = metadata.query_layout is QueryLayout.PADDED
@@ -100,21 +133,234 @@ class TRTLLMMLABackend:
             buffer = given.new_empty(*shape, *given.shape[1:]) if padded_query is None else padded_query
             dense_query = dense_block(buffer, *shape, *given.shape[1:])
             dense_out = out.new_empty(*shape, *out.shape[1:])
+            steps.append(partial(mla_query, metadata, given, dense_query))
         else:
             dense_query, dense_out = mla_query(metadata, given), own_out.view(*shape, *out.shape[1:])
         arguments = mla_call_arguments(batch, metadata, layer, dense_query, cache)
         arguments |= {"out": dense_out, "workspace_buffer": None}
-        call = prepare(self.implementation, AttentionCall.MLA_DECODE.value, **arguments)
+        steps.append(prepare(self.implementation, AttentionCall.MLA_DECODE.value, **arguments))
+        if is_padded:
+            assert offsets is not None
+            steps.append(partial(unpad_draft_extend_output, dense_out, offsets, own_out))
+        return in_turn(steps, out)
 
-        def run() -> Tensor:
-            if given is not query:
-                given.copy_(query)
-            if is_padded:
-                mla_query(metadata, given, dense_query)
-            call()
-            if is_padded:
-                assert offsets is not None
-                unpad_draft_extend_output(dense_out, offsets, own_out)
-            return out
 
-        return run
+def mla_call_arguments(
+    batch: ForwardBatch,
+    metadata: TRTLLMMLADecodeMetadata,
+    layer: MLALayer,
+    query: Tensor,
+    cache: PagedLatentCache,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the keyword arguments of the MLA decode call, except `out` and `workspace_buffer`, for a query as `mla_query`
+    returns it. `multi_ctas_kv_counter_buffer` None: the implementation's own buffer.
+    """
+    return layer_arguments(layer, query, cache) | {
+        "block_tables": metadata.block_kv_indices,
+        "seq_lens": metadata.seq_lens_k,
+        "max_seq_len": mla_max_seq_len(batch.forward_mode, metadata),
+        "multi_ctas_kv_counter_buffer": multi_ctas_kv_counter_buffer,
+    }
+
+
+def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> dict[str, Any]:
+    k_scale = layer.k_scale if cache.storage.dtype == E4M3 else 1.0
+    return {
+        "query": query,
+        "kv_cache": cache.with_head_axis(),
+        "qk_nope_head_dim": layer.qk_nope_head_dim,
+        "kv_lora_rank": layer.kv_lora_rank,
+        "qk_rope_head_dim": layer.qk_rope_head_dim,
+        "bmm1_scale": layer.softmax_scale * k_scale,
+        "bmm2_scale": k_scale,
+    }
+
+
+def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
+    """Return the decode call's ``max_seq_len``. In an eager verification the draft tokens count twice, as in SGLang."""
+    return metadata.max_seq_len_k + (0 if mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q)
+
+
+def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
+    """Return the query rows of a pass, ``[num_tokens, heads, head_dim]``, in the kernel's shape ``[batch_size, max_seq_len_q,
+    heads, head_dim]``: a view or, if `metadata.query_layout` is PADDED, a copy with padding rows, in `padded` if given.
+
+    Rows after ``metadata.num_rows`` are left out. Raises ValueError for too few rows, or if `padded` has another shape.
+    """
+    shape = (metadata.batch_size, metadata.max_seq_len_q, *query.shape[1:])
+    num_rows = metadata.num_rows
+    if query.shape[0] < num_rows:
+        raise ValueError(f"query has {query.shape[0]} rows, the metadata's requests have {num_rows}: pass them all")
+    if metadata.query_layout is QueryLayout.VIEW:
+        return query[:num_rows].view(shape)
+    assert metadata.seq_lens_q is not None
+    assert metadata.cu_seqlens_q is not None
+    padded = query.new_empty(shape) if padded is None else padded
+    return pad_draft_extend_query(query[:num_rows], metadata.seq_lens_q, metadata.cu_seqlens_q, padded)
+
+
+def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to which a decode call's query is cast, without a scale (SGLang's `forward_decode`).
+
+    Raises ValueError for a cache of 4-bit values (uint8), which SGLang converts to the model's dtype before each layer's call
+    (`MLATokenToKVPoolFP4.get_key_buffer`).
+    """
+    if kv_dtype == torch.uint8:
+        raise ValueError("no MLA kernel reads a cache of 4 bits: convert it to the model's dtype first, as SGLang does")
+    return E4M3 if kv_dtype == E4M3 else dtype
+
+
+def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
+    """Copy the query rows of request i to the front of ``padded[i]``, write zeros to the rest of it, and return `padded`.
+
+    The host does not read the device, so that a CUDA graph can capture it, like `unpad_draft_extend_output`.
+
+    Args:
+        query: ``[num_rows, heads, head_dim]``; rows after the last request's are padding.
+        seq_lens_q, cu_seqlens_q: ``[batch_size]`` and ``[batch_size + 1]`` int32, rows and first row of each request.
+        padded: ``[batch_size, max_seq_len_q, heads, head_dim]`` in the query's dtype.
+    """
+    _check_block(padded, seq_lens_q.shape[0], query)
+    if query.shape[0] == 0:
+        return padded.zero_()
+    position = torch.arange(padded.shape[1], device=query.device)
+    row = (cu_seqlens_q[:-1, None] + position).clamp(max=query.shape[0] - 1)
+    rows = _bytes(query)[row.long()]
+    is_padding = position >= seq_lens_q[:, None]
+    padded.view(torch.uint8).copy_(rows.masked_fill(is_padding[:, :, None, None], 0))
+    return padded
+
+
+def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
+    """Copy the rows of each request i from the front of ``padded[i]`` to `out`, request after request, and return `out`. Rows
+    of `out` after them become zero.
+
+    Args:
+        padded: ``[batch_size, max_seq_len_q, heads, kv_lora_rank]``.
+        cu_seqlens_q: ``[batch_size + 1]`` int32, first row of each request.
+        out: ``[num_rows, heads, kv_lora_rank]`` in the same dtype.
+    """
+    batch_size, max_seq_len_q = padded.shape[:2]
+    _check_block(padded, cu_seqlens_q.shape[0] - 1, out)
+    if batch_size == 0 or max_seq_len_q == 0:
+        return out.zero_()
+    row = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
+    request = torch.searchsorted(cu_seqlens_q[1:], row, right=True)
+    is_padding = request >= batch_size
+    request = request.clamp(max=batch_size - 1)
+    position = (row - cu_seqlens_q[request]).clamp(max=max_seq_len_q - 1)
+    rows = _bytes(padded)[request, position.long()]
+    out.view(torch.uint8).copy_(rows.masked_fill(is_padding[:, None, None], 0))
+    return out
+
+
+def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (output, LSE) with 0 and -inf in the rows for which `is_empty`, bool ``[num_rows]``, is True: those that see no
+    key (SGLang's `fixup_zero_kv_rows`).
+    """
+    return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
+
+
+def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
+    """Merge the outputs of attention over several parts of the keys. Return float32 ``[num_rows, heads, head_dim]``, 0 in rows
+    that see no key in any part.
+
+    Args:
+        outs: ``[num_parts, num_rows, heads, head_dim]``.
+        lses: ``[num_parts, num_rows, heads]`` float32, base 2, -inf for a part without keys.
+    """
+    weights = torch.softmax(lses * math.log(2.0), dim=0).nan_to_num(0.0)
+    return (weights.unsqueeze(-1) * outs.float()).sum(dim=0)
+
+
+def dense_block(buffer: Tensor, *shape: int) -> Tensor:
+    """Return the first elements of a buffer as a contiguous tensor of the given shape. SGLang 0.5.12 slices
+    ``buffer[:batch_size, :max_seq_len_q]``, which is not contiguous in a wider buffer, and its kernel writes it as if it were.
+    """
+    needed = torch.Size(shape).numel()
+    if needed > buffer.numel():
+        raise ValueError(f"the buffer {list(buffer.shape)} holds less than {list(shape)}: allocate a larger one")
+    return buffer.flatten()[:needed].view(shape)
+
+
+def _check_block(padded: Tensor, batch_size: int, rows: Tensor) -> None:
+    if padded.dtype != rows.dtype:
+        raise TypeError(f"padded has dtype {padded.dtype}, the rows {rows.dtype}: give both the same")
+    if padded.dim() != 4 or padded.shape[0] != batch_size or padded.shape[2:] != rows.shape[1:]:
+        raise ValueError(
+            f"padded has shape {list(padded.shape)}, expected [{batch_size}, max_seq_len_q, *{list(rows.shape[1:])}] for rows "
+            f"of shape {list(rows.shape)}"
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:  # torch cannot gather every 8-bit float dtype
+    return tensor.contiguous().view(torch.uint8)
+
+
+def prepare_mla_dcp_attention(
+    implementation: Any,
+    batch: ForwardBatch,
+    metadata: Sequence[TRTLLMMLADecodeMetadata],
+    layer: MLALayer,
+    query: Tensor,
+    cache: ShardedLatentCache,
+    *,
+    out: Tensor,
+    query_dtype: torch.dtype | None = None,
+    cute_dsl: bool = False,
+) -> Callable[[], Tensor]:
+    """Prepare one layer's attention for a whole group of ranks: one call per rank, and a merge of their outputs by the LSEs.
+
+    SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn. CuTe DSL's
+    kernel also gets the number of keys of each request on all ranks, from which it computes the last key of each query row. So
+    it supports several query rows per request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
+
+    Args:
+        metadata: the metadata of each rank, in order.
+        query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
+        out: ``[num_tokens, heads, kv_lora_rank]``.
+        query_dtype: the dtype to which each call casts the query; None: no cast.
+
+    Raises:
+        ValueError: a request has several query rows and `cute_dsl` is not set, or there is not one metadata per rank.
+    """
+    if batch.forward_mode.query_rows is not QueryRows.ONE and not cute_dsl:
+        raise ValueError(
+            f"{batch.forward_mode!r} with DCP has several query rows per request, whose last keys lie on several GPUs: only "
+            "CuTe DSL's kernel takes global lengths (enable_dcp); pass cute_dsl=True, or decode one row"
+        )
+    if len(metadata) != len(cache.storage):
+        raise ValueError(f"{len(metadata)} ranks' metadata for a cache of {len(cache.storage)}: pass one for each")
+    given, steps = cast_to(query_dtype, query)
+    calls = []
+    for rank, own in enumerate(metadata):
+        dense = mla_query(own, given)
+        arguments = mla_call_arguments(batch, own, layer, dense, cache.of_rank(rank)) | {
+            "out": out.new_empty(*dense.shape[:-1], out.shape[-1]),
+            "workspace_buffer": None,
+            "max_seq_len": own.max_seq_len_k,
+            "return_lse": True,
+        }
+        if cute_dsl:
+            arguments |= {
+                "backend": "cute-dsl",
+                "enable_dcp": True,
+                "cp_world": len(metadata),
+                "cp_rank": rank,
+                "causal_seqlens_kv_global": own.global_seq_lens_k,
+            }
+        calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))
+
+    def merge() -> None:
+        outs, lses = [], []
+        for own, call in zip(metadata, calls, strict=True):
+            rank_out, lse = call()
+            is_empty = (own.seq_lens_k == 0).repeat_interleave(own.max_seq_len_q)
+            lse = lse / math.log(2.0) if cute_dsl else lse
+            results = without_keys(rank_out.view(out.shape), lse.view(out.shape[:-1]), is_empty)
+            outs.append(results[0])
+            lses.append(results[1])
+        out.copy_(merge_by_lse(torch.stack(outs), torch.stack(lses)))
+
+    return in_turn([*steps, merge], out)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import RebuildingBackend
+from lab.metadata.engine.backend import RebuildingBackend, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.kv_cache import PagedLatentCache, buffer_in
+from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, seen_by_rows, uncounted_tokens
-from lab.metadata.mla.calls import MLALayer, layer_arguments, mla_query_dtype
+from lab.metadata.mla.backend import MLALayer, layer_arguments, mla_query_dtype
 from lab.metadata.mla.metadata import check_mla, longest_request
 
 NO_ENTRY = -1  # the value of columns that select no entry
@@ -33,7 +33,7 @@ TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of colum
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sizes of the indexer, the part of a model that selects the positions to which each query row attends."""
+    """The sizes of the indexer."""
 
     #: largest number of positions in whole groups that are selected for a row (``index_topk``)
     topk: int = 2048
@@ -42,7 +42,7 @@ class Indexer:
     group: int = 1
 
     def selected_lens(self, seen: Tensor) -> Tensor:
-        """Return how many positions each row selects. `seen` has the number of tokens that each row sees."""
+        """Return how many positions each row selects, of the number of tokens that it sees."""
         grouped = seen // self.group * self.group
         return grouped.clamp(max=self.topk) + seen - grouped
 
@@ -59,11 +59,10 @@ class DSAMetadata:
     max_seq_len: int  #: an upper bound of the tokens of one request, computed on the host
 
     def places(self, topk_indices: Tensor) -> Tensor:
-        """Return the place (index in the pool) of each selected entry, then -1: int32 ``[num_rows, top_k rounded up to 4]``.
+        """Return the place of each selected entry, then -1: int32 ``[num_rows, top_k rounded up to 4]``.
 
-        Args:
-            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, or -1.
-                Missing rows select nothing.
+        `topk_indices`, ``[at most num_rows, top_k]`` int32, is the indexer's output: positions in the row's request, or -1.
+        Missing rows select nothing.
         """
         num_missing = len(self.seq_lens) - len(topk_indices)
         padding = (0, -topk_indices.shape[1] % TOP_K_MULTIPLE, 0, num_missing)
@@ -115,8 +114,7 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 class DSABackend(RebuildingBackend[DSAMetadata]):
     """Builds metadata and makes sparse MLA decode calls as SGLang's DSA backend does with ``trtllm`` for decode and prefill.
 
-    `implementation` is any object with FlashInfer's MLA decode function. Queries are cast to `query_dtype`; None: to the result
-    of `mla_query_dtype`.
+    Queries are cast to `query_dtype`; None: to the result of `mla_query_dtype`.
     """
 
     implementation: Any = None
@@ -141,12 +139,8 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
         in `metadata` become 0.
 
-        Args:
-            topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it again. In a decode it may have as
-                many rows as the query; rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
-
-        Raises:
-            ValueError: `topk_indices` is None or has too many rows, or the query has fewer rows than the metadata.
+        Each call reads `topk_indices`, as in `DSAMetadata.places`, again. In a decode it may have as many rows as the query;
+        rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
         """
         rows = len(metadata.seq_lens)
         most_rows = len(query) if batch.forward_mode.query_rows is QueryRows.ONE else rows
@@ -158,9 +152,10 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
             )
         if rows == 0:
             return out.zero_
-        given = buffer_in(query, self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype))
+        given, steps = cast_to(self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype), query)
         select = partial(metadata.places, topk_indices[:rows])
-        places, top_k_lens = select(), None
+        places = select()
+        steps.append(lambda: places.copy_(select()))
         arguments = layer_arguments(layer, given[:rows].unsqueeze(1), cache) | {
             "block_tables": places.unsqueeze(1),
             "seq_lens": metadata.seq_lens,
@@ -170,24 +165,14 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
             "workspace_buffer": None,
         }
         if layer.qk_rope_head_dim == 0:
-            top_k_lens = arguments["sparse_mla_top_k_lens"] = torch.ones_like(metadata.seq_lens)
+            arguments["sparse_mla_top_k_lens"] = torch.ones_like(metadata.seq_lens)
+            steps.append(partial(count_entries, places, arguments["sparse_mla_top_k_lens"]))
         call = prepare(self.implementation, AttentionCall.MLA_DECODE.value, **arguments)
-
-        def run() -> Tensor:
-            if given is not query:
-                given.copy_(query)
-            places.copy_(select())
-            if top_k_lens is not None:
-                count_entries(places, top_k_lens)
-            call()
-            out[rows:].zero_()
-            return out
-
-        return run
+        return in_turn([*steps, call, out[rows:].zero_], out)
 
 
 def count_entries(places: Tensor, top_k_lens: Tensor) -> None:
-    """Write how many elements of each row of `places` are not -1 to `top_k_lens`, the call's ``sparse_mla_top_k_lens``.
+    """Write how many elements of each row of `places` are not -1 to the call's ``sparse_mla_top_k_lens``.
 
     SGLang passes this argument for models without a rotary part. In a row, all places must precede the first -1. A row of -1
     alone gets place 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).

@@ -23,9 +23,9 @@ from torch import Tensor
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.kernels import prepare
-from lab.metadata.engine.backend import RebuildingBackend
+from lab.metadata.engine.backend import RebuildingBackend, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.kv_cache import PagedLatentCache, buffer_in
+from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     DraftAttention,
@@ -35,7 +35,7 @@ from lab.metadata.engine.lengths import (
     host_lengths,
     seen_by_rows,
 )
-from lab.metadata.mla.calls import MLALayer, mla_query_dtype
+from lab.metadata.mla.backend import MLALayer, mla_query_dtype
 from lab.metadata.mla.metadata import longest_request
 
 # Compress ratios: of layers without compressed entries, and of layers in which a row sees all compressed entries before it.
@@ -94,13 +94,8 @@ class DSV4Cache:
         return self.pool.swa_num_pages * self.pool.page_size
 
     def write(self, slots: Tensor, entries: Tensor, compressed: Tensor) -> None:
-        """Store one token's entry at each slot, and the compressed entry of each group of tokens whose last token is stored.
-
-        Args:
-            slots: ``[n]`` int64, slots of the full pool.
-            entries: ``[n, head_dim]`` in the cache's dtype.
-            compressed: ``[n, head_dim]``; row i is the compressed entry of the group that ends with token i. Rows of other
-                tokens are not read.
+        """Store one token's entry, ``[n, head_dim]``, at each slot of the full pool, ``[n]`` int64. Row i of `compressed` is
+        the compressed entry of the group that ends with token i; rows of tokens that end no group are not read.
         """
         self.window.write(self.pool.swa_slots(slots), entries)
         if self.compress_ratio != TOKENS_ALONE:
@@ -130,10 +125,8 @@ class DSV4Metadata:
         """Return the call's ``sparse_indices``: for each row the cache indices of its last 128 tokens (`window`), then those of
         compressed entries, padded with -1 to a multiple of 64 columns.
 
-        Args:
-            compress_ratio: tokens per compressed entry: 1, 2, 4 or 128; 0 if the layer has no compressed entries.
-            topk_indices: ``[num_rows, top_k]`` int32, the indexer's output: numbers of compressed entries of the row's request,
-                from 0, then -1. None for the ratios 0 and 128, which have no indexer.
+        `topk_indices`, ``[num_rows, top_k]`` int32, is the indexer's output: numbers of compressed entries of the row's
+        request, from 0, then -1. It is None for the compress ratios 0 and 128, which have no indexer.
         """
         if compress_ratio == TOKENS_ALONE:
             return self.window
@@ -212,9 +205,6 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
 
 
 def check_dsv4(pool: KVPool) -> None:
-    """Raise ValueError unless the pool has sliding-window pages, pages of a multiple of 128 tokens, and no virtual slots.
-    SGLang's own pool has pages of 256 tokens, which is not required here.
-    """
     if pool.v2p is not None:
         raise ValueError("a pool of DSV4 has no virtual slots: leave num_virtual_pages out")
     if pool.full_to_swa is None or pool.page_size % WITHOUT_INDEXER:
@@ -225,8 +215,8 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return an int32 copy of the rows. Its allocation is longer: padded with `value` to a multiple of `TILE_ROWS` rows,
-    because the kernel reads whole tiles of rows.
+    """Return an int32 copy of the rows, whose allocation has whole tiles of rows, padded with `value`, as the kernel reads
+    them.
     """
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
@@ -236,10 +226,8 @@ def _whole_tiles(rows: Tensor, value: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Backend(RebuildingBackend[DSV4Metadata]):
-    """Builds metadata and makes DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``).
-
-    `implementation` is any object with FlashInfer's function for these calls. Queries are cast to `query_dtype`; None: to the
-    result of `mla_query_dtype`.
+    """Builds metadata and makes DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``). Queries are cast
+    to `query_dtype`; None: to the result of `mla_query_dtype`.
     """
 
     implementation: Any = None
@@ -262,20 +250,14 @@ class DSV4Backend(RebuildingBackend[DSV4Metadata]):
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
         """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
-        in `metadata` become 0.
-
-        Args:
-            topk_indices: as in `DSV4Metadata.sparse_indices`. Each call reads it again.
-
-        Raises:
-            ValueError: the layer has an indexer and `topk_indices` is None, or the query has fewer rows than the metadata.
+        in `metadata` become 0. Each call reads `topk_indices`, as in `DSV4Metadata.sparse_indices`, again.
         """
         rows, ratio = len(metadata.seq_lens), layer.compress_ratio
         if rows > len(query):
             raise ValueError(f"the query has {len(query)} rows: pass one for each of the metadata's {rows}")
         if rows == 0:
             return out.zero_
-        given = buffer_in(query[:rows], self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype))
+        given, steps = cast_to(self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype), query[:rows])
         indices = _whole_tiles(metadata.sparse_indices(ratio, topk_indices), NO_ENTRY)
         lens = _whole_tiles(metadata.sparse_topk_lens(ratio, self.index_topk), WINDOW_COLUMNS)
         is_prefill = metadata.cum_seq_lens_q is not None
@@ -296,13 +278,6 @@ class DSV4Backend(RebuildingBackend[DSV4Metadata]):
             arguments |= {"cum_seq_lens_q": metadata.cum_seq_lens_q, "max_q_len": metadata.max_q_len}
         call = prepare(self.implementation, AttentionCall.DSV4_DECODE.value, **arguments)
 
-        def run() -> Tensor:
-            if given.dtype != query.dtype:
-                given.copy_(query[:rows])
-            indices.copy_(metadata.sparse_indices(ratio, topk_indices))
-            lens.copy_(metadata.sparse_topk_lens(ratio, self.index_topk))
-            call()
-            out[rows:].zero_()
-            return out
-
-        return run
+        steps.append(lambda: indices.copy_(metadata.sparse_indices(ratio, topk_indices)))
+        steps.append(lambda: lens.copy_(metadata.sparse_topk_lens(ratio, self.index_topk)))
+        return in_turn([*steps, call, out[rows:].zero_], out)

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers
+from lab.metadata.engine.backend import GraphMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     DraftAttention,
@@ -22,6 +26,7 @@ from lab.metadata.engine.lengths import (
     num_draft_tokens,
     num_pages,
     uncounted_tokens,
+    uniform_boundaries,
 )
 from lab.named_enum import NamedEnum
 
@@ -31,8 +36,7 @@ MLA_PAGE_SIZES = (32, 64)  # tokens; what SGLang's server allows with this backe
 BLOCK_TABLE_TOKENS = 4096
 DEAD_PAGE = -1  # the value of cells after a request's last page
 SINK_PAGE = 0  # the pool's page for padding, which a kernel may always read
-# Smallest number of requests for which SGLang 0.5.23 allocates the counter buffer (`TRTLLM_MLA_MAX_BATCH_SIZE`).
-COUNTER_BATCH_SIZE = 8192
+COUNTER_BATCH_SIZE = 8192  # smallest that SGLang 0.5.23 allocates for (`TRTLLM_MLA_MAX_BATCH_SIZE`)
 
 
 class QueryLayout(NamedEnum):
@@ -72,7 +76,7 @@ class TRTLLMMLADecodeMetadata:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of query rows of the pass that the call reads, and whose output it writes."""
+        """Return the number of query rows that the call reads, and whose output it writes."""
         rows = self.sum_seq_lens_q
         return self.batch_size * self.max_seq_len_q if rows is None else rows
 
@@ -85,7 +89,6 @@ class TRTLLMMLADecodeMetadata:
         return self.block_kv_indices
 
     def leading(self, batch_size: int) -> "TRTLLMMLADecodeMetadata":
-        """Return the metadata of the first `batch_size` requests, ``max_seq_len_q`` rows each, as slices of the tensors."""
         sliced: dict[str, Any] = {
             name: value[: batch_size + (name == "cu_seqlens_q")]
             for name, value in vars(self).items()
@@ -126,8 +129,8 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of a prefill by `build_mla_prefill_metadata`, and of any other pass, which is eager, by
-    `build_mla_decode_metadata`. These functions document the arguments.
+    """Build the metadata of a prefill by `build_mla_prefill_metadata`, and of any other pass by `build_mla_decode_metadata`,
+    which document the arguments.
     """
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
@@ -139,7 +142,7 @@ def build_mla_metadata(
 def build_mla_decode_metadata(
     batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
 ) -> TRTLLMMLADecodeMetadata:
-    """Build the metadata of one eager pass on the decode kernel (SGLang 0.5.23; ``DRAFT_EXTEND`` as in 0.5.12).
+    """Build the metadata of one eager pass on the decode kernel in new tensors (SGLang 0.5.23; ``DRAFT_EXTEND`` as in 0.5.12).
 
     ======================================  ==================================================  =====================
     mode                                    seq_lens_k                                          max_seq_len_k
@@ -169,9 +172,6 @@ def build_mla_decode_metadata(
     Args:
         pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         attention: how a draft step counts keys: MLA as in SGLang, or MLA_WITH_OFFSET.
-
-    Returns:
-        New tensors: later changes of the batch or the pool do not reach them.
 
     Raises:
         ValueError: the mode is a prefill or PREBUILT, batch and pool are on different devices, the backend does not support the
@@ -213,14 +213,12 @@ def build_mla_decode_metadata(
 
 
 def replan_outgrown(
-    metadata: TRTLLMMLADecodeMetadata,
-    batch: ForwardBatch,
-    build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
+    metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata]
 ) -> TRTLLMMLADecodeMetadata:
-    """Return metadata with enough requests for the batch: `metadata`, or ``build(batch)`` if the batch has more requests.
+    """Return metadata with enough requests for the batch: `metadata`, or ``build(batch)`` if padding added requests.
 
-    SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism. Its
-    `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it only added rows.
+    SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism, and
+    then builds it again (`forward_decode`, `forward_extend`, 0.5.23).
     """
     return metadata if batch.batch_size <= metadata.batch_size else build(batch)
 
@@ -263,9 +261,7 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the number of columns of the block table: the number of pages, of `page_size` tokens each, for ``max_len`` tokens
-    rounded up to a multiple of 4,096.
-    """
+    """Return the number of columns of the block table, for ``max_len`` tokens rounded up to a multiple of 4,096."""
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 
@@ -276,8 +272,8 @@ def check_mla_page_size(page_size: int) -> None:
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError unless the MLA backend supports the pool (it must have no sliding-window pages), the draft model's
-    `attention` and the page size. A `page_size` of None means the pool's.
+    """Raise ValueError unless the MLA backend supports the pool, the draft model's `attention` and the page size (None: the
+    pool's).
     """
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
@@ -290,17 +286,13 @@ def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
     """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, uint8 zeros, for calls of up to ``max_batch_size`` requests on a
-    GPU with ``sm_count`` SMs (multiprocessors). In it, the CTAs that share a request count how many of them have finished.
+    GPU with ``sm_count`` SMs. In it, the CTAs that share a request count how many of them have finished.
 
     It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8 counters (FlashInfer
     0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`), for at least 8,192 requests, as in SGLang 0.5.23. Kernels reset it to
-    zero, so that one buffer serves all calls of a stream.
-
-    Raises:
-        ValueError: an argument is below 1.
+    zero, so that one buffer serves all calls of a stream. Raises ValueError if an argument is below 1.
     """
-    numbers = {"max_batch_size": max_batch_size, "num_qo_heads": num_qo_heads, "sm_count": sm_count}
-    for name, number in numbers.items():
+    for name, number in (("max_batch_size", max_batch_size), ("num_qo_heads", num_qo_heads), ("sm_count", sm_count)):
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
     counters = max(max(COUNTER_BATCH_SIZE, max_batch_size) * num_qo_heads, sm_count)
@@ -308,8 +300,7 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of the batch's ``seq_lens_cpu``, or the pool's ``max_context_len`` if the host does not know the
-    lengths.
+    """Return the largest of the batch's ``seq_lens_cpu``, or the pool's ``max_context_len`` without them.
 
     In a ragged verification each length also counts the request's rows, or ``num_draft_tokens`` if the host does not know them,
     because DSpark adds the rows to the host's list (`dspark_verify.py`, SGLang 0.5.23).
@@ -324,10 +315,86 @@ def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
 
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
-    """Return a block table ``[batch_size, width]`` int32. A row has the pages of the request's first `keys` tokens, then page 0
-    (the sink) up to `padded_keys` tokens, then -1. `rows` are the requests' rows in the pool's request table.
+    """Return a block table ``[batch_size, width]`` int32: the pages of each request's first `keys` tokens, then page 0 (the
+    sink) up to `padded_keys` tokens, then -1. `rows` are the requests' rows in the request table.
     """
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
     columns = torch.arange(width, device=pool.device)
     return table.masked_fill(columns >= num_pages(padded_keys, pool.page_size)[:, None], DEAD_PAGE)
+
+
+def new_block_table(
+    modes: Sequence[GraphMode],
+    pool: KVPool,
+    max_batch_size: int,
+    attention: DraftAttention,
+    draft_extend: QueryLayout,
+) -> Tensor:
+    """Allocate the block table that all captured modes and batch sizes of a backend share, as SGLang's `init_cuda_graph_state`
+    does: ``[max_batch_size, width]`` int32, with room for the padding rows of a padded layout.
+
+    The table is filled with -1 only here. A replay writes the cells of its requests' pages. Later cells of a row keep the
+    values of earlier replays.
+    """
+    check_mla(pool, attention)
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
+    padded_rows = max((mode.num_tokens_per_req for mode in modes if _pads_query_rows(mode, draft_extend)), default=0)
+    width = mla_block_table_width(pool.max_context_len + padded_rows, pool.page_size)
+    return torch.full((max_batch_size, width), DEAD_PAGE, dtype=torch.int32, device=pool.device)
+
+
+def _pads_query_rows(mode: GraphMode, draft_extend: QueryLayout) -> bool:
+    rows = mode.forward_mode.query_rows
+    return rows.are_bounded or (rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED)
+
+
+class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
+    """The metadata buffers of one mode for all captured batch sizes: the first rows of `block_kv_indices`, the result of
+    `new_block_table`, and lengths. SGLang 0.5.23 stores metadata by batch size alone, so that a second mode replaces the first.
+
+    Args:
+        draft_extend: layout of query rows in ``DRAFT_EXTEND``. PADDED is right for any numbers of accepted tokens. VIEW, SGLang
+            0.5.12's layout, is right only if every request accepts ``num_tokens_per_req`` tokens.
+    """
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        pool: KVPool,
+        block_kv_indices: Tensor,
+        attention: DraftAttention = DraftAttention.MLA,
+        draft_extend: QueryLayout = QueryLayout.PADDED,
+    ) -> None:
+        size, width, extends = len(block_kv_indices), mode.num_tokens_per_req, mode.in_extend_seq_lens
+        buffers = TRTLLMMLADecodeMetadata(
+            block_kv_indices=block_kv_indices,
+            seq_lens_k=block_kv_indices.new_zeros(size),
+            max_seq_len_k=pool.max_context_len,
+            max_seq_len_q=width,
+            query_layout=QueryLayout.PADDED if _pads_query_rows(mode, draft_extend) else QueryLayout.VIEW,
+            sum_seq_lens_q=size * width if extends else None,
+            cu_seqlens_q=uniform_boundaries(size, width, pool.device) if extends else None,
+            seq_lens_q=block_kv_indices.new_full((size,), width) if extends else None,
+        )
+        super().__init__(mode, pool, buffers, attention)
+
+    def prepare(self, view: ForwardBatch) -> Callable[[], None]:
+        # With QueryLayout.VIEW, cu_seqlens_q and seq_lens_q are constant.
+        rows = view.extend_seq_lens if self.buffers.query_layout is QueryLayout.PADDED else None
+        return self.prepare_launch(
+            view, rows, None if rows is None else partial(_add_padding, rows, self.pool.page_size)
+        )
+
+
+def _add_padding(rows: Tensor, page_size: int, metadata: TRTLLMMLADecodeMetadata) -> None:
+    """Count each request's padding rows in `seq_lens_k`, and write the sink to the columns of pages that only they need."""
+    assert metadata.seq_lens_q is not None
+    keys, table = metadata.seq_lens_k, metadata.block_kv_indices
+    metadata.seq_lens_q.copy_(rows)
+    own_pages = num_pages(keys, page_size)
+    keys.sub_(metadata.seq_lens_q).add_(metadata.max_seq_len_q)
+    columns = torch.arange(table.shape[1], device=table.device)
+    padding = (columns >= own_pages[:, None]) & (columns < num_pages(keys, page_size)[:, None])
+    table.masked_fill_(padding, SINK_PAGE)

@@ -30,16 +30,12 @@ class DraftExtendOutput(NamedEnum):
     SELECTED_ROW = "selected row"
 
     def num_rows(self, batch_size: int, num_tokens: int) -> int:
-        """Return the number of output rows: `batch_size` (one per request) with SELECTED_ROW, else `num_tokens` (one per query
-        row).
-        """
         return batch_size if self is DraftExtendOutput.SELECTED_ROW else num_tokens
 
 
 def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
-    """Return the row of each request's last accepted token, i * d + accept_lens[i] - 1, int64 [batch_size].
-
-    ``accept_lens`` is int32 or int64 [batch_size], each from 1 to d = ``num_tokens_per_req``. The host does not read it.
+    """Return the row of each request's last accepted token, int64 [batch_size], for `accept_lens` from 1 to
+    `num_tokens_per_req`.
     """
     first_rows = torch.arange(accept_lens.shape[0], device=accept_lens.device) * num_tokens_per_req
     return first_rows + accept_lens - 1
@@ -47,7 +43,7 @@ def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
-    """The input buffers of a draft model's forward pass (token ids, hidden states, selected rows), without metadata."""
+    """The input buffers of a draft model's forward pass."""
 
     input_ids: Tensor  #: int64 [num_tokens]
     hidden_states: Tensor  #: [num_tokens, hidden_size], the target model's hidden states
@@ -58,8 +54,7 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's inputs into the first rows of these buffers. If `select_index` is None, its buffer is not written.
-        Later rows keep their contents, as in SGLang.
+        """Copy a batch's inputs into the first rows of these buffers. Later rows keep their contents, as in SGLang.
 
         Raises:
             ValueError, TypeError: an argument has another dtype or row shape than its buffer, or more rows.
@@ -92,13 +87,12 @@ class DraftOutputs:
     topk_index: Tensor | None = None  #: int64 [num_rows, 1], the most probable token of each row; None without top-k
 
     def first(self, num_rows: int) -> "DraftOutputs":
-        """Return the first `num_rows` rows of all outputs, as slices of the same storage."""
         held: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
         return DraftOutputs(**{name: value[:num_rows] for name, value in held.items()})
 
 
 def supports_draft_extend_graph(backend: object) -> bool:
-    """Return True if a backend's attribute `supports_draft_extend_graph` is True: its draft extend may run in a CUDA graph.
+    """Return True if a backend declares that its draft extend may run in a CUDA graph.
 
     SGLang has a list of classes instead: Triton and TRT-LLM MLA in 0.5.12; 0.5.13 adds TRT-LLM MHA and Tokenspeed MLA. In
     0.5.23 it is Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4, FlashAttention and FlashMLA.
@@ -107,19 +101,13 @@ def supports_draft_extend_graph(backend: object) -> bool:
 
 
 class DraftModel(Protocol):
-    """A protocol: the draft model that a CUDA graph runs, such as `studies.stand_in_model.StandInModel`."""
+    """The draft model that a CUDA graph runs, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
-        """Return zero-filled input buffers for up to `max_batch_size` requests and `max_num_tokens` query rows. Zeros are valid
-        token ids and row indices.
-        """
+        """Return input buffers of zeros, which are valid token ids and row indices."""
         ...
 
-    def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Return output buffers for up to `max_batch_size` requests and `max_num_tokens` query rows. Their number of rows
-        depends on `form` (`DraftExtendOutput.num_rows`).
-        """
-        ...
+    def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs: ...
 
     def prepare(
         self,
@@ -130,8 +118,8 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function that reads `inputs`, writes K and V, and fills `outputs` for the rows that `form` names. A CUDA
-        graph can capture it. `backend` prepares the attention calls of the batch from `metadata`.
+        """Return a function that reads `inputs`, writes K and V, and fills `outputs` for the rows that `form` names, in a CUDA
+        graph too.
         """
         ...
 
@@ -139,9 +127,7 @@ class DraftModel(Protocol):
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the `body` argument of a `GraphRunner` that runs the draft model on slices of the input and output buffers.
-    `backend` makes the attention calls, and `form` says which rows have outputs.
-    """
+    """Return the `body` of a `GraphRunner` that runs the draft model on slices of the input and output buffers."""
 
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
@@ -163,8 +149,6 @@ class DraftExtendGraph:
 
     Args:
         spec_info: its `num_tokens_per_req`, or if that is not set the largest `num_accept_tokens`, is the rows per request.
-        form: for which rows the graphs compute logits.
-        place: where a replay's metadata is rebuilt.
         disable_padding: True: a batch runs only if its size is exactly a captured one.
 
     Raises:
@@ -201,7 +185,6 @@ class DraftExtendGraph:
         self.runner = GraphRunner(backend, mode, pool, batch_sizes, body, place)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return True if the batch is a DRAFT_EXTEND_V2 of the captured number of rows per request and fits a captured size."""
         bs, sizes = batch.batch_size, self.runner.captured
         stated = -1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req
         has_width = (
@@ -215,23 +198,17 @@ class DraftExtendGraph:
     def replay(
         self, batch: ForwardBatch, input_ids: Tensor, hidden_states: Tensor, accept_lens: Tensor | None = None
     ) -> DraftOutputs:
-        """Run the draft extend of a batch in the graph of the smallest captured size that holds it.
+        """Run the draft extend of a batch for which `can_run` is True in the graph of the smallest captured size that holds it.
 
         Padding rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang.
 
         Args:
-            batch: a batch for which `can_run` is True.
-            input_ids, hidden_states: as in `DraftInputs`.
             accept_lens: with SELECTED_ROW the number of accepted tokens of each request, from 1 to its number of rows: int32 or
                 int64 [batch_size], which the host does not read. Otherwise None.
 
         Returns:
             The outputs without padding, as slices of the graph's buffers, which the next replay overwrites. With SELECTED_ROW
             `hidden_states` is a copy, because the worker keeps it until the next draft (SGLang clones it).
-
-        Raises:
-            ValueError: the batch cannot run in a graph, or `accept_lens` is missing or not allowed. The buffers are unchanged
-                then.
         """
         if not self.can_run(batch):
             raise ValueError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lab.calls.arguments import check_int
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
-from lab.metadata.engine.backend import PassMetadata, prepare_passes
+from lab.metadata.engine.backend import PassMetadata, in_turn, prepare_passes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -50,11 +50,7 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class MultiStepDraft:
-    """The configuration of a multi-step draft: attention backend, number of steps, and how the steps' metadata is written.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """A multi-step draft: attention backend, number of steps, and how the steps' metadata is written."""
 
     attention: DraftAttention
     #: 2 to 8, one more than the draft's decode passes; in a frozen-KV draft 1 to 8, the number of passes
@@ -90,7 +86,7 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """Buffers for the metadata of all steps of a draft, for batches of at most ``max_batch_size`` requests.
+    """Buffers for the metadata of all steps of a draft.
 
     Attributes:
         kv_indptr, kv_indices: ``[speculative_num_steps, max_batch_size + 1]`` and ``[speculative_num_steps, max_batch_size *
@@ -113,7 +109,7 @@ class PreparedDraft:
 
 
 def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> DraftBuffers:
-    """Allocate the buffers of a draft for all batches, as an engine does for its CUDA graphs.
+    """Allocate the buffers of a draft for batches of up to `max_batch_size` requests, as an engine does for its CUDA graphs.
 
     Tables start as 0 (MHA) or -1 (MLA), and ``kv_indptr`` as 0. Cells after a request's pages keep the values of earlier
     batches.
@@ -167,23 +163,34 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     ]
     groups = [passes] if draft.plan is DraftPlan.ONE_LAUNCH else [[each] for each in passes]
     launches = [prepare_passes(group, batch, pool) for group in groups]
-    if draft.plan is DraftPlan.COMMON_TEMPLATE:
-        launches.insert(0, _lists_launch(draft, batch, pool, buffers))
+    if buffers.kv_indices is not None and buffers.kv_indptr is not None:
+        ragged_lists = partial(
+            generate_draft_decode_kv_indices,
+            batch.req_pool_indices,
+            pool.req_to_token,
+            batch.seq_lens,
+            buffers.kv_indices,
+            buffers.kv_indptr,
+            batch.seq_lens,  # the position of a chain's next token is the request's length
+            topk=draft.topk,
+            page_size=pool.page_size,
+            schedule=draft.schedule,
+            v2p=pool.v2p,
+        )
+        launches.insert(0, ragged_lists)
 
-    def write() -> None:
-        for launch in launches:
-            launch()
-
-    return PreparedDraft(steps, write)
+    return PreparedDraft(steps, in_turn(launches, None))
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """Build the metadata of every step of a draft for a batch of the pool's requests in new tensors, as an eager pass of the
-    engine does. Raises the errors of `prepare_draft`.
-    """
+    """Build the metadata of every step of a draft in new tensors, as an eager pass does. Raises as `prepare_draft` does."""
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
     return tuple(DraftStep(step.metadata, _clone(step.kv_indptr), _clone(step.kv_indices)) for step in prepared.steps)
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
@@ -211,11 +218,6 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
 
 
 def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    """Return a function that allocates the metadata of one draft step for `max_rows` rows of the batch. It takes the step's
-    page table, or None for a new one.
-
-    All steps of MHA share one `cu_seqlens_q`.
-    """
     if not draft.attention.is_mla:
         boundaries = uniform_boundaries(max_rows, 1, pool.device)
         return lambda table: TRTLLMMHAMetadata.allocate(
@@ -231,26 +233,6 @@ def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tens
     return new_step
 
 
-def _lists_launch(
-    draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers
-) -> Callable[[], None]:
-    assert buffers.kv_indices is not None
-    assert buffers.kv_indptr is not None
-    return partial(
-        generate_draft_decode_kv_indices,
-        batch.req_pool_indices,
-        pool.req_to_token,
-        batch.seq_lens,
-        buffers.kv_indices,
-        buffers.kv_indptr,
-        batch.seq_lens,  # the position of a chain's next token is the request's length
-        topk=draft.topk,
-        page_size=pool.page_size,
-        schedule=draft.schedule,
-        v2p=pool.v2p,
-    )
-
-
 def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
     metadata = buffers.steps[step].leading(batch.batch_size)
     if buffers.kv_indptr is None or buffers.kv_indices is None:
@@ -262,25 +244,12 @@ def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
     return DraftStep(metadata, indptr, indices)
 
 
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
-
-
 def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
     """Return the batch that every pass of a frozen-KV draft uses, with `topk` branches per request (SGLang's
     `expand_for_topk_draft` in `frozen_kv_mtp_utils.py`). The host does not read the device.
 
-    Branch j of request i is row ``i * topk + j``; all branches of a request have the same pages.
-
-    Args:
-        batch: a DECODE batch of the target's requests, without SpecInfo. ``seq_lens`` counts the committed tokens.
-
-    Returns:
-        A batch of ``batch_size * topk`` rows in new tensors, with the same lengths and an empty ``out_cache_loc``.
-
-    Raises:
-        TypeError: `topk` is not an int.
-        ValueError: `topk` is below 1, or the batch is not a plain decode.
+    Branch j of request i is row ``i * topk + j`` of new tensors, with the pages and length of the request. ``out_cache_loc`` is
+    empty. Raises TypeError or ValueError unless `topk` is an int of 1 or more and the batch a plain decode.
     """
     check_int("topk", topk, 1, "it is the number of branches per request")
     if batch.forward_mode.query_rows is not QueryRows.ONE or batch.spec_info is not None:
@@ -303,9 +272,7 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
     """The metadata of every pass of one speculative iteration, and the launch `write` that fills it from the batch's tensors.
-
-    In the comments on the fields, ``seq_lens`` is that of the TARGET_VERIFY batch, and d its number of draft tokens per
-    request.
+    ``seq_lens`` is that of the TARGET_VERIFY batch, and d its number of draft tokens per request.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]  #: metadata of each decode pass, with lengths ``seq_lens + step + 1``
@@ -317,14 +284,12 @@ class PreparedIteration:
 def prepare_iteration(
     verify: ForwardBatch, pool: KVPool, *, speculative_num_steps: int, share_table: bool = True
 ) -> PreparedIteration:
-    """Allocate the metadata of all passes of a speculative iteration, and prepare the launch that fills it.
-
-    The metadata does not depend on which tokens are drafted or accepted.
+    """Allocate the metadata of all passes of a speculative iteration, and prepare the launch that fills it. It does not depend
+    on which tokens are drafted or accepted.
 
     Args:
-        verify: a TARGET_VERIFY batch: the requests, lengths and number of draft tokens of all passes. ``seq_lens`` counts the
-            tokens up to the last accepted token.
-        pool: the request table and slots, which draft and target share. It must have no sliding-window pages.
+        verify: a TARGET_VERIFY batch, whose ``seq_lens`` counts the tokens up to the last accepted token.
+        pool: the request table and slots, which draft and target share.
         speculative_num_steps: number of draft steps, one more than the draft's decode passes.
         share_table: use one page table for all passes. It has the pages of the pass with the largest lengths.
 

@@ -26,10 +26,6 @@ class VerifyMaskForm(NamedEnum):
 class VerifyMask:
     """A buffer for the bool mask of a verification of at most ``max_batch_size`` requests, each with ``num_draft_tokens`` draft
     tokens and at most ``max_context_len`` other tokens.
-
-    Raises:
-        TypeError: the buffer is not bool.
-        ValueError: the buffer's shape does not fit these sizes.
     """
 
     #: bool, one dimension, one byte per cell, with `verify_mask_cells` cells for the largest batch and the longest lengths
@@ -55,7 +51,6 @@ class VerifyMask:
         return self.buffer.nbytes
 
     def fits(self, batch_size: int) -> bool:
-        """Return True if the buffer has room for a verification of `batch_size` requests."""
         return batch_size <= self.max_batch_size
 
 
@@ -67,17 +62,9 @@ def verify_mask_cells(
     max_context_len: int,
     seq_lens_sum: int | None = None,
 ) -> int:
-    """Return the number of cells, of one byte each, in the bool mask of one verification.
-
-    It is ``d * seq_lens_sum + batch_size * d * d`` for FULL, and ``batch_size * d * d`` for QLEN_ONLY.
-
-    Args:
-        num_draft_tokens: d.
-        max_context_len: largest number of tokens in a request, without its draft tokens.
-        seq_lens_sum: tokens of all requests; None: every request has ``max_context_len`` tokens.
-
-    Raises:
-        ValueError: a size is negative, or ``seq_lens_sum`` is above ``batch_size * max_context_len``.
+    """Return the number of cells, of one byte each, in the bool mask of one verification of d = ``num_draft_tokens``: for FULL
+    ``d * seq_lens_sum + batch_size * d * d``, and ``batch_size * d * d`` for QLEN_ONLY. `seq_lens_sum` None: every request has
+    ``max_context_len`` tokens.
     """
     sizes = {
         "batch_size": batch_size,
@@ -114,14 +101,10 @@ def preallocate_verify_mask(
     For 256 requests, 4 draft tokens and 131,072 tokens of context it has 134,221,824 bytes (FULL) or 4,096 (QLEN_ONLY).
 
     Args:
-        form, max_batch_size, max_context_len: as in `VerifyMask`.
         num_draft_tokens: draft tokens of each request; None or 0 without speculation: the backend does not verify.
         skip_prefill: the backend belongs to draft steps, which do not verify.
         is_draft_runner: the backend belongs to a draft model, which does not verify. SGLang 0.5.23 allocates no mask for it
             (`maybe_create_verify_mask`); 0.5.14 does.
-
-    Raises:
-        ValueError: a size is negative.
     """
     cells = verify_mask_cells(form, max_batch_size, num_draft_tokens or 0, max_context_len=max_context_len)
     if not num_draft_tokens or skip_prefill or is_draft_runner:
@@ -135,9 +118,6 @@ def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
 
     SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for kernels that
     read it.
-
-    Raises:
-        ValueError: `batch_size` is above the mask's `max_batch_size`.
     """
     if not mask.fits(batch_size):
         raise ValueError(
@@ -150,14 +130,8 @@ def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
 def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
     """Write the mask of a chain of drafts (top-k 1): each draft token sees the prefix, the draft tokens before it, and itself.
 
-    The other cells of the buffer become True. The host does not read the device, so a length above ``max_context_len`` is not
-    refused.
-
-    Args:
-        seq_lens: ``[batch_size]`` int32 or int64 on the mask's device, tokens of each request without its draft tokens.
-
-    Raises:
-        ValueError: the lengths are on another device, or the mask is too small for the batch.
+    `seq_lens`, ``[batch_size]`` int32 or int64, does not count draft tokens. The other cells of the buffer become True. The
+    host does not read the device, so a length above ``max_context_len`` is not refused.
     """
     if seq_lens.device != mask.buffer.device:
         raise ValueError(f"seq_lens is on {seq_lens.device} but the mask on {mask.buffer.device}: use one device")

@@ -24,8 +24,6 @@ class CapturedVerify(VerifyBackend):
     """A `VerifyBackend` for verify passes in CUDA graphs. A plan writes the inputs and the metadata of a captured batch size.
 
     Args:
-        num_draft_tokens: query rows of each request.
-        batch_sizes: the captured sizes, in any order. A batch is padded to the smallest size that holds it.
         attention: the backend that makes the metadata's buffers: TRT-LLM MHA, or TRT-LLM MLA. The MLA kernel takes no mask:
             with MLA, `mask` must be None.
         mask: a buffer for the decode call's packed mask (see `PlannedVerify`) of ``max(batch_sizes)`` requests; None: causal.
@@ -62,9 +60,7 @@ class CapturedVerify(VerifyBackend):
         return self.pool.device
 
     def planned(self, batch_size: int) -> PlannedVerify:
-        """Return the buffers of the smallest captured batch size for `batch_size` requests. Raises ValueError if all are
-        smaller.
-        """
+        """Return the buffers of the smallest captured batch size for `batch_size` requests."""
         return self._planned[size_for(batch_size, list(self._planned))]
 
     def check(self, batch: ForwardBatch) -> None:
@@ -87,11 +83,8 @@ class CapturedVerify(VerifyBackend):
 
 
 class ChainVerify(CapturedVerify):
-    """Plans the verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft.
-
-    Args:
-        verify_mask: the mask that SGLang's draft fills while it builds a tree. No kernel reads it. None: the draft allocates
-            one.
+    """Plans the verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft. SGLang's draft
+    fills `verify_mask` while it builds a tree, and no kernel reads it; None: the draft allocates one.
     """
 
     fix_up = FixUp.NONE

@@ -15,8 +15,8 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import with_padding_requests
+from lab.metadata.mha.backend import AttentionLayer, PlannedCall
 from lab.metadata.mha.block_sparse import PAGE_SIZE
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.dsv4 import DSV4Cache

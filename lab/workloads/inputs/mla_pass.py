@@ -13,8 +13,8 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.mla.calls import MLALayer
-from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata, prepare_mla_dcp_attention
+from lab.metadata.mla.backend import MLALayer, prepare_mla_dcp_attention
+from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.dsv4 import NO_ENTRY, DSV4Cache, DSV4Layer, build_dsv4_metadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata, replan_outgrown
 from lab.references.errors import Truth

@@ -11,9 +11,9 @@ from torch import Tensor
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mha.backend import AttentionLayer
 from lab.metadata.mha.block_sparse import NUM_PAGES
-from lab.metadata.mha.calls import AttentionLayer
-from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.backend import MLALayer
 from lab.metadata.mla.dsv4 import DSV4Cache, DSV4Layer
 from lab.metadata.mla.metadata import QueryLayout
 from lab.references.errors import Truth

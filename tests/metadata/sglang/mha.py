@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, PagedKVCache
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
-from lab.metadata.mha.buffers import MHAGraphMetadata
-from lab.metadata.mha.calls import AttentionLayer, CallSettings
+from lab.metadata.mha.backend import AttentionLayer, CallSettings
+from lab.metadata.mha.metadata import MHAGraphMetadata
 
 Load = Callable[[str], ModuleType]
 
@@ -172,7 +172,7 @@ def calls_of(
         load: as above.
         backend: from `new_backend`, after `init_forward_metadata`.
         server: from `server_batch`.
-        layer, query, cache: as for `lab.metadata.mha.calls.call_arguments`; the cache is NHD.
+        layer, query, cache: as for `lab.metadata.mha.backend.call_arguments`; the cache is NHD.
         attn_type: a member of SGLang's `AttentionType`.
         new: K, and V, of the new tokens, which are saved; None: they are in the cache.
         attributes: of the backend, instead of those of a cache that is not quantised.

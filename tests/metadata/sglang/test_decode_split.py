@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lab import references
 from lab.metadata import ForwardMode
-from lab.metadata.mha.calls import CallSettings, call_arguments
+from lab.metadata.mha.backend import CallSettings, call_arguments
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from tests.metadata.noted import NotedCalls

@@ -15,7 +15,7 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.backend import MLALayer
 from lab.metadata.mla.dsa import DSABackend, DSAMetadata, Indexer, build_dsa_metadata
 from lab.references.forward_metadata import dsa_forward_metadata
 from tests.devices import IN_INTERPRETER

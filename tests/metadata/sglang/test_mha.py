@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lab.calls.problem import E4M3
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, build_mha_metadata
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mha.calls import (
+from lab.metadata.mha.backend import (
     AttentionLayer,
     attention_call,
     call_arguments,

@@ -24,22 +24,17 @@ from lab.metadata import (
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.calls import (
+from lab.metadata.mla.backend import (
     MLALayer,
+    TRTLLMMLABackend,
+    merge_by_lse,
     mla_call_arguments,
     mla_query,
-    prepare_mla_prefill,
-    quantised_prefill,
-)
-from lab.metadata.mla.context_parallel import (
-    DecodeContextParallel,
-    build_mla_dcp_metadata,
     prepare_mla_dcp_attention,
 )
+from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import replan_outgrown
-from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
-from lab.metadata.mla.rows import merge_by_lse
+from lab.metadata.mla.prefill import plan_prefix_chunks, prepare_mla_prefill, prepare_prefix_chunk, quantised_prefill
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases, mla_truth, of_mla

@@ -10,7 +10,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4
 from lab.metadata import ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
-from lab.metadata.mha.calls import AttentionLayer, CallDtypes, attention_call, call_arguments, call_dtypes, plan_calls
+from lab.metadata.mha.backend import AttentionLayer, CallDtypes, attention_call, call_arguments, call_dtypes, plan_calls
 from tests.metadata.batches import Case, build
 from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, Load, calls_of, new_backend, server_batch
 from tests.metadata.sglang.wheel import sglang_fixture
