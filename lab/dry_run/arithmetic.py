@@ -41,8 +41,6 @@ FOLLOWED = frozenset(
 
 @dataclass(frozen=True)
 class _Request:
-    """One request of a kernel launch: its query rows and keys, read from the offsets and lengths that the launch got."""
-
     number: int  #: index in the batch
     first_row: int  #: index of the first query row
     num_rows: int  #: number of query rows
@@ -85,11 +83,7 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 
 
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
-    """Write the LSE of each row, padding rows included, from softmax statistics that an earlier launch wrote (`lse.cuh`).
-
-    The statistics of a row and head are (m, d): m is the largest logit and d the sum of exp(logit - m). The LSE is lse_scale *
-    (log2(e) m + log2(d)).
-    """
+    """Write the LSE of each row from statistics (m, d): the largest logit and the sum of exp(logit - m) (`lse.cuh`)."""
     shape = (given.n // given.num_heads_q, given.num_heads_q)
     stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
     strides_bytes = (4 * given.lse_stride_tokens, 4 * given.lse_stride_heads)
@@ -98,7 +92,6 @@ def _write_lse(given: LseArguments, memory: HostMemory) -> None:
 
 
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
-    """Raise NotImplementedError if a launch has a custom or chunked mask, or a pointer that this module does not read."""
     if kernel.mask is MaskType.CUSTOM or params.chunked_attention_size_log2:
         raise NotImplementedError(f"{kernel.name} has a custom or chunked mask, which no call of the lab's has")
     named = [(each.name, getattr(params, each.name)) for each in fields(params)]
@@ -110,17 +103,11 @@ def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
 
 
 def _has_two_pools(params: KernelParams) -> bool:
-    """Return True for a launch of DeepSeek-V4's call, which reads a window's pool and a compressed pool. It is the only call
-    with selected entries and a window.
-    """
     return bool(params.sparse_attn_top_k) and params.attention_window_size == WINDOW_COLUMNS
 
 
 def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_Request]:
-    """Return the requests of a launch. A block-sparse launch has a list of lengths for each K/V head, and the list of
-    `kv_head` is read; any other launch has one list, and `kv_head` must be 0. Raises UnsoundLaunchError if lengths and
-    offsets contradict each other.
-    """
+    """Return the requests of a launch. A block-sparse launch has lengths for each K/V head; others have only head 0."""
     count = params.batch_size
     lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (kv_head + 1, count), torch.int32)[kv_head].tolist()
     if params.ptr_cum_seq_lens_q:
@@ -153,10 +140,7 @@ def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_R
 
 
 class _Attention:
-    """The inputs and outputs of a launch, as views of the memory to which its descriptors and pointers point.
-
-    `kv_head` is the K/V head to compute, with its query heads, in a block-sparse launch; None computes all heads.
-    """
+    """The inputs and outputs of a launch, of one K/V head with its query heads in a block-sparse launch."""
 
     def __init__(
         self,
@@ -186,7 +170,6 @@ class _Attention:
         self.out_scale = self._scale("bmm2_scale", params.ptr_output_scale, params.output_scale)
 
     def run(self, request: _Request) -> None:
-        """Compute the attention of one request's rows, and write their outputs and softmax statistics."""
         positions = request.kv_len - request.num_rows + torch.arange(request.computed)
         ends = torch.full_like(positions, request.kv_len) if self.kernel.sees_all_keys else positions + 1
         starts = torch.zeros_like(positions)
@@ -210,9 +193,7 @@ class _Attention:
         self._attend(request.first_row + rows, keys, values, hidden)
 
     def _attend(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Compute the attention of query rows over keys and values, and write the output. A row does not see a key where
-        `hidden`, bool [rows, keys], is True.
-        """
+        """Write the output of query rows. A row does not see a key where `hidden`, bool [rows, keys], is True."""
         logits = torch.einsum("rhgd,khd->rhgk", self.query[rows].double(), keys) * self.scale_log2
         logits.masked_fill_(hidden[:, None, None, :], -math.inf)
         largest = logits.amax(-1)
@@ -226,22 +207,17 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the queries, [num_rows, num_qo_heads, head_dim], from their descriptor, which has the dimensions (head_dim,
-        heads, groups, rows).
-        """
+        """Return [num_rows, num_qo_heads, head_dim]. The descriptor has the dimensions (head_dim, heads, groups, rows)."""
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
-        """Return a scale: the float32 at the address `pointer`, or `number` if the address is 0. `what` names it in errors."""
         given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
         return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return K (`side` "K") or V ("V") of a request for its keys from `first` to before `end`, float64 [end - first,
-        num_kv_heads, head_dim].
-        """
+        """Return a request's K or V for keys from `first` to before `end`, float64 [keys, num_kv_heads, head_dim]."""
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
             return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
@@ -252,13 +228,7 @@ class _Attention:
         return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
 
     def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the entries (latent keys) that a query row selects, float64 [entries, 1, head_dim of K]. V is a part of K.
-
-        The table of selections has one row per query row, with indices of entries in the pool, whose descriptor has the
-        dimensions (head_dim, entries). `sparse_mla_top_k_lens` has the number of indices that a row uses; without it, a row
-        uses `position` + 1. If the launch has two pools, the first 128 columns have indices in the window's pool, and a row
-        uses at most `position` + 1 of them.
-        """
+        """Return the latent keys that a query row selects, float64 [entries, 1, head_dim of K]. V is a part of K."""
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
             raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
@@ -272,9 +242,7 @@ class _Attention:
         return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
 
     def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
-        """Return the entries of a pool at the indices `places`, float64 [entries, 1, head_dim of K]; -1 is skipped. `member` is
-        the name of the pool's TMA descriptor.
-        """
+        """Return the entries of a pool at the indices `places`, float64 [entries, 1, head_dim of K]; -1 is skipped."""
         tensor_map, dtype = self.maps[member], self.kernel.dtype_k
         places = places[places >= 0].long()
         if not len(places):
@@ -301,9 +269,7 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return K (`side` "K") or V ("V") of `count` unpaged tokens from index `first` on: float64 [count, num_kv_heads,
-        head_dim]. Their descriptor has the dimensions (head_dim, rows, heads, 1).
-        """
+        """Return unpaged K or V, float64 [count, num_kv_heads, head_dim]. Descriptor: (head_dim, rows, heads, 1)."""
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
             raise UnsoundLaunchError(
@@ -317,7 +283,7 @@ class _Attention:
         ).double()
 
     def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Return K (`side` "K") or V ("V") of whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
+        """Return whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
         stored = self._page_rows(side, f"tma{side}_", ids, page_size, self._dtype(side))
         if self._dtype(side) != torch.uint8:
             tokens = stored.double()
@@ -327,9 +293,10 @@ class _Attention:
         return tokens.transpose(1, 2).flatten(0, 1)
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row is the data of one token in one
-        head. The descriptor named `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent
-        rows into one. `side`, "K" or "V", names the pages in errors.
+        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row].
+
+        The descriptor has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
+
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

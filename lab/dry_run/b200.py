@@ -23,9 +23,7 @@ from lab.kernels import trtllm
 
 @functools.cache
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Return FlashInfer's attention function with this name, for CPU tensors. Raises AttributeError unless it is the decode,
-    context, MLA, ragged or DeepSeek-V4 call. A call raises NotImplementedError if the launcher cannot be compiled here.
-    """
+    """Return FlashInfer's attention function with this name, for CPU tensors."""
     if name not in {each.value for each in SWEPT}:
         raise AttributeError(name)
     function = getattr(trtllm, name)

@@ -43,7 +43,7 @@ class NotBuiltError(RuntimeError):
 
 
 def why_not_built() -> str | None:
-    """Return a sentence that names the package, compiler or source that is missing to compile the launcher; None if none is."""
+    """Return a sentence that names what is missing to compile the launcher; None if nothing is."""
     missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
     if missing:
         return sentence("a dry run", missing)
@@ -58,9 +58,6 @@ def why_not_built() -> str | None:
 
 
 def nvcc() -> str | None:
-    """Return the path of nvcc: the environment variable `NVCC`, or else the first nvcc in PATH, `CUDA_HOME` and
-    /usr/local/cuda. Return None if there is none.
-    """
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     candidates = [os.environ.get("NVCC"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
     return next((each for each in candidates if each and os.access(each, os.X_OK)), None)
@@ -80,9 +77,10 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the path of the launcher's library, compiled with a kernel table (by default `kernel_table.newest()`). If the
-    cache does not have it, it is compiled, which takes about a minute on an idle core. Raises NotBuiltError, with the sentence
-    of `why_not_built` or nvcc's output, if it cannot be compiled.
+    """Return the path of the launcher's library, compiled with a kernel table (by default `kernel_table.newest()`).
+
+    Compiling takes about a minute on an idle core. Raises NotBuiltError if it fails.
+
     """
     reason = why_not_built()
     if reason is not None:
@@ -100,7 +98,6 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
 
 
 def is_built() -> bool:
-    """Return True if the cache has the library for `kernel_table.newest()`. Call it only if `why_not_built` returns None."""
     return (cache_folder() / digest(generated(kernel_table.newest())) / LIBRARY).exists()
 
 
@@ -147,9 +144,6 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def digest(made: dict[str, str]) -> str:
-    """Return the name of the folder in the cache for the compiled library: a digest of sources, flags, compiler and the
-    generated headers `made`.
-    """
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),

@@ -79,7 +79,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What nvcc says about one source file of FlashInfer for a shape: whether it can be compiled, and its shared memory."""
+    """What nvcc says about one source file of FlashInfer for a shape."""
 
     source: str  #: file name
     #: the first assertion that fails, with its file and line, or another error of nvcc or FlashInfer; None if the source
@@ -90,9 +90,10 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Check the assertions in each kernel source of FlashInfer's module for a shape. Return one result per source; FlashInfer
-    supports the shape if all sources do. Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc failed
-    for a reason other than an assertion.
+    """Check the assertions in each kernel source of FlashInfer's module for a shape. FlashInfer supports the shape if all do.
+
+    Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc failed for another reason than an assertion.
+
     """
     reason = build.why_not_built()
     if reason is not None:
@@ -140,7 +141,6 @@ def _fmha_v2(shape: Shape) -> tuple[Compiled, ...]:
 
 @functools.cache
 def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -> tuple[Mapping[str, str], list[str]]:
-    """Return the sources that FlashInfer generates for fmha_v2 over a paged cache (by file name), and their compiler flags."""
     from flashinfer.jit import gen_fmha_v2_module
 
     with flashinfer_targets(capability):
@@ -172,17 +172,7 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Check the assertions in one source with nvcc.
-
-    Args:
-        shape: the shape, whose compute capability limits the shared memory.
-        name, text: file name and text of the source; the text may include another file.
-        flags: FlashInfer's compiler flags.
-        shared_memory: the C++ expression of the kernel's shared memory in bytes.
-
-    Raises:
-        RuntimeError: nvcc reached neither a failing assertion of the source nor the added one.
-    """
+    """Check the assertions in one source with nvcc. `shared_memory` is a C++ expression of a number of bytes."""
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
     data = build.flashinfer_data()
@@ -212,9 +202,6 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
 
 
 def _assertion(error: re.Match[str]) -> str:
-    """Return what an error of nvcc says, with its file and line: the source text of a failed assertion or of a division with a
-    remainder, else nvcc's message.
-    """
     path, words = Path(error["path"]), error["words"]
     text = "\n".join(path.read_text().splitlines()[int(error["line"]) - 1 :])
     statement = " ".join(text[: text.index(";")].split())
@@ -236,9 +223,7 @@ def _too_much(capability: Capability, needed_bytes: int | None) -> str | None:
 
 @functools.cache
 def _cublas() -> dict[str, str]:
-    """Return headers, by file name, that declare the names of cuBLAS in a utility header of fmha_v2. No kernel uses these
-    names, but the real headers are missing on many machines.
-    """
+    """Return headers that declare the names of cuBLAS in a utility header of fmha_v2. No kernel uses these names."""
     text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
     types, constants, functions = (
         sorted(set(re.findall(pattern, text))) for pattern in (r"\bcublas\w+_t\b", r"\bCUBLAS\w+", r"\b(cublas\w+)\(")

@@ -60,7 +60,6 @@ class JudgedShape:
 
     @property
     def refusal(self) -> str | None:
-        """Return the first assertion that fails in one of the sources; None if all sources support the shape."""
         return next((each.refusal for each in self.verdicts if each.refusal is not None), None)
 
 
@@ -137,7 +136,6 @@ def _context() -> Iterator[Shape]:
 
 
 def problem(shape: Shape) -> PagedAttention:
-    """Return the attention problem (sizes and CPU tensors) of a shape, with one request and one K/V head."""
     sizes: dict[str, Any] = {
         "q_len": shape.q_len,
         "max_kv_len": shape.q_len,
@@ -163,7 +161,6 @@ def judged(shape: Shape) -> str | None:
 
 
 def record(folder: Path, report: Callable[[str], None] = print) -> None:
-    """Compile every shape, and write compiled.json and compiled.md into a folder. `report` gets a line about each shape."""
     version = subprocess.run([str(build.nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
     facts = environment() | {"nvcc": version.splitlines()[-1]}
     rows = []
@@ -201,9 +198,6 @@ def _words(shape: Shape) -> str:
 
 
 def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
-    """Return the text of compiled.md: which shapes compile, and which assertion fails for the others, with the environment
-    (`facts`).
-    """
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]
     refused = sum(row.refusal is not None for row in rows)
     differ = [row for row in rows if (row.refusal is None) != (row.why_not is None)]
@@ -270,10 +264,6 @@ def _section(
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
 ) -> list[str]:
-    """Return the lines of a section: a heading, and a Markdown table with one row for each value of `key`. `columns` has the
-    headings for the values. The other cells list the shapes that compile, those that do not, and those that only the lab
-    refuses; `item` returns the text of a shape.
-    """
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     gathered: dict[tuple[Any, ...], list[JudgedShape]] = {}

@@ -26,9 +26,9 @@ class HostMemory:
     def view(
         self, what: str, address: int, shape: Sequence[int], strides_bytes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the memory at an address as a tensor, without copying. `what` names the view in error messages, such as "K's
-        descriptor". Strides must not be negative. Raises UnsoundLaunchError if the view is not inside one of the call's
-        tensors, or if its address or a stride is not a whole number of elements.
+        """Return the memory at an address as a tensor, without copying. `what` names it in errors. Raises UnsoundLaunchError if
+        the view is not inside one of the call's tensors, or if its address or a stride is not a whole number of elements.
+
         """
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -47,7 +47,7 @@ class HostMemory:
         return elements.as_strided(tuple(shape), tuple(stride // dtype.itemsize for stride in strides_bytes))
 
     def array(self, what: str, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory at an address as a contiguous tensor, without copying. Raises the errors of `view`."""
+        """Return the memory at an address as a contiguous tensor, like `view`."""
         strides_bytes: list[int] = []
         step = dtype.itemsize
         for size in reversed(shape):

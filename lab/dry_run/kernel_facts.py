@@ -60,9 +60,7 @@ class KernelFacts:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the properties of the kernel with this name. Raises KeyError if the lab's kernel table has no such kernel, or if
-    `DTYPES` lacks one of its dtypes.
-    """
+    """Return the properties of the kernel with this name. Raises KeyError for an unknown name or dtype."""
     table, rows = _newest()
     row = table.row(rows[name])
     dtype = {side: DTYPES[row[f"mDataType{side}"]] for side in "QKVO"}

@@ -45,12 +45,11 @@ class KernelTable:
         return {name: values[index] for name, values in self.columns.items()}
 
     def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
-        """Return the columns in `members` that the table does not have, sorted. The function `header` writes false for them."""
         return tuple(sorted(members - set(self.columns)))
 
 
 def parsed(text: str, source: str) -> KernelTable:
-    """Parse the text of a header `flashInferMetaInfo.h`. `source` names its origin. Raises ValueError for another text."""
+    """Parse the text of a header `flashInferMetaInfo.h`. Raises ValueError for another text."""
     struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
     rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
     if struct is None or not rows:
@@ -67,9 +66,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return the content of the file in which the lab keeps a kernel table: xz-compressed text, one line per column, like `type
-    name: value,value,...`.
-    """
+    """Return the content of the lab's file: xz-compressed text, one line per column, like `type name: value,value,...`."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -92,15 +89,11 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the kernel table that is stored in the lab's own package."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 
 def newest() -> KernelTable:
-    """Return the first of these tables that exists: the one in the folder that the environment variable `FLASHINFER_CUBIN_DIR`
-    names, the one in the installed flashinfer-cubin, the one in the lab's own file. Raises ValueError for a folder with several
-    tables.
-    """
+    """Return the table in the folder `FLASHINFER_CUBIN_DIR`, or of the installed flashinfer-cubin, or the lab's own."""
     folder = os.environ.get("FLASHINFER_CUBIN_DIR")
     if folder and any(Path(folder).rglob(HEADER_NAME)):
         return parsed(header_text(Path(folder)), f"FLASHINFER_CUBIN_DIR={folder}")
@@ -113,9 +106,7 @@ def newest() -> KernelTable:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return a kernel table as the text of a header `flashInferMetaInfo.h`, for a launcher that reads the columns `members`. A
-    column that the table does not have is false in every row.
-    """
+    """Return the text of a header `flashInferMetaInfo.h` for a launcher that reads the columns `members`."""
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
     struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]
@@ -144,7 +135,6 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
 
 
 def header_text(path: Path) -> str:
-    """Return the text of the one file `flashInferMetaInfo.h` in a wheel or folder. Raises ValueError unless there is one."""
     if path.is_file():
         with zipfile.ZipFile(path) as wheel:
             found = [name for name in wheel.namelist() if name.endswith(HEADER_NAME)]

@@ -47,7 +47,6 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the entry of `GPUS` with this name. Raises ValueError for an unknown name."""
     if name not in GPUS:
         raise ValueError(f"there is no dry run of {name!r}; known are {', '.join(GPUS)}")
     return GPUS[name]
@@ -58,9 +57,7 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """FlashInfer's compiled launcher with a fake CUDA, loaded for one GPU. Each GPU needs a copy of its own, because the
-    launcher caches the properties of the GPU.
-    """
+    """FlashInfer's compiled launcher with a fake CUDA. It caches properties of the GPU, so each GPU needs its own copy."""
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -82,7 +79,7 @@ class Launcher:
         self._library.FlashInferSetCubinCallback(self._give_cubin)
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the CUDA calls that the launcher has made since the last `clear`, in order, as one dictionary per call."""
+        """Return the CUDA calls that the launcher has made since the last `clear`, in order."""
         return list(json.loads(self._library.dry_run_log()))
 
     def clear(self) -> None:
@@ -94,9 +91,6 @@ class Launcher:
         return tensor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return the launcher's C++ function with this name. If a call of it fails, it raises `LaunchError` with the messages
-        of the launcher and of the fake driver.
-        """
         function = getattr(self.module, name)
 
         def call(*arguments: Any) -> Any:
@@ -120,7 +114,4 @@ class Launcher:
 
 @functools.cache
 def launcher_for(gpu: Gpu) -> Launcher:
-    """Return the launcher for a GPU, which is compiled and loaded at the first call. Raises `lab.dry_run.build.NotBuiltError`
-    if it cannot be compiled here.
-    """
     return Launcher(gpu)

@@ -168,5 +168,4 @@ def _params(given: dict[str, Any]) -> KernelParams:
 
 
 def _spelled(name: str) -> str:
-    """Convert the name of a member of FlashInfer's struct to snake case: "mBatchSize" becomes "batch_size"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", re.sub(r"^m(?=[A-Z])", "", name)).lower()

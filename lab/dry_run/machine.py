@@ -51,14 +51,13 @@ class Machine:
 
     @property
     def launcher(self) -> Launcher:
-        """Return trtllm-gen's launcher. It is compiled at the first access; raises NotBuiltError if that is not possible."""
+        """Return trtllm-gen's launcher, compiled at the first access. Raises NotBuiltError."""
         if self._launcher is None:
             self._launcher = launcher_for(self.gpu)
             self._launcher.clear()
         return self._launcher
 
     def called(self) -> "Launcher | _Computing":
-        """Return the launcher that FlashInfer calls in place of its own. It also computes outputs if `computes` was True."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
@@ -149,9 +148,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Find all attributes of modules of FlashInfer and the lab whose value is one of these functions. Return (module,
-    attribute name, function) for each.
-    """
+    """Return (module, attribute name, function) of each attribute that is one of these functions."""
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
     return tuple(
@@ -163,9 +160,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return the functions of FlashInfer that query the GPU or compile a module, each with the function that replaces it for
-    the machine `made`.
-    """
+    """Return what replaces FlashInfer's functions that query the GPU or compile a module."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -194,9 +189,7 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return FlashInfer's modules utils, decode, prefill, mla and xqa (`ENTRIES`). Since FlashInfer 0.6.8 `mla` is a package,
-    and its module `_core`, which has the functions, is returned instead.
-    """
+    """Return FlashInfer's modules in `ENTRIES`. Since 0.6.8 `mla` is a package, and its functions are in `_core`."""
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]
 
@@ -206,14 +199,11 @@ def _answer(value: Any) -> Function:
 
 
 def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
-    """Return a replacement for FlashInfer's `JitSpec` of the launcher. Its `build_and_load` returns `launcher`."""
     return SimpleNamespace(build_and_load=lambda: launcher, get_library_paths=lambda: ())
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for `compiles`, a function of FlashInfer that compiles a kernel module. The returned module only
-    records its calls in `made`, under the name `backend`.
-    """
+    """Return a replacement for a function that compiles a kernel module. The returned module only records its calls."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:
@@ -236,7 +226,6 @@ class _NotedModule:
 
 
 def _forget_cached() -> None:
-    """Clear the caches of those functions of FlashInfer whose results depend on the GPU."""
     for module in _entries():
         for name, value in vars(module).items():
             if name.startswith(("is_sm", "get_trtllm_gen")) and hasattr(value, "cache_clear"):

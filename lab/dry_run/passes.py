@@ -71,9 +71,7 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A named forward pass and its attention calls on the absent GPU. A mixed batch may have two calls: one for its decode
-    requests, one for its other requests.
-    """
+    """A named forward pass and its attention calls. A mixed batch may have two, one for its decode requests."""
 
     name: str
     case: ForwardCase | MLACase
@@ -114,9 +112,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words, such as "hnd", that distinguish this case from other cases of check M1 in the same forward mode. Names of
-    scenarios have the same words.
-    """
+    """Yield words, such as "hnd", that distinguish this case from other cases of M1 in the same forward mode."""
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
     elif case.draft_step is not None:
@@ -153,18 +149,12 @@ def _mla_options(case: MLACase) -> Iterator[str]:
 def dry_run(
     gpu_name: str, cases: Iterable[tuple[str, ForwardCase | MLACase]], before_build: Callable[[], object] = lambda: None
 ) -> DryRun:
-    """Return the kernels and launches of forward passes on an absent GPU.
+    """Return the kernels and launches of named forward passes on an absent GPU in `lab.dry_run.GPUS`.
 
     For SM100 and SM103 FlashInfer's launcher selects the kernels, if it can be compiled here. Otherwise the rules of
-    `lab.kernels.support` name them. For a GPU without FlashInfer's TRT-LLM kernels, the lab's portable kernels are named.
+    `lab.kernels.support` name them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
+    ValueError if the GPU is unknown.
 
-    Args:
-        gpu_name: a name in `lab.dry_run.GPUS`.
-        cases: the name and the case of each pass.
-        before_build: called before the launcher is compiled, which takes a minute.
-
-    Raises:
-        ValueError: the GPU is unknown.
     """
     gpu, reason = gpu_named(gpu_name), why_no_launcher(gpu_name)
     with ExitStack() as stack:
@@ -183,7 +173,6 @@ def dry_run(
 
 
 def why_no_launcher(gpu_name: str) -> str | None:
-    """Return a sentence that says why FlashInfer's launcher cannot be used in a dry run for this GPU; None if it can."""
     family = family_of(GPUS[gpu_name].capability)
     if family is None or family.trtllm_backend != "trtllm-gen":
         return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
@@ -199,7 +188,7 @@ def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tupl
 
 
 class _NotedCalls:
-    """An implementation of FlashInfer's functions that only records the kernel and the launches of each call."""
+    """FlashInfer's functions, which only record the kernel and the launches of each call."""
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
@@ -257,7 +246,6 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
 
 
 def _unwritten_entries(case: MLACase, pool: KVPool) -> Any:
-    """Return an uninitialised MLA cache for a pool; for DeepSeek-V4, an uninitialised cache with both of its pools."""
     if case.compress_ratio is None:
         return PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
     empty = DSV4Cache.over(pool, 0, case.kv_dtype, case.compress_ratio)
@@ -265,7 +253,6 @@ def _unwritten_entries(case: MLACase, pool: KVPool) -> Any:
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
-    """Return a K/V cache with the shape of the one that `KVPool.new_cache` returns, but uninitialised."""
     num_pages = pool.swa_num_pages if case.sliding_window else pool.num_pages
     assert num_pages is not None
     page = (case.page_size, case.model.num_kv_heads)

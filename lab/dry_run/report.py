@@ -39,11 +39,7 @@ def profiled_kernels(path: Path) -> Profiled:
 
 
 def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
-    """Return a table with one row per forward pass. Its JSON also has grid, block and shared memory of every launch.
-
-    `profiled` has, by scenario, the kernels that ran on a real GPU. If it is given, the report says which passes launch other
-    kernels in the dry run. The exit status is then WRONG if there is such a pass, and NOT_JUDGED if no pass is in `profiled`.
-    """
+    """Return a table with one row per forward pass. `profiled` has the kernels that ran on a real GPU."""
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {
         "pass": lambda each: words(each.name),
@@ -69,7 +65,6 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
 
 def _is_same(dry_pass: DryPass, names: tuple[str, ...]) -> bool:
-    """Return True if a pass launches exactly the attention kernels in `names`, which are C++ signatures from a profiler."""
     launched = {short_name(launch) for call in dry_pass.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(
@@ -134,7 +129,6 @@ def _refused(run: DryRun, each: DryPass) -> Cell:
 
 
 def _failure(run: DryRun, failure: str | None) -> str | None:
-    """Return a sentence for the report about an error of the launcher (`failure`); None if there was none."""
     if failure is None:
         return None
     if "Missing TRTLLM-GEN kernel" not in failure:
@@ -145,7 +139,7 @@ def _failure(run: DryRun, failure: str | None) -> str | None:
 
 
 def short_name(launch: Launch) -> str:
-    """Return the name of a launch's kernel. A C++ mangled name is reduced to the name of the function."""
+    """Return the name of a launch's kernel; of a C++ mangled name, the function's name."""
     rest, name = launch.name.removeprefix("_Z").removeprefix("N"), ""
     while found := re.match(r"\d+", rest):  # in a nested name, each part follows its length
         start, end = found.end(), found.end() + int(found[0])

@@ -94,17 +94,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield the verdicts on many calls of each function, for a GPU with SM100 or SM103.
-
-    Args:
-        gpu_name: a name in `lab.dry_run.launcher.GPUS`.
-        drawn: number of random calls of each function, in addition to the systematic ones (`points`).
-        every: judge only each `every`-th call.
-        seed: seed of the random calls.
-
-    Raises:
-        NotBuiltError: the launcher cannot be compiled here.
-    """
+    """Yield the verdicts on every `every`-th of many calls of each function; `drawn` of them are random."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
@@ -120,7 +110,6 @@ def unguarded_machine(gpu: str) -> Iterator[Machine]:
 
 
 def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
-    """Return whether the lab and the launcher support the call that a point (a value for each axis) describes."""
     problem = SWEPT[call].make(point).problem()
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
@@ -140,9 +129,6 @@ def _agreement(
     kernel: Kernel,
     problem: Problem,
 ) -> str:
-    """Return how the lab and the launcher agree about a call: `Verdict.agreement`. `refusal` is the lab's sentence, and
-    `failure` the launcher's error or a sentence about a misread call; None if the call is accepted.
-    """
     if refusal is None and failure is None:
         return "taken by both"
     if failure is None:
@@ -168,9 +154,7 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True if the launcher of FlashInfer 0.7.2 would select, for a problem, a kernel that the kernel table of 0.6.13
-    lacks: a decode of bfloat16 queries over an e4m3 cache, or a grouped MLA kernel (`usesGroupedMlaGenerationKernel`).
-    """
+    """Return True if the launcher of FlashInfer 0.7.2 would select a kernel that the table of 0.6.13 lacks."""
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -184,7 +168,6 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 
 
 def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
-    """Return True for an MLA call if the launcher fails when the call has more and longer requests than `point`."""
     if call is not AttentionCall.MLA_DECODE:
         return False
     failure, _ = _launched(gpu, call, point | {"batch_size": 40, "max_kv_len": 131072})
@@ -192,9 +175,7 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Make the call that a point describes. Return (error, None) if it fails, and (None, None) if it launches no attention
-    kernel. Else return the sentence of `misread` (None if the launch reads the call correctly) and the kernel's name.
-    """
+    """Return (error, None) for a failed call, and (what is misread, kernel) for a launch."""
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
@@ -214,7 +195,6 @@ def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | No
 
 
 def _survives(call: AttentionCall, arguments: Any) -> bool:
-    """Make a call in a child process. Return False if a division by 0 in the launcher kills the child."""
     child = os.fork()
     if child == 0:
         try:
@@ -225,9 +205,7 @@ def _survives(call: AttentionCall, arguments: Any) -> bool:
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:
-    """Return a sentence about the first property of a problem (sizes, strides or mask) that a launch misreads; None if it reads
-    all properties correctly.
-    """
+    """Return a sentence about the first size, stride or mask that a launch misreads; None if it reads all correctly."""
     sizes = re.search(r"H(?:Qk)?(\d+)(?:HV(\d+))?(?:HVPerCta\d+)?(?:Packed|Paged|Separate|Contiguous)", launch.name)
     assert sizes is not None, launch.name
     of_kernel = (int(sizes[1]), int(sizes[2] or sizes[1]))
@@ -283,10 +261,7 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Return True if a TMA descriptor has the address and the strides of `side` (K or V, [pages, tokens, heads, head_dim]).
-    Strides of dimensions of size 1 are not compared. A descriptor may join adjacent tokens into one row; with `is_joined` it
-    must.
-    """
+    """Return True if a TMA descriptor has the address and strides of `side` (K or V, [pages, tokens, heads, head_dim])."""
     pages, tokens, heads, width = side.shape
     page, token, head = (stride * side.element_size() for stride in side.stride()[:3])
     if tma.address != side.data_ptr():
@@ -299,7 +274,6 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
 
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """Return for each function how many calls had each kind of agreement or disagreement (`Verdict.agreement`)."""
     counts: dict[str, Counter[str]] = {call.value: Counter() for call in SWEPT}
     for verdict in verdicts:
         counts[verdict.call][verdict.agreement] += 1
@@ -307,7 +281,6 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
 
 
 def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
-    """Return the verdicts, by GPU, as JSON data, with counts of each kind of agreement and the environment."""
     table = kernel_table.newest()
     return {
         "environment": environment(),
@@ -354,9 +327,6 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table: for each function, reason and kind of agreement, the number of calls, and as an example the
-    call with the fewest non-default values.
-    """
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         reasons = sorted(why for why, (pattern, _) in REASONS.items() if re.search(pattern, verdict.failure or ""))

@@ -47,9 +47,6 @@ def context(point: Point) -> ContextCall:
 
 
 def _paged(point: Point) -> dict[str, Any]:
-    """Return the arguments that decode and context calls share, from a point (a value for each axis). A request has as many
-    keys as query rows, but at most the point's `max_kv_len`.
-    """
     q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     heads, batch, page_size = point["group"] * point["num_kv_heads"], point["batch_size"], point["page_size"]
     rows, head_dim = batch * point["q_len"], point["head_dim"]
@@ -130,7 +127,6 @@ def scales_of(form: str) -> dict[str, Any]:
 
 
 def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a call's arguments for the output, of `shape` [num_rows, num_qo_heads, head_dim] and `dtype`, and for the LSE."""
     rows, heads, _ = shape
     given = {"given": (heads, 1), "strided": (heads + 3, 1)}.get(point["lse"])
     results: dict[str, Any] = {
@@ -154,7 +150,6 @@ def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torc
 
 
 def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
-    """Return a `kv_cache` of 4 pages, `width` elements per token and head, in the layout that a point describes."""
     heads, page_size = point["num_kv_heads"], point["page_size"]
     token = width + amount(point["gap"], "# elements a token")
     starts = {name: amount(point["kv_start"], f"{name} # bytes on") for name in ("K", "V")}
@@ -174,9 +169,6 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
 
 
 def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale factors of K and V of an NVFP4 cache, `width` per token and head, with the strides that the axis
-    "factors" of a point names.
-    """
     heads, page_size, form = point["num_kv_heads"], point["page_size"], point["factors"]
     page = heads * page_size * width
     nhd = (form == "NHD") != ("NHD" in point["cache"])
@@ -193,9 +185,7 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def amount(form: str, pattern: str) -> int:
-    """Return the number in the text `form` at the place of "#" in `pattern`: 16 for "V 16 bytes on" and "V # bytes on". Return
-    0 if the texts do not match.
-    """
+    """Return the number at the place of "#" in a text: 16 for "V 16 bytes on" and "V # bytes on"; 0 for another text."""
     found = re.fullmatch(pattern.replace("#", r"(\d+)"), form)
     return int(found[1]) if found else 0
 

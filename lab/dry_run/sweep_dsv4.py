@@ -81,10 +81,7 @@ def _pool(point: Point, page_size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def misread_pools(maps: dict[str, TensorMap], problem: TwoPools) -> str | None:
-    """Return a sentence about the first pool that a launch misreads, because its descriptor (in `maps`, by FlashInfer's name)
-    has another address or token stride; None if it reads both correctly. If the pages of a pool have gaps, FlashInfer converts
-    the places of entries to rows of the whole pool.
-    """
+    """Return a sentence about the first pool whose descriptor has another address or token stride."""
     for name, pool in (("tmaKSlidingWindowKvPool_", problem.window_cache), ("tmaK_", problem.k_cache)):
         row_bytes = pool.shape[3] * pool.element_size()
         if (maps[name].address, maps[name].strides_bytes) != (pool.data_ptr(), (row_bytes,)):

@@ -57,10 +57,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield different points of a call in `SWEPT`. First each value of each axis, with all other axes at their default; then
-    all combinations of values of the axes in `Model.triples`; then up to `drawn` random points, which differ from one of
-    `SweptCall.bases` on at most 5 axes.
-    """
+    """Yield different points: each value of each axis alone, the grids in `Model.triples`, and `drawn` random points."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))
@@ -75,7 +72,6 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return one of the call's bases with random values on 1 to 5 axes; None if the constraints forbid this point."""
     model = SWEPT[call].model
     names = rng.sample(list(model.axes), rng.randint(1, 5))
     return model.completed(rng.choice(SWEPT[call].bases) | {name: rng.choice(model.axes[name]) for name in names})

@@ -47,14 +47,12 @@ def measure_sides(
     num_samples: int,
     seed: int | None = None,
 ) -> list[Side]:
-    """Time two forward passes or recorded calls on this GPU with interleaved samples. Compare the outputs of both with the
+    """Time two forward passes or recorded calls on this GPU with interleaved samples. Compare the outputs with the
     reference before and after the samples.
 
     Args:
-        names: (name of the scenario or address of the recorded call, name of the kernel's module) for each side.
-        cases: the forward pass or the recorded call of each side.
-        modules: the kernel's module of each side.
-        method, num_samples: the clock and state of the L2 cache, and the number of samples of each side.
+        names: for each side, the name of the scenario or address of the recorded call, and the name of the kernel's module.
+        num_samples: number of samples of each side.
         seed: seed of the tensors' contents; None draws a new seed.
 
     Raises:
@@ -63,6 +61,7 @@ def measure_sides(
         AssertionError: the outputs of a side are wrong.
         RefusedTimeError: a measured time is shorter than the GPU can reach, or two clocks disagree about it.
         RuntimeError: a call cannot be captured in a CUDA graph, or CUPTI cannot be used.
+
     """
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)
@@ -81,9 +80,7 @@ def measure_sides(
 
 
 def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
-    """Return a table of both sides, and a line that compares the second side with the first: SLOWER, FASTER, the SAME
-    or UNSURE by `rule`, the effect in percent and its confidence interval. The exit status is WRONG for SLOWER.
-    """
+    """Return a table of both sides, and a line that compares the second side with the first."""
     first, second = (side.time for side in sides)
     found = compare_samples(first.samples_us, second.samples_us, rule)
     method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"

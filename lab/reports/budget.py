@@ -27,9 +27,7 @@ def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -
 
 
 def answer_report(answer: Explanation, setting: Setting, asked: Mapping[str, Any]) -> TableReport:
-    """Return a report of `answer`, which says whether a test's failure is noise or a bug, by simulated kernels with this
-    `setting`. `asked` has the numbers that the user gave about the test, such as its tolerance, by name; the JSON repeats them.
-    """
+    """Return a report without a table; `asked` has the user's numbers about the failed test, which the JSON repeats."""
     record = {"verdict": answer.verdict, "reason": answer.reason, **answer.numbers, "asked": dict(asked)}
     below = f"simulated: {setting}", f"{answer.verdict}: {answer.reason}"
     return TableReport((), make_table({}, ()), below, record, STATUS[answer.verdict])

@@ -59,7 +59,7 @@ WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 
 @dataclass(frozen=True)
 class CasePair:
-    """One case that is in both reports: its verdict in the earlier report (`before`) and in the later one (`after`)."""
+    """One case that is in both reports."""
 
     before: CaseVerdict
     after: CaseVerdict
@@ -78,7 +78,7 @@ class CasePair:
 
 @dataclass(frozen=True)
 class ChangedCases:
-    """A row of the table of changed cases: cases of one check and function whose verdicts changed in the same way."""
+    """A row of the table: cases of one check and function whose verdicts changed in the same way."""
 
     change: VerdictChange
     check: str
@@ -105,9 +105,7 @@ def has_report(*paths: str) -> bool:
 
 
 def read_report(path: Path) -> RecordedFile:
-    """Read a report of the judge. Raises RecordedFileError if the file cannot be read or is not a report of the judge, or if
-    its settings or its environment do not have the form that the lab writes.
-    """
+    """Read a report of the judge. Raises RecordedFileError if the file is damaged or is no report of the judge."""
     file = read_file(path)
     if file.kind is not FileKind.JUDGE:
         raise RecordedFileError(f"{path}: no report of the judge, so that no report can be compared with it")
@@ -134,17 +132,13 @@ def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, t
 
 
 def _setting(file: RecordedFile, name: str) -> Any:
-    """Return the value of one of `SETTINGS`; for "checks", a text that lists each check with the function it judged."""
     if name == "checks":
         return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
     return file.content.get(name)
 
 
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
-    """Return a table of the cases whose verdict changed, one row per change, check and function. The module documents
-    the exit status. Raises RecordedFileError if a file cannot be read, ReportError if this version of the lab cannot
-    read its cases, and NotComparableError if both paths are the same file.
-    """
+    """Return a table of the cases whose verdict changed. Raises RecordedFileError, ReportError or NotComparableError."""
     if os.path.realpath(before_path) == os.path.realpath(after_path):
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
     before, after = read_report(before_path), read_report(after_path)
@@ -218,9 +212,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return a sentence that says which parameters the cases with this change have, and right cases do not. Right cases
-    are those of the later report if `change` is NEWLY_WRONG, otherwise those of the earlier one.
-    """
+    """Return a sentence that says which parameters the cases with this change have, and right cases do not."""
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [
@@ -230,9 +222,6 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield two lines: the most frequent reason why cases of a row are wrong or declined, and a shell command that
-    judges one of these cases again. `after` is the path of the report that has the cases.
-    """
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
         for now in (pair.after for pair in row.pairs)

@@ -75,9 +75,7 @@ class NotComparableError(ValueError):
 
 @dataclass(frozen=True)
 class RowComparison:
-    """A pair of rows that measure the same thing: how their times compare (`samples`), or, if that is None, the reason why they
-    must not be compared (`refused`).
-    """
+    """A pair of rows that measure the same thing, and how their times compare or why they must not be compared."""
 
     identity: Identity
     samples: SampleComparison | None = None
@@ -167,9 +165,6 @@ def compare(
 
 
 def _summary(rows: Sequence[RowComparison], missing: Sequence[Identity], added: Sequence[Identity]) -> str:
-    """Return a sentence with the number of rows of each verdict, and the geometric mean of (time after / time before).
-    `missing` are the rows that only BEFORE has, `added` those that only AFTER has.
-    """
     compared = [row.samples for row in rows if row.samples is not None]
     counts = Counter(samples.speed for samples in compared)
     words = [f"{counts[speed]} {speed.name}" for speed in Speed]
@@ -181,9 +176,6 @@ def _summary(rows: Sequence[RowComparison], missing: Sequence[Identity], added: 
 
 
 def _exit_status(rows: Sequence[RowComparison], *, is_strict: bool, misses_rows: bool) -> ExitStatus:
-    """Return the exit status by the rules in the module's docstring. `is_strict`: an UNSURE row counts like a SLOWER one.
-    `misses_rows`: a row of BEFORE is not in AFTER.
-    """
     changes = {row.samples.speed for row in rows if row.samples is not None}
     if not changes:
         return ExitStatus.NOT_JUDGED
@@ -193,7 +185,6 @@ def _exit_status(rows: Sequence[RowComparison], *, is_strict: bool, misses_rows:
 
 
 def comparison_record(samples: SampleComparison) -> dict[str, Any]:
-    """Return a comparison as JSON data: "verdict", then the fields of `SampleComparison`."""
     return {"verdict": samples.speed.value} | {name: value for name, value in vars(samples).items() if name != "speed"}
 
 
@@ -225,9 +216,6 @@ FIGURES: Columns = {
 
 
 def _reasons(rows: Sequence[RowComparison], shared: Collection[str]) -> Iterator[str]:
-    """Yield a line for each reason why rows are REFUSED or UNSURE, followed by these rows. Rows are named by their settings;
-    settings in `shared`, which are equal in all rows, are left out.
-    """
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
         for row in rows
@@ -239,10 +227,7 @@ def _reasons(rows: Sequence[RowComparison], shared: Collection[str]) -> Iterator
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Return the rows of one run whose field `key` has the first value, and those with the second value. Raises
-    NotComparableError if the values are equal, if there are several runs, if no row has a value, or if `key` is the
-    clock, state of L2 or method.
-    """
+    """Return the rows of one run whose field `key` has the first value, and those with the second value."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
@@ -278,9 +263,7 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
 def _compare_sides(
     before: RowsOfSide, after: RowsOfSide, rule: Rule
 ) -> tuple[list[RowComparison], list[Identity], list[Identity]]:
-    """Return the compared rows, changed ones first; the identities of rows that only `before` has; and the identities of rows
-    that only `after` has.
-    """
+    """Return the compared rows, changed ones first, and the identities of rows that only `before` and only `after` has."""
     # A row that AFTER measured only by another method is compared and refused, which says more than "missing".
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(_apart_from_method(each)) for each in before}
@@ -306,15 +289,11 @@ def _apart_from_method(identity: Identity) -> Identity:
 
 
 def _limits_of(rows: Sequence[Row]) -> str:
-    """Return as text the limits, such as the power limit, that reduced the GPU's clocks in these rows; "" if none."""
     return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison `samples` of the rows `before` and `after`, but UNSURE if a limit of the GPU, such as its power
-    limit, may have caused the verdict. A limit only makes a side slower: the verdict stays if the limited side is the faster
-    one.
-    """
+    """Return the comparison, but UNSURE if a limit of the GPU, such as its power limit, may have caused the verdict."""
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
     doubted = {
@@ -330,7 +309,6 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
 
 
 def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """Return the first reason why these rows must not be compared, as a sentence; "" if they may be compared."""
     for side, rows in (("before", before), ("after", after)):
         if why := next(filter(None, map(_why_impossible, rows)), ""):
             return f"the time {side} is refused: {why}"
@@ -350,9 +328,7 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield a sentence for each difference that forbids a comparison (in method, work or GPU clocks), and "" for equal
-    clocks. If `limited` (the clocks of a row were reduced), different SM clocks are allowed.
-    """
+    """Yield each difference in method, work or clocks that forbids a comparison. `limited`: SM clocks may differ."""
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
         ("methods", first.facts.get("method"), other.facts.get("method")),
@@ -365,9 +341,6 @@ def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
 
 
 def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
-    """Return a sentence if the recorded range of a GPU clock differs between two rows; else "". `key` is the field with the
-    range in MHz, `clock` the name of the clock in the sentence.
-    """
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
     are_one = len(mine) == len(theirs) and all(map(agree, mine, theirs))
@@ -375,7 +348,6 @@ def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    """Return the lowest and highest value of a recorded clock in MHz, from a pair or a single number; () for None."""
     if clock_mhz is None:
         return ()
     return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)

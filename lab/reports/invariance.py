@@ -14,10 +14,7 @@ STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"} 
 
 
 def invariance_report(found: Invariance) -> TableReport:
-    """Return a table with one row per function and factor, and one column per pair of dtypes (query and K/V). The lines
-    below the table have, for each row, the smallest wrong case and the smallest case whose bits differ within the
-    bound; then the reasons why calls were unsupported or not tried, and a summary.
-    """
+    """Return a table with one row per function and factor, and one column per pair of dtypes (query and K/V)."""
     rows: dict[tuple[str, str], list[Dependence]] = {}
     for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface)):
         rows.setdefault((each.interface.name.lower().replace("ragged_context", "ragged"), each.check), []).append(each)
@@ -34,9 +31,6 @@ def invariance_report(found: Invariance) -> TableReport:
 
 
 def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
-    """Return the cell of a row for one pair of dtypes: the worst answer of its cases, and how many cases have it ("3/5" of
-    five cases). The cell is a dash if the row has no case with these dtypes.
-    """
     for each in row:
         if each.dtypes == dtypes:
             text = f"{each.most_ulps:.3g} ulp" if each.answer is Answer.WITHIN else each.answer.value
@@ -47,10 +41,6 @@ def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
 
 
 def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
-    """Yield two lines about the smallest wrong case of a row, and two about the smallest case whose bits differ within the
-    bound. The first line has the row's function and factor (`names`) and the reason or the largest difference, the second the
-    lengths and a command that judges the case again.
-    """
     for answer in (Answer.WRONG, Answer.WITHIN):
         cases = [smallest for each in row if (smallest := each.smallest(answer))]
         for verdict in sorted(cases, key=lambda verdict: sum(verdict.case.kv_lens))[:1]:
@@ -62,7 +52,6 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
-    """Yield the reasons why calls were unsupported or not tried, each reason once."""
     answers = ((each, verdict, Answer.of(verdict)) for each in found for verdict in each.verdicts)
     refused = [
         (each.check, answer, why)
@@ -76,11 +65,7 @@ def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _summary(found: Invariance) -> Iterator[str]:
-    """Yield lines about a run: the report's summary if cases were left out or none was judged; the factors that must
-    not change bits but do, or that have no case; and, for each answer such as "same bits", the factors with it. A
-    factor is what the variants of a call change, such as the batch size. Its answer is the worst one of all functions
-    and dtypes.
-    """
+    """Yield lines about a run. A factor's answer is the worst one of all functions and dtypes."""
     if found.report.left_out or not found.dependences:
         yield str(found.report)
     for answer in Answer:

@@ -46,9 +46,7 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the first lines of a report: the answer, what is broken, and how much was compared; then, for each region, its
-    numbers of wrong and right results and its smallest wrong case. A region is a set of wrong results that one rule describes.
-    """
+    """Yield the first lines of a report: the answer, what is broken, what was compared, and the regions."""
     found = report.diagnosis
     yield from filter(None, (found.answer, found.broken, found.reach and f"  {found.reach}"))
     for place, region in enumerate(found.regions):
@@ -60,15 +58,12 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def _hints(report: Report) -> list[str]:
-    """Return the remarks that all failed cases have, for example that an exception of the kernel may be meant as a refusal."""
     remarks = [verdict.judged.remarks for verdict in report.wrong if verdict.outcome is Outcome.FAILED]
     return [each for each in remarks[0] if all(each in others for others in remarks)] if remarks else []
 
 
 def notes(report: Report) -> Iterator[str]:
-    """Yield the lines below the table of checks: recorded calls, coverage of K18, known failures, the most frequent refusals,
-    and commands that judge a kernel on the parameters that it supports.
-    """
+    """Yield the lines below the table of checks, such as known failures and the most frequent refusals."""
     if report.is_overwritten:
         yield "another run wrote the report's file during this run, and the file has one run's verdicts: use two --out"
     yield from _of_recorded_calls(report)
@@ -140,9 +135,7 @@ def check_table(report: Report) -> Table:
 
 
 def coverage_table(coverage: Coverage) -> Table:
-    """Return a table with one row per parameter of a function. The columns list the values of the parameter that were judged,
-    declined by the kernel, left out, or impossible.
-    """
+    """Return a table with one row per parameter of a function, and how far K18 reached each of its values."""
     columns: Columns = {"parameter": lambda row: words(row[0])} | {
         reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
     }
@@ -151,9 +144,7 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield lines about the coverage of a function: how many pairs and triples of parameter values were judged, why some are
-    impossible, and the first pairs that were not judged although each of their values was.
-    """
+    """Yield how many pairs and triples of parameter values were judged, and the first blind spots."""
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
         yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)
@@ -168,9 +159,7 @@ def coverage_notes(coverage: Coverage) -> Iterator[str]:
 
 
 def reproduction(verdict: CaseVerdict) -> str:
-    """Return a shell command that judges a case again. It names a recorded call by its address, and a case in a report's file
-    by its number; any other case is written out as a Python program.
-    """
+    """Return a shell command that judges a case again."""
     if isinstance(verdict.case, RecordedCase):
         implementation = "" if verdict.implementation == NAME_OF_OUTPUTS else f" {shlex.quote(verdict.implementation)}"
         return f"lab judge{implementation} --calls {shlex.quote(verdict.case.address)}"
@@ -185,9 +174,6 @@ def reproduction(verdict: CaseVerdict) -> str:
 
 
 def _example(smallest: CaseResult) -> Iterator[str]:
-    """Yield lines about the smallest wrong case of a region: the case, a wrong output vector (or a sentence, if no vector was
-    kept), and a command that judges the case again.
-    """
     verdict, result = smallest
     case = verdict.case.address if isinstance(verdict.case, RecordedCase) else repr(verdict.case)
     yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result.name}”: {case}"
@@ -211,9 +197,6 @@ def _command(smallest: CaseResult) -> str:
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:
-    """Yield the first wrong recorded call of each function, why recorded calls were not judged, the remarks on all cases, and
-    a sentence that says that recorded calls are judged by their own page tables.
-    """
     first: dict[str, RecordedCase] = {}
     for verdict in report.wrong:
         if isinstance(verdict.case, RecordedCase):
@@ -236,18 +219,15 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
 
 
 def _quoted(program: str) -> str:
-    """Quote a program for a shell, in double quotes if it has no character that is special inside them."""
     return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 
 def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
-    """Return the text of the column "verdict": the numbers of wrong and of failed cases if there are both, else the outcome."""
     wrong, failed = counts.get(Outcome.WRONG, 0), counts.get(Outcome.FAILED, 0)
     return f"{wrong} wrong {failed} failed" if wrong and failed else outcome.value
 
 
 def _worst(ratio: float) -> Cell:
-    """Return a cell with a ratio of error to bound, in at most five characters: a percentage, a multiple or "inf"."""
     if not math.isfinite(ratio):
         return Cell("inf", math.inf)
     return Cell(">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x", ratio)

@@ -82,16 +82,14 @@ class RecordedFile:
 
     @property
     def experiment(self) -> str:
-        """Return the recorded name of the experiment that wrote the file; the file's name if none was recorded."""
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return a value of the recorded environment by its nested keys, such as "packages", "torch"; None if it is absent."""
+        """Return a value of the environment by its nested keys, such as "packages", "torch"; None if absent."""
         return value_at(self.environment, keys)
 
 
 def value_at(mapping: Any, keys: Sequence[str]) -> Any:
-    """Return a value of nested mappings by its keys, the outermost key first; None if a key is absent."""
     found = mapping
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -107,9 +105,7 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
-    """Read a recorded file of any kind. `RecordedFile.name` is relative to `folder`, by default the folder that contains the
-    file. Raises RecordedFileError if the file does not exist or is not JSON, or if its environment is no JSON object.
-    """
+    """Read a recorded file of any kind. Raises RecordedFileError if it cannot be read, is not JSON or is damaged."""
     try:
         content = read_json(path)
     except OSError as error:
@@ -126,9 +122,7 @@ def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
 
 
 def read_folder(folder: Path) -> tuple[RecordedFile, ...]:
-    """Read all JSON files of a folder and its subfolders, sorted by name. Raises RecordedFileError if the folder does not exist
-    or has no JSON file, or a file is not JSON.
-    """
+    """Read all JSON files of a folder and its subfolders, sorted by name. Raises RecordedFileError if there is none."""
     paths = sorted((*folder.rglob("*.json"), *folder.rglob("*.json.gz")))
     if not paths:
         raise RecordedFileError(f"{folder}: no folder with JSON files in it; give one such as results/nvidia-h200")
@@ -156,22 +150,18 @@ class Row:
 
     @property
     def is_gpu_time(self) -> bool:
-        """Return True if a clock of the GPU took the row's times; False for the host's clock or an unrecorded clock."""
         return self.facts.get("clock") in GPU_CLOCKS
 
     @property
     def scenario(self) -> str:
-        """Return the scenario's name; the test's name if no scenario was recorded."""
         return str(self.facts.get("scenario") or self.name)
 
     @property
     def implementation(self) -> str:
-        """Return the name of the implementation, without the prefix "lab.kernels."; "" if it was not recorded."""
         return str(self.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
 
     @property
     def mode(self) -> str:
-        """Return the forward mode as words, such as "target verify"; "" if it was not recorded."""
         return str(self.facts.get("mode") or "").replace("_", " ")
 
     @property
@@ -182,13 +172,11 @@ class Row:
 
     @property
     def timed_by(self) -> str:
-        """Return the clock and the state of L2 as text, such as "graph, L2 cold by rotation"."""
         words = str(self.facts.get("clock", "no stated clock"))
         return f"{words}, L2 {self.facts['l2']}" if self.facts.get("l2") else words
 
     @property
     def throttled_by(self) -> tuple[str, ...]:
-        """Return the recorded reasons why the GPU reduced its clocks; empty if there is none."""
         return tuple(self.facts.get("throttled_by") or ())
 
     @property
@@ -215,15 +203,12 @@ class Rivals:
 
     @functools.cached_property
     def speeds(self) -> tuple[Speed, ...]:
-        """Return, for each row after the first, whether it is SLOWER than the first row, the SAME or UNSURE. The comparison
-        uses the rule for interleaved samples.
-        """
+        """Return the speed of each row after the first, compared with the first."""
         fastest = self.rows[0].samples_us
         return tuple(compare_samples(fastest, row.samples_us, INTERLEAVED).speed for row in self.rows[1:])
 
     @property
     def as_fast(self) -> list[str]:
-        """Return the names of the fastest implementation, and of those whose times are the SAME by `speeds`."""
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
 
@@ -243,7 +228,6 @@ class RecordedRun:
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:
-        """Return the rows whose times were taken by a clock of the GPU. Other rows are not compared."""
         return tuple(row for row in self.rows if row.is_gpu_time)
 
     @functools.cached_property
@@ -257,14 +241,11 @@ class RecordedRun:
 
     @property
     def other_rows(self) -> tuple[Row, ...]:
-        """Return the rows of host time, and the rows whose clock is unknown or was not recorded."""
         return tuple(row for row in self.rows if not row.is_gpu_time)
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return which fields of the environments to show: by heading, the nested keys of the value. They are `FACTS`, and
-    the version of each package that an environment names.
-    """
+    """Return, by heading, the nested keys of the environment fields to show: `FACTS` and the packages."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
@@ -272,10 +253,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return, by heading, the environment fields that a comparison shows: the values of both sides as text, from the
-    environments `before` and `after`. Several values of one side are joined by commas; a side without a value is "not
-    recorded".
-    """
+    """Return, by heading, the environment fields that a comparison shows, as text, for both sides."""
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (
@@ -288,22 +266,15 @@ def facts_of_sides(
 
 
 def in_words(identity: Identity) -> str:
-    """Return the identity of a row as text, such as "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock
-    graph, l2 warm".
-    """
     return ", ".join(value if name in ("scenario", "implementation") else f"{name} {value}" for name, value in identity)
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a file that pytest-benchmark wrote with `--benchmark-json`, or with `--benchmark-save` and `--benchmark-save-data`.
-    Raises RecordedFileError if the file does not exist or is not pytest-benchmark's JSON, if a benchmark has no raw samples or
-    a sample that is not a positive number, or if two benchmarks measure the same thing.
-    """
+    """Read a run that pytest-benchmark recorded with raw samples. Raises RecordedFileError."""
     return run_of(read_file(Path(path)))
 
 
 def run_of(file: RecordedFile) -> RecordedRun:
-    """Return the benchmark run in a file. Raises RecordedFileError for the reasons that `read_run` lists."""
     if file.kind is not FileKind.BENCHMARKS:
         known = "a report of the judge, and " if file.kind is FileKind.JUDGE else ""
         raise RecordedFileError(f"{file.path}: {known}not pytest-benchmark's JSON: it has no list of benchmarks")
@@ -321,9 +292,7 @@ def run_of(file: RecordedFile) -> RecordedRun:
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
-    """Read the benchmark run in a file, or all runs in a folder, one per JSON file and sorted by file name. Raises
-    RecordedFileError for the reasons that `read_run` lists, or if the folder has no JSON file.
-    """
+    """Read the run in a file, or all runs in a folder. Raises RecordedFileError."""
     path = Path(path)
     if not path.is_dir():
         return (read_run(path),)

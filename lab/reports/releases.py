@@ -43,17 +43,14 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the releases table: a finding (a known failure) or a region (wrong cases without a finding), with its cases."""
+    """A row of the table: a finding (a known failure) or a region (wrong cases without a finding), with its cases."""
 
     name: str
     cases: frozenset[CaseKey]  #: the affected cases
     cited: str = ""  #: the finding as cases cite it; "" for a region
 
     def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return how many of the row's cases are "wrong", "right" and "declined" in a release.
-
-        A case counts as wrong only if it is wrong in the way that the row's finding describes.
-        """
+        """Return the numbers of cases that are "wrong" in the finding's way, "right" and "declined"."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
@@ -64,12 +61,10 @@ class FindingRow:
         }
 
     def status(self, release: Verdicts) -> str:
-        """Return the finding's status in a release: "present", "absent" or "not reachable"."""
         counts = self.counts(release)
         return "present" if counts["wrong"] else "absent" if counts["right"] else "not reachable"
 
     def cell(self, release: Verdicts) -> Cell:
-        """Return a release's cell: the status, and the number of wrong cases ("present") or right cases ("absent")."""
         status, counts = self.status(release), self.counts(release)
         cases = {"present": f", {counts['wrong']} of {len(self.cases)}", "absent": f", {counts['right']}"}
         return words(status + cases.get(status, ""), STYLES[status])
@@ -83,13 +78,13 @@ def releases_report(
     Args:
         paths: reports of the judge, the oldest release first.
         package: the package whose version, in a report's environment, is the release.
-        findings: a Markdown page. Each of its headings like "## 1. ..." is a finding and has a row, even if no report cites it.
-            None: only the findings that reports cite have a row.
+        findings: a Markdown page, each of whose headings like "## 1. ..." has a row, even if no report cites it.
 
     Raises:
         RecordedFileError, ReportError, OSError: a file cannot be read, or is not a report of the judge.
         NotComparableError: a report lacks the package's version, there is only one release, or a release has two reports with
             the same ranges of parameters.
+
     """
     releases = _by_version([read_report(path) for path in paths], package)
     verdicts = {
@@ -152,7 +147,6 @@ def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
 
 
 def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> Iterator[FindingRow]:
-    """Yield a row for each finding of a page (`headings` by anchor), then a row for each finding that only reports cite."""
     affected = grouped(
         (cited, key)
         for of in verdicts.values()
@@ -167,9 +161,7 @@ def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> 
 
 
 def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
-    """Yield a row for each group of cases that have no finding and are wrong in the same releases. The row's name is a sentence
-    that says which parameters the cases have.
-    """
+    """Yield a row for each group of cases that have no finding and are wrong in the same releases."""
     wrong_in = grouped(
         (key, version) for version, of in verdicts.items() for key, verdict in of.items() if verdict.outcome in BROKEN
     )
@@ -189,15 +181,11 @@ def _environment(version: str, files: Files) -> str:
 
 
 def _pairs(before: Files, after: Files) -> list[tuple[RecordedFile, RecordedFile]]:
-    """Return the pairs of a report in `before` and a report in `after` that have the same ranges of parameters."""
     by_axes = {_axes(file): file for file in after}
     return [(file, by_axes[_axes(file)]) for file in before if _axes(file) in by_axes]
 
 
 def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
-    """Yield a sentence for each release whose reports do not cover the same ranges of parameters as the first release's, and
-    for each report whose other settings differ from the first release's report of the same ranges.
-    """
     (first, first_files), *later = releases.items()
     for version, files in later:
         pairs = _pairs(first_files, files)
@@ -209,9 +197,6 @@ def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
 
 
 def _changes(before: tuple[str, Files], after: tuple[str, Files]) -> Iterator[str]:
-    """Yield lines for two releases, given as (version, reports): for each pair of reports with the same ranges of parameters,
-    the summary of `lab compare` and its sentences about newly wrong and repaired cases.
-    """
     name = f"{before[0]} to {after[0]}"
     for one, other in _pairs(before[1], after[1]):
         report = compare_verdicts(one.path, other.path)

@@ -50,7 +50,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: its text, the number by which a page sorts it, and its style and links."""
+    """A cell of a table."""
 
     text: str  #: the shown text; the unit is in the column's heading
     number: float | None = None  #: the unrounded value, by which the page sorts; None for words
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Its heading contains the unit. `is_number` is True if all its cells are numbers."""
+    """A column of a table. Its heading contains the unit."""
 
     heading: str
     is_number: bool
@@ -95,9 +95,7 @@ def words(value: Any, style: str = "") -> Cell:
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell that shows value * scale with `digits` decimals, or with `SHOWN_DIGITS` significant digits if `digits` is
-    None. It shows a dash for the value None.
-    """
+    """Return a cell with value * scale and `digits` decimals, or by default `SHOWN_DIGITS` significant digits."""
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value
@@ -147,11 +145,7 @@ def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]
 
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of JSON objects, with one column per key. The key of a nested value is written "outer.inner". A key is left
-    out if a record has a long list under it. `name` and `caption` are as in `Table`.
-
-    Columns of words come first, then times, then other numbers, because not all columns fit the width of a page.
-    """
+    """Make a table of JSON objects, with one column per key. A key is left out if a record has a long list under it."""
     flat = [flattened(record) for record in records]
     keys = dict.fromkeys(key for record in flat for key in record)
     long = [key for key in keys if any(_is_long(record.get(key)) for record in flat)]
@@ -191,7 +185,7 @@ def _is_long(value: Any) -> bool:
 
 
 def shown(cell: Cell) -> str:
-    """Return the text that a reader sees in a cell: the texts of its links, or `text` if it has no links."""
+    """Return the text that a reader sees in a cell."""
     return " ".join(link.text for link in cell.links) or cell.text
 
 
@@ -205,7 +199,6 @@ def _significant(value: float) -> str:
 
 
 def markdown_of(table: Table) -> str:
-    """Return a table in Markdown, without `common` and `left_out`."""
     lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
     lines += [[cell.text for cell in row] for row in table.rows]
     return "\n".join(
@@ -246,7 +239,6 @@ class FittedTable:
     table: Table
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RichTable | Text"]:
-        """Yield what rich prints: the table if it fits the terminal's width, otherwise two lines per row."""
         from rich.measure import Measurement
         from rich.text import Text
 
@@ -300,11 +292,9 @@ class TableReport:
             print_lines(console, self.below)
 
     def json(self) -> str:
-        """Return the report as JSON, with the exit status of the command."""
         return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
 
     def markdown(self) -> str:
-        """Return the report in Markdown. The last line of `below`, the summary, is moved above the table."""
         *remarks, summary = self.below
         title = self.title and f"# {in_markdown(self.title)}"
         table = markdown_of(self.table) if self.table.rows else ""
@@ -316,9 +306,7 @@ def items(lines: Iterable[str]) -> str:
 
 
 def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> None:
-    """Print lines, in a style of the package rich, without wrapping them and without interpreting markup. Control characters
-    are printed as escape sequences.
-    """
+    """Print lines without wrapping them. Control characters are printed as escape sequences, and markup as it is."""
     from rich.text import Text
 
     for line in lines:
@@ -326,9 +314,6 @@ def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> No
 
 
 def terminal() -> "Console":
-    """Return a console of rich for the standard output, without markup and highlighting. It has the terminal's width, or
-    `WIDTH_WITHOUT_TERMINAL` columns if the output is not a terminal.
-    """
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL

@@ -18,7 +18,6 @@ ORDER = ("mode", "geometry", "requests", "query_tokens", "kv_tokens", "scenario"
 
 
 def sorted_rows(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by their facts in `ORDER`, then by name. Numbers are sorted as numbers, and absent facts come first."""
 
     def place(row: Row) -> tuple[tuple[float, str], ...]:
         values = [*(row.facts.get(key) for key in ORDER), row.name]
@@ -36,9 +35,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a function that makes a row's cell: the text of `cell`, followed in brackets by the text of `note` and `unit`.
-    The brackets are left out if the note is absent or repeats the text.
-    """
+    """Return a column: the text of `cell`, followed in brackets by the text of `note` and `unit`."""
 
     def with_note(row: Row) -> Cell:
         plain, noted = cell(row), note(row).text
@@ -88,9 +85,7 @@ PLAIN_COLUMNS: Columns = {
 
 
 def timing_tables(run: RecordedRun, name: str = "") -> list[Table]:
-    """Make the tables of a run that have rows: GPU times, other times, and implementations without a time. The tables' ids
-    begin with `name`.
-    """
+    """Make the tables of a run that have rows: GPU times, other times, and implementations without a time."""
     gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name=f"{name}-gpu", caption="GPU time")
     others = plain_table(
         run.other_rows, f"{name}-others", "Host time, and times without a recorded clock: not GPU time"
@@ -103,9 +98,7 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
-    """Return a sentence with the number of scenarios in which each implementation is the fastest. A scenario counts once for
-    each run that timed several implementations of it. Return "" if there is no such scenario.
-    """
+    """Return a sentence with the number of scenarios in which each implementation is the fastest."""
     compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
     compared = [rivals for of_run in compared_by_run for rivals in of_run]
     # The first implementation is the fastest only if the second one is SLOWER by the lab's rule.
@@ -120,9 +113,7 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return a cell with the median time of an implementation. Its style says how it compares with the fastest implementation.
-    It is a dash if the implementation has no row in `rivals`.
-    """
+    """Return a cell with an implementation's median. Its style says how it compares with the fastest implementation."""
     found = zip(rivals.rows, (Speed.SAME, *rivals.speeds), strict=True)
     verdicts = {row.implementation: (row.median_us, MEDIAN_STYLES.get(speed, "")) for row, speed in found}
     median_us, style = verdicts.get(implementation, (None, ""))
@@ -130,10 +121,7 @@ def _median_of(implementation: str, rivals: Rivals) -> Cell:
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of medians, with one row per scenario and one column per implementation. It has no rows if the run timed
-    only one implementation. The column "fastest" also names the implementations that are as fast as the fastest one
-    (`Rivals.as_fast`). The table's id begins with `name`.
-    """
+    """Make a table of medians, with one row per scenario and one column per implementation."""
     names = sorted({row.implementation for row in run.gpu_rows})
     columns: Columns = {
         "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
@@ -149,7 +137,6 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the implementations that were not timed, with one row per implementation and reason. `name` is its id."""
     scenarios = grouped(
         ((each["implementation"].removeprefix(MODULE_PREFIX), each["reason"]), each["scenario"] or "all")
         for each in run.not_timed
@@ -163,21 +150,15 @@ def not_timed_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:
-    """Make a table of rows whose times are not GPU times: median, interquartile range, number of samples, and method. `name`
-    and `caption` are as in `Table`.
-    """
     return make_table(PLAIN_COLUMNS, sorted(rows, key=lambda row: row.name), name=name, caption=caption, say_once=())
 
 
 def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return each method of the rows once, as a pair: the value of the column "timed by", and the recorded description."""
     return list(dict.fromkeys((row.timed_by, str(row.facts.get("method") or "no method recorded")) for row in rows))
 
 
 def ceiling_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the highest rates of the memory and of the matrix units: as measured in the run, and as the datasheet has
-    them. Rates that are unknown have no row. The table's id begins with `name`.
-    """
+    """Make a table of the highest rates of the memory and of the matrix units, as measured and by the datasheet."""
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
     columns: Columns = {

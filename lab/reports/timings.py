@@ -63,9 +63,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Return, by file name, up to two figures for each method: a roofline, and a chart of the ratio of time to floor. A
-    figure shows the rows that have the facts for it, and is omitted if no row has them.
-    """
+    """Return, by file name, up to two figures for each method: a roofline, and a chart of the ratio of time to floor."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}

@@ -28,7 +28,6 @@ class Picture:
 
     @classmethod
     def of(cls, figure: Figure, description: str) -> "Picture":
-        """Return a figure as an SVG picture with a transparent background."""
         drawn = io.BytesIO()
         with rc_context(SVG_SETTINGS):
             figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
@@ -36,13 +35,7 @@ class Picture:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the values, by name, with which the page's template shows a file of `FileKind.EXPERIMENT`. A list of rows
-    in the file becomes a table; any other value is shown next to its key. The environment is omitted, because the page
-    shows all environments in one table.
-
-    "question" is the question that the experiment answers, or "" if the package that recorded it is not installed.
-    "undrawn" has a sentence for each picture that cannot be drawn.
-    """
+    """Return the values, by name, with which the page's template shows a file of `FileKind.EXPERIMENT`."""
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
@@ -73,7 +66,7 @@ def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
 
 
 def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Picture | str]:
-    """Yield, for each of `drawings`, the picture drawn from the file, or a sentence that says why it cannot be drawn."""
+    """Yield, for each of `drawings`, the picture, or a sentence that says why it cannot be drawn."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings:
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words

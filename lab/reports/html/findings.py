@@ -26,13 +26,11 @@ class Finding:
 
     @property
     def label(self) -> str:
-        """Return the number at the start of the heading; the whole heading if it has no number."""
         number, _, _ = self.heading.partition("-")
         return number if number.isdigit() else self.heading
 
     @property
     def order(self) -> tuple[int, str]:
-        """Return a sort key: the heading's number (0 without one), then the heading."""
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:
@@ -52,7 +50,6 @@ def slug(heading: str) -> str:
 
 
 def findings_in(citation: str) -> tuple[Finding, ...]:
-    """Parse a citation such as "path#heading; path#heading". Parts without a "#" are ignored."""
     return tuple(Finding(*each.split("#", 1)) for each in citation.split("; ") if "#" in each)
 
 

@@ -32,7 +32,7 @@ SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 @dataclass(frozen=True)
 class CheckRow:
-    """The result of one check on one function, as a recorded report of the judge (`run`) has it."""
+    """The result of one check on one function in a recorded report."""
 
     run: "JudgedRun"
     key: str  #: the check's key
@@ -43,7 +43,6 @@ class CheckRow:
 
     @property
     def catches(self) -> str:
-        """Return words that say which errors the check finds; "" if this version of the lab does not have the check."""
         return CHECKS[self.key].catches if self.key in CHECKS else ""
 
     @property
@@ -70,15 +69,12 @@ class JudgedRun:
         return str(self.record.content["implementation"]).removeprefix(MODULE_PREFIX)
 
     def reproduction(self, case: Mapping[str, Any]) -> str:
-        """Return a shell command that judges a recorded case again. It must be run in the folder that the page shows. Return ""
-        if the report does not number its cases.
-        """
+        """Return a shell command for the page's folder; "" if the report does not number its cases."""
         suffix = self.record.path.name.removeprefix(Path(self.name).name)
         return f"lab judge --case {self.name}{suffix}#{case['number']}" if "number" in case else ""
 
     @property
     def cases(self) -> Sequence[Mapping[str, Any]]:
-        """Return the cases in the recorded report. It may have only some of the judged cases."""
         return self.record.content.get("cases") or ()
 
     @functools.cached_property
@@ -98,16 +94,13 @@ class JudgedRun:
 
     @property
     def verdict(self) -> str:
-        """Return "right" if the run was made for the profile of an engine and no call that this engine sends is wrong.
-        Otherwise return the run's worst outcome, "declined" only if there is no case or every case was declined.
-        """
+        """Return "right" if no call that the profile's engine sends is wrong, otherwise the worst outcome."""
         if self.record.content.get("profile") and self.record.content.get("is_right"):
             return RIGHT
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
 
     @property
     def verdict_text(self) -> str:
-        """Return the verdict, followed by "but not all judged" if no judged case is broken and some were not judged."""
         is_partial = self.verdict in (RIGHT, KNOWN) and self.record.content.get("is_right") is False
         return f"{self.verdict}, but not all judged" if is_partial else self.verdict
 
@@ -117,21 +110,16 @@ class JudgedRun:
 
     @property
     def sentence(self) -> str:
-        """Return the sentence of the recorded diagnosis; if there is none, the numbers of wrong and failed cases."""
         numbers = " and ".join(f"{outcome} in {self.counts[outcome]}" for outcome in BROKEN if self.counts[outcome])
         return str(self.diagnosis.get("sentence") or f"{numbers} of {self.counts.total():,} cases.".capitalize())
 
     @property
     def reach(self) -> str:
-        """Return the line of the recorded diagnosis that says how many results were compared, and what was not judged."""
         return str(self.diagnosis.get("reach") or "")
 
     @property
     def details(self) -> list[str]:
-        """Return, for each region of the recorded diagnosis, a sentence with a command that judges one of its cases again. A
-        region is a set of wrong cases that one rule describes. If no diagnosis was recorded, return a sentence for each broken
-        check.
-        """
+        """Return a sentence for each region of wrong cases; without a recorded diagnosis, one for each broken check."""
         return [*map(self._region_sentence, self.diagnosis.get("regions") or ())] or [
             f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
             for row in self.rows
@@ -148,7 +136,6 @@ class JudgedRun:
 
     @property
     def smallest_case(self) -> dict[str, str]:
-        """Return, by heading, the smallest wrong case of the recorded diagnosis, its result, and a command to reproduce it."""
         smallest = self.diagnosis.get("smallest") or {}
         number, facts = smallest.get("case"), {}
         found = next((case for case in self.cases if case.get("number") == number is not None), None)
@@ -163,12 +150,10 @@ class JudgedRun:
 
 
 def check_name(key: str) -> str:
-    """Return a check's key and name, such as "K5 guards"; only the key if this version of the lab lacks the check."""
     return f"{key} {CHECKS[key].name}" if key in CHECKS else key
 
 
 def judged_sentence(runs: Sequence[JudgedRun]) -> str:
-    """Return a sentence with the number of runs of each verdict; "" if there is no run."""
     numbers = ", ".join(f"{count} {verdict}" for verdict, count in Counter(run.verdict for run in runs).items())
     return f"{counted(len(runs), 'run')} of the judge: {numbers}." if runs else ""
 
@@ -197,9 +182,6 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def verdict_matrix(rows: Sequence[CheckRow]) -> Table:
-    """Make a table with one row per run and function, and one column per check. A cell has the check's verdict and the largest
-    error of a right case, in percent of its bound.
-    """
     by_function = grouped(((row.run.name, row.function), row) for row in rows)
     met = {row.key for row in rows}
     columns: Columns = {
@@ -220,7 +202,6 @@ def _matrix_cell(key: str, item: tuple[tuple[str, str], Sequence[CheckRow]]) -> 
 
 
 def verdict_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table with one row per run, check and function, the worst verdict first."""
     columns: Columns = {
         "run": lambda row: words(row.run.name),
         "implementation": lambda row: words(row.run.implementation),
@@ -240,7 +221,7 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 class _FaultGroup(NamedTuple):
-    """A row of the table of wrong cases: cases with the same run, check, function, verdict and cited findings."""
+    """Cases with the same run, check, function, verdict and cited findings: a row of the table of wrong cases."""
 
     num_cases: int
     row: CheckRow
@@ -248,7 +229,6 @@ class _FaultGroup(NamedTuple):
 
 
 def fault_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of wrong cases: one row with the worst case per run, check, function, verdict and cited findings."""
     faults = grouped(
         ((row.run.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
         for row in rows
@@ -274,7 +254,6 @@ def fault_table(rows: Sequence[CheckRow]) -> Table:
 
 
 def decline_table(runs: Sequence[JudgedRun]) -> Table:
-    """Make a table with one row per run and reason why cases were declined. A run's most frequent reason comes first."""
     refused = [
         (run.name, count, reason, "the lab" if is_of_lab else "the kernel")
         for run in runs
@@ -295,9 +274,6 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return a column for each outcome, such as "wrong". It shows how many cases of a record have the outcome;
-    `counts_of` returns these numbers for a record, by outcome.
-    """
 
     def count(outcome: str, record: Any) -> Cell:
         return number(counts_of(record).get(outcome, 0))
@@ -311,9 +287,7 @@ def _links_to(findings: Sequence[Finding]) -> Cell:
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """Return a cell with a ratio in percent, with a dash for None, and with "not finite" for an infinite ratio. The judge
-    records an infinite ratio as the text "inf", because JSON has no infinity.
-    """
+    """Return a cell in percent. The judge records an infinite ratio as "inf", because JSON has no infinity."""
     if ratio is None:
         return Cell(ABSENT)
     value = 100 * float(ratio)

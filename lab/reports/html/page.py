@@ -96,7 +96,6 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
 
 
 def _outline(content: Any) -> str:
-    """Return a short description of the JSON content of a file that the page does not show: its keys, length or value."""
     if isinstance(content, Mapping):
         return ", ".join(content)
     return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
@@ -107,7 +106,6 @@ def _markdown(path: Path) -> Markup:
 
 
 def _title(files: Sequence[RecordedFile]) -> str:
-    """Return the page's title. It names the GPUs of the recordings, and ends with "and timed" if the files contain times."""
     gpus = dict.fromkeys(filter(None, (file.fact("gpu") for file in files)))
     devices = {file.content.get("device") for file in files if file.kind is FileKind.JUDGE}
     machine = ", ".join(gpus) or ("CPU" if devices == {"cpu"} else "No GPU recorded")
@@ -122,9 +120,6 @@ def _environments(files: Sequence[RecordedFile]) -> Table:
 
 
 def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
-    """Return the values, by name, with which the page's template shows a benchmark run. The ids of its tables begin with
-    `name`.
-    """
     return {
         "name": run.path.name,
         "recorded_at": run.recorded_at,

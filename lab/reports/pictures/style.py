@@ -76,7 +76,6 @@ def panels(
 
 
 def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Axes]:
-    """Make a figure with one panel. The keyword arguments `more` are passed to `panels`."""
     figure, drawn = panels(title, height_inches, **more)
     return figure, drawn[0, 0]
 
@@ -84,9 +83,7 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with one panel per name. The x axis of a panel runs from 0 to `end`, and `across` is its label. A panel has
-    one horizontal lane per entry of `lanes`, the first at the top; `draw_span` draws bars in a lane.
-    """
+    """Make a figure with one panel per name, each with one horizontal lane per entry of `lanes`, the first at the top."""
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):
@@ -98,7 +95,6 @@ def lane_panels(
 
 
 def draw_span(axes: Axes, lane: int, start: float, end: float, **look: Any) -> None:
-    """Draw a bar in a lane (0: the top one) of a panel of `lane_panels`. `look` are arguments of `Rectangle`."""
     axes.add_patch(Rectangle((start, lane), end - start, 0.8, **look))
 
 
@@ -107,13 +103,11 @@ def name_panel(axes: Axes, words: str, **more: Any) -> None:
 
 
 def name_axes(axes: Axes, across: str = "", upwards: str = "") -> None:
-    """Label the x axis (`across`) and the y axis (`upwards`) with their quantities and units."""
     axes.set_xlabel(across, fontsize=FONT_POINTS)
     axes.set_ylabel(upwards, fontsize=FONT_POINTS)
 
 
 def name_lines(axes: Axes, names: Sequence[str]) -> None:
-    """Label the horizontal lines of a chart from top to bottom: names[n] is written at y = n."""
     axes.set_yticks(range(len(names)), names, fontsize=FONT_POINTS)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
@@ -125,7 +119,6 @@ def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def few_ticks(axes: Axes) -> None:
-    """Put labelled ticks on both axes at 1, 2 and 5 times each power of ten, and nowhere else."""
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
@@ -139,9 +132,7 @@ def in_short(number: int) -> str:
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
-    """Add a legend with this many columns below the panels. Its entries are `keys` and then `more`. If `keys` is None, each
-    label that occurs in the panels is an entry.
-    """
+    """Add a legend below the panels. If `keys` is None, each label that occurs in the panels is an entry."""
     if keys is None:
         labelled: dict[str, Artist] = {}
         for axes in figure.axes:
@@ -154,22 +145,18 @@ def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = N
 
 
 def assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
-    """Assign one of `looks` (colours or markers) to each name, in order. They repeat if there are more names than looks."""
     return {name: looks[index % len(looks)] for index, name in enumerate(dict.fromkeys(names))}
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:
-    """Return matplotlib's arguments for a bar: hatched if `throttled` (the GPU reduced its clocks while it was measured)."""
     return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": HATCH if throttled else None}
 
 
 def mark_key(words: str, marker: str, **look: Any) -> Line2D:
-    """Return a legend's entry: a marker followed by words. `look` are arguments of matplotlib's Line2D."""
     common: dict[str, Any] = {"marker": marker, "color": TEXT_COLOUR, "linestyle": "none", "label": words}
     return Line2D([], [], **common | look)
 
 
 def write_after(axes: Axes, end: tuple[float, float], words: str, *, gap: float = 3, **style: Any) -> None:
-    """Write words `gap` points after `end`, the end (x, y) of a bar. `style` are arguments of matplotlib's annotate."""
     look: dict[str, Any] = {"va": "center", "fontsize": FONT_POINTS}
     axes.annotate(words, end, (gap, 0), textcoords="offset points", **look | style)

@@ -19,12 +19,11 @@ NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number 
 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
-    """Draw a roofline plot (Williams, Waterman and Patterson 2009): one mark per row, at its arithmetic intensity and its rate
-    in TFLOP/s. The colour shows the implementation and the marker the forward mode. A hollow mark says that the GPU reduced
-    its clocks.
+    """Draw a roofline plot (Williams, Waterman and Patterson 2009) of rows with the facts "operations" and "bytes_moved".
 
-    A roof is drawn for the measured rates in `ceilings` (`lab.timing.Ceilings.facts`), and one for the datasheet's rates, if
-    the memory's rate and the matrix units' rate are both known. Each row must have the facts "operations" and "bytes_moved".
+    `ceilings` are `lab.timing.Ceilings.facts`: a roof is drawn for the measured and for the datasheet's rates, if known. A
+    hollow mark says that the GPU reduced its clocks.
+
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
@@ -61,12 +60,7 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
 
 
 def floor_figure(rows: Sequence[Row], title: str) -> Figure:
-    """Draw one line per scenario with a mark per implementation, at the ratio of its median time to the scenario's floor (the
-    least possible time). The axis is logarithmic, and the ratio of the fastest implementation is written next to its mark.
-    Rows without a floor are omitted.
-
-    If an implementation timed a scenario with several settings, each line's name contains the settings that differ.
-    """
+    """Draw one line per scenario with a mark per implementation, at the ratio of its median to the scenario's floor."""
     are_named = len({(row.scenario, row.implementation) for row in rows}) == len(rows)
     varying = (
         {} if are_named else {name: cell for name, cell in SETTINGS.items() if len({cell(row) for row in rows}) > 1}
@@ -107,12 +101,8 @@ def _name(row: Row) -> str:
 
 
 def _throttled_key(rows: Sequence[Row]) -> list[Artist]:
-    """Return the legend entry that explains hollow marks (the GPU reduced its clocks); [] if no row has one."""
     return [style.mark_key("throttled", "o", mfc="none")] if any(row.throttled_by for row in rows) else []
 
 
 def _ranked(names: Iterable[str]) -> list[str]:
-    """Return each name once, sorted, with the lab's own kernels (names without a dot) first. So these have the same colours in
-    pictures of different runs.
-    """
     return sorted(set(names), key=lambda name: ("." in name, name))
