@@ -1,7 +1,6 @@
 """Load FlashInfer's compiled launcher together with a fake CUDA that answers like one GPU."""
 
 import ctypes
-import functools
 import json
 import shutil
 import tempfile
@@ -13,6 +12,9 @@ from typing import Any
 import torch
 
 from lab.dry_run import build, kernel_table
+from lab.dry_run.arithmetic import compute
+from lab.dry_run.host_memory import HostMemory
+from lab.dry_run.launches import Launch, events
 from lab.gpus import Capability, family_that_runs
 
 
@@ -28,11 +30,6 @@ class Gpu:
     #: they do not fit. Nothing else depends on these numbers.
     multiprocessors_per_gpc: int = 16
     gpcs: int = 8
-
-    @property
-    def shared_memory_optin_bytes(self) -> int:
-        """Return the largest shared memory of one thread block."""
-        return family_that_runs(self.capability).shared_memory_kib * 1024
 
 
 # Numbers of multiprocessors: flashinfer-ai/flashinfer#4445 for B200 and B300, NVIDIA's datasheets for the other GPUs.
@@ -70,13 +67,15 @@ class Launcher:
             self._library = ctypes.CDLL(str(copied))
         for function in ("dry_run_log", "dry_run_take_faults"):
             getattr(self._library, function).restype = ctypes.c_char_p
-        shape = (gpu.multiprocessors, gpu.shared_memory_optin_bytes, gpu.multiprocessors_per_gpc, gpu.gpcs)
+        shared_memory_bytes = family_that_runs(gpu.capability).shared_memory_kib * 1024
+        shape = (gpu.multiprocessors, shared_memory_bytes, gpu.multiprocessors_per_gpc, gpu.gpcs)
         self._library.dry_run_set_gpu(*gpu.capability, *shape)
         # The name of a kernel replaces its machine code, which is not run.
         self._give_cubin = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)(
             lambda name, _sha256: self._library.FlashInferSetCurrentCubin(name, len(name))
         )
         self._library.FlashInferSetCubinCallback(self._give_cubin)
+        self.computes = False  # if True, each call also computes the outputs of its launches before it returns
 
     def log(self) -> list[dict[str, Any]]:
         """Return the CUDA calls that the launcher has made since the last `clear`, in order."""
@@ -94,6 +93,7 @@ class Launcher:
         function = getattr(self.module, name)
 
         def call(*arguments: Any) -> Any:
+            before = len(self.log()) if self.computes else 0
             self._library.dry_run_take_faults()
             self._library.dry_run_begin_capture()
             failure: Exception | None = None
@@ -106,12 +106,10 @@ class Launcher:
             faults = self._library.dry_run_take_faults().decode()
             if failure is not None or faults:  # FlashInfer only prints some errors of the driver
                 message = "" if failure is None else str(failure).strip()
-                raise LaunchError("; ".join(each for each in (faults, message) if each)) from failure
+                raise LaunchError("; ".join(filter(None, (faults, message)))) from failure
+            if self.computes:
+                made = (each for each in events(self.log()[before:]) if isinstance(each, Launch))
+                compute(made, HostMemory.of(each for each in arguments if isinstance(each, torch.Tensor)))
             return result
 
         return call
-
-
-@functools.cache
-def launcher_for(gpu: Gpu) -> Launcher:
-    return Launcher(gpu)

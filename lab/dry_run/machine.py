@@ -9,13 +9,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 import lab.gpus
 from lab.dry_run import build
-from lab.dry_run.arithmetic import compute
-from lab.dry_run.host_memory import HostMemory
-from lab.dry_run.launcher import Gpu, Launcher, gpu_named, launcher_for
+from lab.dry_run.launcher import Gpu, Launcher, gpu_named
 from lab.dry_run.launches import CompiledCall, Copy, Fill, Launch, events
 from lab.gpus import SM100, family_of
 
@@ -32,6 +28,7 @@ SUPPORTED = {
     "is_sm121a_supported": ((12, 1),),
     "is_sm12x_supported": ((12, 0), (12, 1)),
 }
+_launcher_for = functools.cache(Launcher)
 ENTRIES = ("utils", "decode", "prefill", "mla", "xqa")  # the modules of FlashInfer's TRT-LLM calls
 
 
@@ -53,17 +50,10 @@ class Machine:
     def launcher(self) -> Launcher:
         """Return trtllm-gen's launcher, compiled at the first access. Raises NotBuiltError."""
         if self._launcher is None:
-            self._launcher = launcher_for(self.gpu)
+            self._launcher = _launcher_for(self.gpu)
+            self._launcher.computes = self._computes
             self._launcher.clear()
         return self._launcher
-
-    def called(self) -> "Launcher | _Computing":
-        return _Computing(self.launcher, self) if self._computes else self.launcher
-
-    @property
-    def table(self) -> str:
-        """Return where the table of trtllm-gen's kernels comes from, such as "flashinfer-cubin 0.6.13"."""
-        return self.launcher.table.source
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
@@ -87,25 +77,6 @@ class Machine:
         self.compiled_calls = ()
         if self._launcher is not None:
             self._launcher.clear()
-
-
-class _Computing:
-    """A launcher that also computes the outputs of each call on the CPU (`lab.dry_run.arithmetic`), before the call returns."""
-
-    def __init__(self, launcher: Launcher, there: Machine) -> None:
-        self._launcher, self._there = launcher, there
-
-    def __getattr__(self, name: str) -> Function:
-        function = getattr(self._launcher, name)
-
-        def call(*arguments: Any) -> Any:
-            before = len(self._there.launches)
-            result = function(*arguments)
-            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-            compute(self._there.launches[before:], HostMemory.of(tensors))
-            return result
-
-        return call
 
 
 @contextmanager
@@ -167,7 +138,9 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
         utils.get_compute_capability: lambda device: gpu.capability,
         utils.get_device_sm_count: lambda device: gpu.multiprocessors,
         utils.device_support_pdl: lambda device: gpu.capability >= (9, 0),
-        decode.gen_trtllm_gen_fmha_module: lambda: _built(made.called()),
+        decode.gen_trtllm_gen_fmha_module: lambda: SimpleNamespace(
+            build_and_load=lambda: made.launcher, get_library_paths=lambda: ()
+        ),
         xqa.get_xqa_module: _noting(made, "xqa", xqa.get_xqa_module),
         xqa.get_xqa_module_mla: _noting(made, "xqa_mla", xqa.get_xqa_module_mla),
     }
@@ -175,10 +148,10 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
         compiles = prefill.get_trtllm_fmha_v2_module
         answers[compiles] = _noting(made, "fmha_v2", compiles)
     for module in (decode, prefill, mla):
-        answers[module.get_trtllm_gen_fmha_module] = made.called
-    for name in SUPPORTED:
+        answers[module.get_trtllm_gen_fmha_module] = lambda: made.launcher
+    for name, capabilities in SUPPORTED.items():
         if hasattr(utils, name):
-            answers[getattr(utils, name)] = _answer(gpu.capability in SUPPORTED[name])
+            answers[getattr(utils, name)] = _answer(gpu.capability in capabilities)
     tuning = sys.modules.get("flashinfer.cute_dsl.utils")  # FlashInfer 0.6.13's MLA call queries it too
     if hasattr(tuning, "get_num_sm"):
         answers[tuning.get_num_sm] = lambda device: gpu.multiprocessors  # type: ignore[union-attr]
@@ -198,31 +171,27 @@ def _answer(value: Any) -> Function:
     return lambda *arguments, **named: value
 
 
-def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
-    return SimpleNamespace(build_and_load=lambda: launcher, get_library_paths=lambda: ())
-
-
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
     """Return a replacement for a function that compiles a kernel module. The returned module only records its calls."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:
         key = tuple(signature.bind(*arguments, **named).arguments.items())
-        return _NotedModule(made, backend, key)
+
+        def note(function: str, *given: Any) -> None:
+            made.compiled_calls += (CompiledCall(backend, key, function, given),)
+
+        return _NotedModule(note)
 
     return module_for
 
 
 class _NotedModule:
-    def __init__(self, made: Machine, backend: str, compiled_for: tuple[tuple[str, Any], ...]) -> None:
-        self._note = functools.partial(CompiledCall, backend, compiled_for)
-        self._made = made
+    def __init__(self, note: Function) -> None:
+        self._note = note
 
     def __getattr__(self, function: str) -> Function:
-        def call(*arguments: Any) -> None:
-            self._made.compiled_calls += (self._note(function, arguments),)
-
-        return call
+        return functools.partial(self._note, function)
 
 
 def _forget_cached() -> None:

@@ -169,7 +169,7 @@ def dry_run(
         passes = tuple(DryPass(name, case, _calls_of(case, gpu, on)) for name, case in cases)
     if on is None:
         return DryRun(gpu, None, False, reason, passes)
-    return DryRun(gpu, on.table, bool(on.table_lacks), None, passes)
+    return DryRun(gpu, on.launcher.table.source, bool(on.table_lacks), None, passes)
 
 
 def why_no_launcher(gpu_name: str) -> str | None:

@@ -195,22 +195,9 @@ class Row:
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
 
-@dataclass(frozen=True)
-class Rivals:
-    """The rows of one run that timed different implementations of the same work, the fastest row first."""
-
-    rows: tuple[Row, ...]
-
-    @functools.cached_property
-    def speeds(self) -> tuple[Speed, ...]:
-        """Return the speed of each row after the first, compared with the first."""
-        fastest = self.rows[0].samples_us
-        return tuple(compare_samples(fastest, row.samples_us, INTERLEAVED).speed for row in self.rows[1:])
-
-    @property
-    def as_fast(self) -> list[str]:
-        speeds = (Speed.SAME, *self.speeds)
-        return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
+# The rows of one run that timed different implementations of the same work, the fastest row first, each with its speed
+# compared with the first row's.
+Rivals = Sequence[tuple[Row, Speed]]
 
 
 @dataclass(frozen=True)
@@ -237,11 +224,17 @@ class RecordedRun:
             (tuple(item for item in row.identity if item[0] != "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
         )
-        return [Rivals(tuple(found[identity])) for identity in sorted(found)]
+        return [_with_speeds(found[identity]) for identity in sorted(found)]
 
     @property
     def other_rows(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if not row.is_gpu_time)
+
+
+def _with_speeds(rows: Sequence[Row]) -> Rivals:
+    fastest, *slower = rows
+    speeds = (compare_samples(fastest.samples_us, row.samples_us, INTERLEAVED).speed for row in slower)
+    return list(zip(rows, (Speed.SAME, *speeds), strict=True))
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:

@@ -44,10 +44,6 @@ def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str =
     return with_note
 
 
-def _held_back_by(row: Row) -> Cell:
-    return words("not known" if row.facts.get("throttled_by") is None else ", ".join(row.throttled_by))
-
-
 # Columns of a table of one run. A column with the same text in all rows becomes a note.
 SETTINGS: Columns = {
     "timed by": lambda row: words(row.timed_by),
@@ -61,7 +57,9 @@ GPU_COLUMNS: Columns = {
     "median, µs": lambda row: number(row.median_us, 2),
     "floor, µs": _noted(_fact("floor_us", 2), _word("floor_bound")),
     "time over floor": lambda row: number(row.time_over_floor, 2),
-    "held back by": _held_back_by,
+    "held back by": lambda row: words(
+        "not known" if row.facts.get("throttled_by") is None else ", ".join(row.throttled_by)
+    ),
     "IQR, %": lambda row: number(row.iqr_percent, 1),
     "GB/s": _noted(_fact("bandwidth_gbps", 0), _fact("bandwidth_percent", 0), " %"),
     "TFLOP/s": _noted(_fact("rate_tflops", 1), _fact("matrix_rate_percent", 0), " %"),
@@ -84,59 +82,20 @@ PLAIN_COLUMNS: Columns = {
 }
 
 
-def timing_tables(run: RecordedRun, name: str = "") -> list[Table]:
+def timing_tables(run: RecordedRun) -> list[Table]:
     """Make the tables of a run that have rows: GPU times, other times, and implementations without a time."""
-    gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name=f"{name}-gpu", caption="GPU time")
-    others = plain_table(
-        run.other_rows, f"{name}-others", "Host time, and times without a recorded clock: not GPU time"
+    gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name="gpu", caption="GPU time")
+    others = make_table(
+        PLAIN_COLUMNS,
+        sorted(run.other_rows, key=lambda row: row.name),
+        name="others",
+        caption="Host time, and times without a recorded clock: not GPU time",
+        say_once=(),
     )
-    return [table for table in (gpu, others, not_timed_table(run, f"{name}-not-timed")) if table.rows]
+    return [table for table in (gpu, others, _not_timed_table(run)) if table.rows]
 
 
-def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
-    return lambda rivals: cell(rivals.rows[0])
-
-
-def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
-    """Return a sentence with the number of scenarios in which each implementation is the fastest."""
-    compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
-    compared = [rivals for of_run in compared_by_run for rivals in of_run]
-    # The first implementation is the fastest only if the second one is SLOWER by the lab's rule.
-    wins = Counter(rivals.rows[0].implementation for rivals in compared if rivals.speeds[0] is Speed.SLOWER)
-    numbers = [f"{name} in {count}" for name, count in wins.most_common()]
-    if wins.total() < len(compared):
-        numbers.append(f"no clear difference in {len(compared) - wins.total()}")
-    scenarios = f"{counted(len(compared), 'scenario')} with several implementations"
-    if (num_runs := sum(map(bool, compared_by_run))) > 1:
-        scenarios += f", in {num_runs} runs"
-    return f"Fastest in {scenarios}: {', '.join(numbers)}." if compared else ""
-
-
-def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return a cell with an implementation's median. Its style says how it compares with the fastest implementation."""
-    found = zip(rivals.rows, (Speed.SAME, *rivals.speeds), strict=True)
-    verdicts = {row.implementation: (row.median_us, MEDIAN_STYLES.get(speed, "")) for row, speed in found}
-    median_us, style = verdicts.get(implementation, (None, ""))
-    return replace(number(median_us, 1), style=style)
-
-
-def fastest_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of medians, with one row per scenario and one column per implementation."""
-    names = sorted({row.implementation for row in run.gpu_rows})
-    columns: Columns = {
-        "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
-        "floor, µs": _of_fastest(GPU_COLUMNS["floor, µs"]),
-        "fastest": lambda rivals: words(", ".join(rivals.as_fast)),
-        "time over floor": _of_fastest(GPU_COLUMNS["time over floor"]),
-        **{f"{each}, µs": partial(_median_of, each) for each in names},
-        **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
-    }
-    caption = "Implementations side by side, medians; in each scenario their samples were taken in turns"
-    rivals = run.rivals if len(names) > 1 else []
-    return make_table(columns, rivals, name=name and f"{name}-fastest", caption=caption, say_once=SETTINGS)
-
-
-def not_timed_table(run: RecordedRun, name: str = "") -> Table:
+def _not_timed_table(run: RecordedRun) -> Table:
     scenarios = grouped(
         ((each["implementation"].removeprefix(MODULE_PREFIX), each["reason"]), each["scenario"] or "all")
         for each in run.not_timed
@@ -146,18 +105,54 @@ def not_timed_table(run: RecordedRun, name: str = "") -> Table:
         "not timed, because": lambda item: words(item[0][1], style="long"),
         "scenarios": lambda item: words(", ".join(item[1]), style="long"),
     }
-    return make_table(columns, sorted(scenarios.items()), name=name, caption="Not timed, and why", say_once=())
+    return make_table(columns, sorted(scenarios.items()), name="not-timed", caption="Not timed, and why", say_once=())
 
 
-def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:
-    return make_table(PLAIN_COLUMNS, sorted(rows, key=lambda row: row.name), name=name, caption=caption, say_once=())
+def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
+    """Return a sentence with the number of scenarios in which each implementation is the fastest."""
+    compared_by_run = [[rivals for rivals in run.rivals if len(rivals) > 1] for run in runs]
+    compared = [rivals for of_run in compared_by_run for rivals in of_run]
+    # The first implementation is the fastest only if the second one is SLOWER by the lab's rule.
+    wins = Counter(row.implementation for (row, _), (_, speed), *_ in compared if speed is Speed.SLOWER)
+    numbers = [f"{name} in {count}" for name, count in wins.most_common()]
+    if wins.total() < len(compared):
+        numbers.append(f"no clear difference in {len(compared) - wins.total()}")
+    scenarios = f"{counted(len(compared), 'scenario')} with several implementations"
+    if (num_runs := sum(map(bool, compared_by_run))) > 1:
+        scenarios += f", in {num_runs} runs"
+    return f"Fastest in {scenarios}: {', '.join(numbers)}." if compared else ""
+
+
+def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
+    return lambda rivals: cell(rivals[0][0])
+
+
+def _median_of(implementation: str, rivals: Rivals) -> Cell:
+    """Return a cell with an implementation's median. Its style says how it compares with the fastest implementation."""
+    found = next(((row, speed) for row, speed in rivals if row.implementation == implementation), None)
+    return replace(number(found[0].median_us, 1), style=MEDIAN_STYLES.get(found[1], "")) if found else words(None)
+
+
+def fastest_table(run: RecordedRun) -> Table:
+    """Make a table of medians, with one row per scenario and one column per implementation."""
+    names = sorted({row.implementation for row in run.gpu_rows})
+    columns: Columns = {
+        "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
+        "floor, µs": _of_fastest(GPU_COLUMNS["floor, µs"]),
+        "fastest": lambda rivals: words(", ".join(row.implementation for row, speed in rivals if speed is Speed.SAME)),
+        "time over floor": _of_fastest(GPU_COLUMNS["time over floor"]),
+        **{f"{each}, µs": partial(_median_of, each) for each in names},
+        **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
+    }
+    caption = "Implementations side by side, medians; in each scenario their samples were taken in turns"
+    return make_table(columns, run.rivals if len(names) > 1 else [], name="fastest", caption=caption, say_once=SETTINGS)
 
 
 def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((row.timed_by, str(row.facts.get("method") or "no method recorded")) for row in rows))
 
 
-def ceiling_table(run: RecordedRun, name: str = "") -> Table:
+def ceiling_table(run: RecordedRun) -> Table:
     """Make a table of the highest rates of the memory and of the matrix units, as measured and by the datasheet."""
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
@@ -168,4 +163,4 @@ def ceiling_table(run: RecordedRun, name: str = "") -> Table:
     }
     caption = f"Ceilings; datasheet: {run.ceilings.get('datasheet_source') or 'none'}"
     known = [item for item in rates.items() if run.ceilings.get(item[1]) or run.ceilings.get(f"datasheet_{item[1]}")]
-    return make_table(columns, known, name=name and f"{name}-ceilings", caption=caption, say_once=())
+    return make_table(columns, known, name="ceilings", caption=caption, say_once=())

@@ -23,7 +23,6 @@ from lab.reports.recorded import (
     FileKind,
     RecordedFile,
     RecordedFileError,
-    RecordedRun,
     environment_facts,
     run_of,
 )
@@ -85,7 +84,21 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
         overview=_markdown(overview) if overview.is_file() else "",
         notes=[(path.name, _markdown(path)) for path in notes],
         least_floor_us=f"{LEAST_FLOOR_US:g}",
-        runs=[_timed_part(run, f"run-{place}") for place, run in enumerate(runs)],
+        runs=[
+            {
+                "id": f"run-{place}-",
+                "name": run.path.name,
+                "recorded_at": run.recorded_at,
+                "methods": methods(run.gpu_rows),
+                "fastest": fastest_table(run),
+                "ceilings": ceiling_table(run),
+                "tables": timing_tables(run),
+                "pictures": [
+                    Picture.of(drawn, Path(name).stem.replace("-", " ")) for name, drawn in figures(run).items()
+                ],
+            }
+            for place, run in enumerate(runs)
+        ],
         experiments=[experiment_part(file) for file in of_kind[FileKind.EXPERIMENT]],
         not_shown={file.name: _outline(file.content) for file in of_kind[FileKind.OTHER]},
         style=Markup(_text_of("lab.reports.html", "page.css")),
@@ -117,18 +130,6 @@ def _environments(files: Sequence[RecordedFile]) -> Table:
     facts = environment_facts([file.environment for file in files])
     rows = [{"file": file.name} | {name: file.fact(*keys) for name, keys in facts.items()} for file in files]
     return table_of_records("environments", "What each file was measured on", rows)
-
-
-def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
-    return {
-        "name": run.path.name,
-        "recorded_at": run.recorded_at,
-        "methods": methods(run.gpu_rows),
-        "fastest": fastest_table(run, name),
-        "ceilings": ceiling_table(run, name),
-        "tables": timing_tables(run, name),
-        "pictures": [Picture.of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
-    }
 
 
 def _text_of(package: str, *path: str) -> str:
