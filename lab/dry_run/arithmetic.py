@@ -156,7 +156,7 @@ class _Attention:
         group = heads // params.num_heads_kv
         self.kv_heads, of_rows = slice(first, end), slice(first * group, end * group)
         self.query = self._query()[:, of_rows].unflatten(1, (-1, group))
-        out = memory.array("the output", params.ptr_o, (tokens, heads, kernel.head_dim_v), kernel.dtype_o)
+        out = memory.array("the output", params.ptr_o, (tokens, heads, kernel.head_dim_v), kernel.dtypes["O"])
         self.out = out[:, of_rows]
         self.stats = None
         if params.ptr_softmax_stats:
@@ -202,13 +202,13 @@ class _Attention:
         if self.sinks_log2 is not None:
             total = total + torch.exp2(self.sinks_log2 - largest)
         result = torch.einsum("rhgk,khd->rhgd", weights, values) / total.unsqueeze(-1) * self.out_scale
-        self.out[rows] = rounded(result.flatten(1, 2), self.kernel.dtype_o)
+        self.out[rows] = rounded(result.flatten(1, 2), self.kernel.dtypes["O"])
         if self.stats is not None:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
         """Return [num_rows, num_qo_heads, head_dim]. The descriptor has the dimensions (head_dim, heads, groups, rows)."""
-        tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
+        tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtypes["Q"]
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
@@ -243,7 +243,7 @@ class _Attention:
 
     def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
         """Return the entries of a pool at the indices `places`, float64 [entries, 1, head_dim of K]; -1 is skipped."""
-        tensor_map, dtype = self.maps[member], self.kernel.dtype_k
+        tensor_map, dtype = self.maps[member], self.kernel.dtypes["K"]
         places = places[places >= 0].long()
         if not len(places):
             return torch.empty(0, 1, tensor_map.dims[0], dtype=torch.float64)
@@ -275,7 +275,7 @@ class _Attention:
             raise UnsoundLaunchError(
                 f"{side}'s rows end at {first + count}, and its descriptor has {tensor_map.dims[1]}"
             )
-        (token_bytes, head_bytes, *_), dtype = tensor_map.strides_bytes, self._dtype(side)
+        (token_bytes, head_bytes, *_), dtype = tensor_map.strides_bytes, self.kernel.dtypes[side]
         shape = (count, tensor_map.dims[2], tensor_map.dims[0])
         address = tensor_map.address + first * token_bytes
         return self.memory.view(
@@ -284,8 +284,8 @@ class _Attention:
 
     def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
         """Return whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
-        stored = self._page_rows(side, f"tma{side}_", ids, page_size, self._dtype(side))
-        if self._dtype(side) != torch.uint8:
+        stored = self._page_rows(side, f"tma{side}_", ids, page_size, self.kernel.dtypes[side])
+        if self.kernel.dtypes[side] != torch.uint8:
             tokens = stored.double()
         else:
             factors = self._page_rows(side, f"tma{side}Sf_", ids, page_size, E4M3)
@@ -296,7 +296,6 @@ class _Attention:
         """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row].
 
         The descriptor has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
-
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims
@@ -316,6 +315,3 @@ class _Attention:
             dtype,
         )
         return view[ids - least].reshape(len(ids), heads, page_size, -1)
-
-    def _dtype(self, side: str) -> torch.dtype:
-        return self.kernel.dtype_k if side == "K" else self.kernel.dtype_v

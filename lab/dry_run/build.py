@@ -44,9 +44,8 @@ class NotBuiltError(RuntimeError):
 
 def why_not_built() -> str | None:
     """Return a sentence that names what is missing to compile the launcher; None if nothing is."""
-    missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
-    if missing:
-        return sentence("a dry run", missing)
+    if importlib.util.find_spec("flashinfer") is None:
+        return sentence("a dry run", ["flashinfer"])
     if nvcc() is None:
         return "a dry run compiles FlashInfer's launcher with CUDA's nvcc, which is neither on PATH nor in /usr/local/cuda/bin"
     if shutil.which("g++") is None:
@@ -80,29 +79,24 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
     """Return the path of the launcher's library, compiled with a kernel table (by default `kernel_table.newest()`).
 
     Compiling takes about a minute on an idle core. Raises NotBuiltError if it fails.
-
     """
     reason = why_not_built()
     if reason is not None:
         raise NotBuiltError(reason)
     made = generated(table or kernel_table.newest())
-    folder = cache_folder() / digest(made)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    path = _cached(made)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name("lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, and other processes wait
-        if not (folder / LIBRARY).exists():
-            with tempfile.TemporaryDirectory(dir=folder) as work:
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as work:
                 _compile(Path(work), made)
-                Path(work, LIBRARY).replace(folder / LIBRARY)
-    return folder / LIBRARY
+                Path(work, LIBRARY).replace(path)
+    return path
 
 
 def is_built() -> bool:
-    return (cache_folder() / digest(generated(kernel_table.newest())) / LIBRARY).exists()
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtllm-attention-lab" / "dry-run"
+    return _cached(generated(kernel_table.newest())).exists()
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
@@ -131,26 +125,22 @@ def kernel_params_members() -> tuple[str, ...]:
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)
-    declarations = re.findall(
-        r"^\s*([\w ]+?[\s*]+(?:const\s*\*?\s*)?)((?:\w+)(?:\{[^}]*\})?(?:,\s*\w+)*);", code, re.MULTILINE
-    )
-    names = [
-        re.sub(r"\{.*", "", name.strip())
-        for kind, each in declarations
-        if "Div" not in kind
-        for name in each.split(",")
-    ]
-    return tuple(names)
+    declaration = r"^\s*([\w ]+?[\s*]+(?:const\s*\*?\s*)?)((?:\w+)(?:\{[^}]*\})?(?:,\s*\w+)*);"
+    declared = (names for kind, names in re.findall(declaration, code, re.MULTILINE) if "Div" not in kind)
+    return tuple(re.sub(r"\{.*", "", name.strip()) for names in declared for name in names.split(","))
 
 
-def digest(made: dict[str, str]) -> str:
+def _cached(made: dict[str, str]) -> Path:
+    """Return the library's path, whose folder is named by a digest of sources, flags, compiler and generated headers."""
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),
     ]
     compiler = subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
     parts += [*FLAGS, compiler, str(flashinfer_data()), flashinfer_version(), metadata.version("apache-tvm-ffi")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "trtllm-attention-lab" / "dry-run" / digest / LIBRARY
 
 
 def _compile(work: Path, made: dict[str, str]) -> None:
@@ -165,14 +155,13 @@ def _compile(work: Path, made: dict[str, str]) -> None:
     own = [data / each for each in ("include", "csrc", "csrc/nv_internal", "csrc/nv_internal/include")]
     others = [data / each for each in ("cutlass/include", "cutlass/tools/util/include", "spdlog/include")]
     folders = [work, HERE, *own, cccl, *others, ffi / "include"]
-    includes = [f"-I{folder}" for folder in folders]
-    compiler = str(nvcc())
+    compile_cuda = [str(nvcc()), *FLAGS, *(f"-I{folder}" for folder in folders), "-c"]
     # All sources are one unit, so that the headers, which take most of the time, are read once.
     units = [*(data / "csrc" / name for name in LAUNCHER), HERE / "kernel_params.cpp"]
     (work / "launcher.cu").write_text("".join(f'#include "{unit}"\n' for unit in units))
     objects = [str(work / "launcher.o"), str(work / "fake_cuda.o")]
-    _run([compiler, *FLAGS, *includes, "-c", str(work / "launcher.cu"), "-o", objects[0]])
-    _run([compiler, *FLAGS, *includes, "-c", str(HERE / "fake_cuda.cpp"), "-o", objects[1]])
+    _run([*compile_cuda, str(work / "launcher.cu"), "-o", objects[0]])
+    _run([*compile_cuda, str(HERE / "fake_cuda.cpp"), "-o", objects[1]])
     rpath = f"-Wl,-rpath,{ffi / 'lib'}"
     # -Bsymbolic: the library uses the fake's functions even if torch has loaded the real libcudart.
     link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, f"-L{ffi / 'lib'}", "-ltvm_ffi", "-ldl", rpath]

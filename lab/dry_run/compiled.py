@@ -93,10 +93,8 @@ def compiled(shape: Shape) -> tuple[Compiled, ...]:
     """Check the assertions in each kernel source of FlashInfer's module for a shape. FlashInfer supports the shape if all do.
 
     Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc failed for another reason than an assertion.
-
     """
-    reason = build.why_not_built()
-    if reason is not None:
+    if (reason := build.why_not_built()) is not None:
         raise build.NotBuiltError(reason)
     return _MODULES[shape.kernel](shape)
 

@@ -4,6 +4,7 @@ layout.
 
 import enum
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +37,9 @@ class KernelFacts:
     """The properties of a trtllm-gen kernel that determine what it computes, read from its row of the kernel table."""
 
     name: str  #: name under which the kernel is launched
-    #: dtypes of the elements; uint8 is NVFP4, two elements per byte
-    dtype_q: torch.dtype
-    dtype_k: torch.dtype
-    dtype_v: torch.dtype
-    dtype_o: torch.dtype
+    dtypes: Mapping[
+        str, torch.dtype
+    ]  #: of the elements of "Q", "K", "V" and "O"; uint8 is NVFP4, two elements per byte
     #: head_dim of the query and K, and of V and the output
     head_dim_qk: int
     head_dim_v: int
@@ -63,19 +62,15 @@ def kernel_facts(name: str) -> KernelFacts:
     """Return the properties of the kernel with this name. Raises KeyError for an unknown name or dtype."""
     table, rows = _newest()
     row = table.row(rows[name])
-    dtype = {side: DTYPES[row[f"mDataType{side}"]] for side in "QKVO"}
     return KernelFacts(
         name,
-        dtype["Q"],
-        dtype["K"],
-        dtype["V"],
-        dtype["O"],
-        int(row["mHeadDimQk"]),
-        int(row["mHeadDimV"]),
-        MaskType(int(row["mMaskType"])),
-        int(row["mKernelType"]) == CONTEXT,
-        int(row["mQkvLayout"]) == PAGED,
-        int(row["mSparseAttn"]) != 0,
+        dtypes={side: DTYPES[row[f"mDataType{side}"]] for side in "QKVO"},
+        head_dim_qk=int(row["mHeadDimQk"]),
+        head_dim_v=int(row["mHeadDimV"]),
+        mask=MaskType(int(row["mMaskType"])),
+        is_context=int(row["mKernelType"]) == CONTEXT,
+        is_paged=int(row["mQkvLayout"]) == PAGED,
+        is_sparse=int(row["mSparseAttn"]) != 0,
     )
 
 

@@ -60,9 +60,8 @@ def parsed(text: str, source: str) -> KernelTable:
         raise ValueError(f"{source}: rows of {sorted({len(row) for row in rows})} values, and {len(types)} members")
     rows.sort(key=lambda row: row[list(types).index("mFuncName")])
     columns = dict(zip(types, zip(*rows, strict=True), strict=True))
-    for name in WITHOUT_FACTS:
-        columns.pop(name, None), types.pop(name, None)
-    return KernelTable(source, types, columns)
+    kept = [name for name in types if name not in WITHOUT_FACTS]
+    return KernelTable(source, {name: types[name] for name in kept}, {name: columns[name] for name in kept})
 
 
 def facts(table: KernelTable) -> bytes:

@@ -20,7 +20,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.properties.forward_modes import mode_cases
 from lab.checks.properties.mla_modes import mla_mode_cases, two_pool_cases
 from lab.dry_run import build
-from lab.dry_run.launcher import GPUS, Gpu, LaunchError, gpu_named
+from lab.dry_run.launcher import Gpu, LaunchError, gpu_named
 from lab.dry_run.launches import Launch
 from lab.dry_run.machine import Machine, machine
 from lab.gpus import family_of
@@ -101,8 +101,8 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
             if case.context_parallel > 1 or case.virtual_slots:
                 continue
             has_window = is_window and not case.encoder_only
-            words = [*_options(case), *(["window"] if has_window else [])]
-            yield "/".join(["M1", model, case.mode.name.lower(), *words]), replace(case, sliding_window=has_window)
+            words = ["M1", model, case.mode.name.lower(), *_options(case), *(["window"] if has_window else [])]
+            yield "/".join(words), replace(case, sliding_window=has_window)
     for heads in SURVEYED_MLA_HEADS:
         two_pools = two_pool_cases(Q_LEN, num_qo_heads=heads)
         for mla in itertools.chain(mla_mode_cases(PAGE_SIZE, (Q_LEN,), num_qo_heads=heads), two_pools):
@@ -111,39 +111,32 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
             yield "/".join(["M2", f"{heads}_heads", mla.mode.name.lower(), *_mla_options(mla)]), mla
 
 
-def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words, such as "hnd", that distinguish this case from other cases of M1 in the same forward mode."""
-    if case.draft_step == FROZEN_KV_STEP:
-        yield f"frozen_kv/topk{case.topk}"
-    elif case.draft_step is not None:
-        yield f"step{case.draft_step}"
-    if case.layout is KVLayout.HND:
-        yield "hnd"
-    if case.draft_extend is not None:
-        yield f"on_{case.draft_extend.name.lower()}"
-    if case.split_mixed_tail:
-        yield "split_tail"
-    if case.encoder_only:
-        yield "encoder_only"
-    if case.num_padding_rows:
-        yield f"padding{case.num_padding_rows}"
-    if case.decode_splits > 1:
-        yield f"splits{case.decode_splits}"
-    if case.mode.is_prefill and not any(case.prefix_lens):
-        yield "no_prefix"
+def _options(case: ForwardCase) -> list[str]:
+    """Return words, such as "hnd", that distinguish this case from other cases of M1 in the same forward mode."""
+    is_frozen = case.draft_step == FROZEN_KV_STEP
+    options = {
+        f"frozen_kv/topk{case.topk}": is_frozen,
+        f"step{case.draft_step}": case.draft_step is not None and not is_frozen,
+        "hnd": case.layout is KVLayout.HND,
+        f"on_{case.draft_extend and case.draft_extend.name.lower()}": case.draft_extend is not None,
+        "split_tail": case.split_mixed_tail,
+        "encoder_only": case.encoder_only,
+        f"padding{case.num_padding_rows}": case.num_padding_rows,
+        f"splits{case.decode_splits}": case.decode_splits > 1,
+        "no_prefix": case.mode.is_prefill and not any(case.prefix_lens),
+    }
+    return [option for option, is_set in options.items() if is_set]
 
 
-def _mla_options(case: MLACase) -> Iterator[str]:
-    if case.compress_ratio is not None:
-        yield f"ratio{case.compress_ratio}"
-    if case.draft_step is not None:
-        yield f"step{case.draft_step}"
-    if case.attention is DraftAttention.MLA_WITH_OFFSET:
-        yield "with_offset"
-    if case.num_draft_tokens is not None:
-        yield f"draft{case.num_draft_tokens}"
-    if case.mode.query_rows.are_unequal_drafts:
-        yield f"rows{'+'.join(map(str, case.q_lens))}"
+def _mla_options(case: MLACase) -> list[str]:
+    options = {
+        f"ratio{case.compress_ratio}": case.compress_ratio is not None,
+        f"step{case.draft_step}": case.draft_step is not None,
+        "with_offset": case.attention is DraftAttention.MLA_WITH_OFFSET,
+        f"draft{case.num_draft_tokens}": case.num_draft_tokens is not None,
+        f"rows{'+'.join(map(str, case.q_lens))}": case.mode.query_rows.are_unequal_drafts,
+    }
+    return [option for option, is_set in options.items() if is_set]
 
 
 def dry_run(
@@ -154,9 +147,9 @@ def dry_run(
     For SM100 and SM103 FlashInfer's launcher selects the kernels, if it can be compiled here. Otherwise the rules of
     `lab.kernels.support` name them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
     ValueError if the GPU is unknown.
-
     """
-    gpu, reason = gpu_named(gpu_name), why_no_launcher(gpu_name)
+    gpu = gpu_named(gpu_name)
+    reason = _why_no_launcher(gpu)
     with ExitStack() as stack:
         on: Machine | None = None
         if reason is None:
@@ -172,15 +165,15 @@ def dry_run(
     return DryRun(gpu, on.launcher.table.source, bool(on.table_lacks), None, passes)
 
 
-def why_no_launcher(gpu_name: str) -> str | None:
-    family = family_of(GPUS[gpu_name].capability)
+def _why_no_launcher(gpu: Gpu) -> str | None:
+    family = family_of(gpu.capability)
     if family is None or family.trtllm_backend != "trtllm-gen":
-        return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
+        return f"FlashInfer's launcher is trtllm-gen's, which {gpu.name} does not run"
     return build.why_not_built()
 
 
 def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tuple[DryCall, ...]:
-    forward = unwritten_pass(case)
+    forward = _unwritten_pass(case)
     noted = _NotedCalls(gpu, on)
     out = forward.query.new_empty((len(forward.query), *case.out_shape))
     forward.prepare(noted, **forward.arguments(out))
@@ -223,7 +216,7 @@ class _NotedCalls:
         return next(kernel for kernel in portable.KERNELS if call in kernel.calls)
 
 
-def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
+def _unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
     """Return the forward pass of a case, without contents in query and cache, and without expected outputs."""
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)

@@ -53,7 +53,9 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
         "on the GPU": partial(_on_the_gpu, profiled or {}),
     }
     table = make_table(columns, run.passes, say_once=())
-    above, record = (_gpu(run), _source(run), _floor_note(datasheet)), _record(run, datasheet)
+    gpu, record = run.gpu, _record(run, datasheet)
+    here = f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: an absent GPU."
+    above = here, _source(run), _floor_note(datasheet)
     if profiled is None:
         return TableReport(above, table, (_summary(run),), record)
     compared = [each for each in run.passes if each.name in profiled]
@@ -84,11 +86,6 @@ def _summary(run: DryRun) -> str:
     refused, failed = (sum(getattr(call, name) is not None for call in calls) for name in ("refusal", "failure"))
     without = f", {failed} without a kernel" if failed else ""
     return f"{run.gpu.name}: {counted(len(calls), 'call')}, {refused} refused{without}. Nothing was run."
-
-
-def _gpu(run: DryRun) -> str:
-    gpu = run.gpu
-    return f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: an absent GPU."
 
 
 def _source(run: DryRun) -> str:

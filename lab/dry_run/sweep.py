@@ -43,6 +43,7 @@ from lab.kernels.support import Kernel, Problem, why_not
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import LIMITS, division
 from lab.provenance import environment
+from lab.reports.recorded import grouped
 from lab.reports.tables import markdown_of, table_of_lines
 
 SWEPT_GPUS = ("b200", "b300")
@@ -114,33 +115,26 @@ def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
     failure, name = _launched(gpu, call, point)
+    if refusal is None and failure is None:
+        agreement = "taken by both"
+    elif failure is None:
+        # The launcher selects an MLA kernel by the number and the lengths of requests.
+        longer = point | {"batch_size": 40, "max_kv_len": 131072}
+        fails_longer = call is AttentionCall.MLA_DECODE and _launched(gpu, call, longer)[0] is not None
+        agreement = "refused for longer requests" if fails_longer else "refused, and launched"
+    else:
+        by_launcher = {why for why, (pattern, _) in REASONS.items() if re.search(pattern, failure)}
+        refusals = list(_refusals(kernel, problem))
+        by_lab = {why for why, (_, pattern) in REASONS.items() if any(re.search(pattern, each) for each in refusals)}
+        if refusal is not None and by_launcher & by_lab:
+            agreement = "refused by both"
+        elif by_launcher == {BUILT} and _is_in_a_later_table(gpu, problem):
+            agreement = "in a later table"
+        else:
+            agreement = "taken, and the launcher fails" if refusal is None else "refused for another reason"
     plain = SWEPT[call].model.default
     non_default = {axis: value for axis, value in point.items() if value != plain[axis]}
-    agreement = _agreement(gpu, call, point, refusal, failure, kernel, problem)
     return Verdict(call.value, non_default, refusal, failure, name, agreement)
-
-
-def _agreement(
-    gpu: Machine,
-    call: AttentionCall,
-    point: Point,
-    refusal: str | None,
-    failure: str | None,
-    kernel: Kernel,
-    problem: Problem,
-) -> str:
-    if refusal is None and failure is None:
-        return "taken by both"
-    if failure is None:
-        return "refused for longer requests" if _fails_longer(gpu, call, point) else "refused, and launched"
-    by_launcher = {why for why, (pattern, _) in REASONS.items() if re.search(pattern, failure)}
-    refusals = list(_refusals(kernel, problem))
-    by_lab = {why for why, (_, pattern) in REASONS.items() if any(re.search(pattern, each) for each in refusals)}
-    if refusal is not None and by_launcher & by_lab:
-        return "refused by both"
-    if by_launcher == {BUILT} and _is_in_a_later_table(gpu, problem):
-        return "in a later table"
-    return "taken, and the launcher fails" if refusal is None else "refused for another reason"
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
@@ -165,13 +159,6 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
         and problem.num_qo_heads in (8, 16, 32)
         and (problem.max_q_len > 1 and problem.batch_size <= 16 and problem.page_size == 32)
     )
-
-
-def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
-    if call is not AttentionCall.MLA_DECODE:
-        return False
-    failure, _ = _launched(gpu, call, point | {"batch_size": 40, "max_kv_len": 131072})
-    return failure is not None
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
@@ -273,11 +260,8 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
     return tokens == 1 or (tma.strides_bytes[0] == token * joined and (is_packed or (joined == 1 and not is_joined)))
 
 
-def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    counts: dict[str, Counter[str]] = {call.value: Counter() for call in SWEPT}
-    for verdict in verdicts:
-        counts[verdict.call][verdict.agreement] += 1
-    return counts
+def counted(verdicts: Sequence[Verdict]) -> dict[str, Counter[str]]:
+    return {call.value: Counter(each.agreement for each in verdicts if each.call == call.value) for call in SWEPT}
 
 
 def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
@@ -294,44 +278,41 @@ def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
 
 def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
     table = kernel_table.newest()
-    lines = [
-        f"# `why_not` against the launcher of FlashInfer {build.flashinfer_version()}",
-        "",
-        f"Kernels are those of {table.source}. Flags that the launcher asks for and this table has not, false in all its rows: "
-        f"{', '.join(table.lacks(build.launcher_members())) or 'none'}. No kernel ran. "
-        "Written by `python -m lab.dry_run.sweep`; every call lies in the file beside this page.",
-        "",
-    ]
     rows = []
     for name, each in verdicts.items():
         for call, counts in counted(each).items():
-            disagree = counts.total() - sum(counts[agreed] for agreed in AGREED)
-            cells = (counts.total(), *(counts[agreed] for agreed in AGREED), disagree)
+            agreed = [counts[agreement] for agreement in AGREED]
+            cells = (counts.total(), *agreed, counts.total() - sum(agreed))
             rows.append((GPUS[name].name, f"`{call}`", *(f"{cell:,}" for cell in cells)))
-    lines.append(markdown_of(table_of_lines(("GPU", "call", "calls", *AGREED, "disagree"), rows)))
+    blocks = [
+        f"# `why_not` against the launcher of FlashInfer {build.flashinfer_version()}",
+        f"Kernels are those of {table.source}. Flags that the launcher asks for and this table has not, false in all its rows: "
+        f"{', '.join(table.lacks(build.launcher_members())) or 'none'}. No kernel ran. "
+        "Written by `python -m lab.dry_run.sweep`; every call lies in the file beside this page.",
+        markdown_of(table_of_lines(("GPU", "call", "calls", *AGREED, "disagree"), rows)),
+    ]
     every = [each for of_gpu in verdicts.values() for each in of_gpu]
-    for title, among in (
-        ("Refusals", [each for each in every if each.refusal and each.agreement in AGREED]),
-        (
-            "Taken, from a later table",
-            [each for each in every if not each.refusal and each.agreement == "in a later table"],
-        ),
-        ("Disagreements", [each for each in every if each.agreement not in AGREED]),
-    ):
-        lines += ["", f"## {title}", ""]
-        lines.append(markdown_of(table_of_lines(EXAMPLES, list(_examples(among)))) if among else "None.")
-    return "\n".join((*lines, ""))
+    later = "in a later table"
+    for title, among in {
+        "Refusals": [each for each in every if each.refusal and each.agreement in AGREED],
+        "Taken, from a later table": [each for each in every if not each.refusal and each.agreement == later],
+        "Disagreements": [each for each in every if each.agreement not in AGREED],
+    }.items():
+        examples = markdown_of(table_of_lines(EXAMPLES, list(_examples(among)))) if among else "None."
+        blocks += [f"## {title}", examples]
+    return "\n\n".join(blocks) + "\n"
 
 
 EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launcher")
 
 
+def _reason_of(verdict: Verdict) -> str:
+    reasons = sorted(why for why, (pattern, _) in REASONS.items() if re.search(pattern, verdict.failure or ""))
+    return (" or ".join(reasons) if verdict.failure else verdict.agreement) or "another reason"
+
+
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    kinds: dict[tuple[str, str, str], list[Verdict]] = {}
-    for verdict in verdicts:
-        reasons = sorted(why for why, (pattern, _) in REASONS.items() if re.search(pattern, verdict.failure or ""))
-        why = " or ".join(reasons) if verdict.failure else verdict.agreement
-        kinds.setdefault((verdict.call, why or "another reason", verdict.agreement), []).append(verdict)
+    kinds = grouped(((each.call, _reason_of(each), each.agreement), each) for each in verdicts)
     for (call, why, _), found in kinds.items():
         plainest = min(found, key=lambda each: len(each.non_default))
         failure = (plainest.failure or "launches it").partition(": qkvLayout")[0]

@@ -153,10 +153,8 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
     heads, page_size = point["num_kv_heads"], point["page_size"]
     token = width + amount(point["gap"], "# elements a token")
     starts = {name: amount(point["kv_start"], f"{name} # bytes on") for name in ("K", "V")}
-    if "NHD" in point["cache"]:
-        shape, inner = (page_size, heads, width), (heads * token, token, 1)
-    else:
-        shape, inner = (heads, page_size, width), (page_size * token, token, 1)
+    of_nhd = (heads * token, token) if "NHD" in point["cache"] else (token, page_size * token)
+    shape, inner = _in_layout(point, width, *of_nhd)
     page = heads * page_size * token + amount(point["gap"], "# bytes a page") // dtype.itemsize
     if point["cache"] == "K is V":
         return strided((4, 1, *shape), (page, page, *inner), dtype, starts["K"])
@@ -171,17 +169,21 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
 def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     heads, page_size, form = point["num_kv_heads"], point["page_size"], point["factors"]
     page = heads * page_size * width
-    nhd = (form == "NHD") != ("NHD" in point["cache"])
-    if "NHD" in point["cache"]:
-        shape = (page_size, heads, width)
-        inner = (heads * width, width, 1) if form == "NHD" else (width, page_size * width, 1)
-    else:
-        shape = (heads, page_size, width)
-        inner = (width, heads * width, 1) if nhd else (page_size * width, width, 1)
+    of_nhd = (heads * width, width) if form == "NHD" else (width, page_size * width)
+    shape, inner = _in_layout(point, width, *of_nhd)
     k_gap = amount(form, "# bytes a page")
     v_gap = k_gap or amount(form, "V # bytes a page")
     k = strided((4, *shape), (page + k_gap, *inner), E4M3)
     return k, strided((4, *shape), (page + v_gap, *inner), E4M3, amount(form, "V # bytes on"))
+
+
+def _in_layout(
+    point: Point, width: int, token_stride: int, head_stride: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of a page in the layout of a point's cache, from the strides of a token and of a head."""
+    sizes, strides = (point["page_size"], point["num_kv_heads"]), (token_stride, head_stride)
+    step = 1 if "NHD" in point["cache"] else -1
+    return (*sizes[::step], width), (*strides[::step], 1)
 
 
 def amount(form: str, pattern: str) -> int:

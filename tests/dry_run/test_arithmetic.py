@@ -65,7 +65,7 @@ def test_offsets_of_keys_may_count_pages() -> None:
 
 def test_the_facts_of_a_kernel() -> None:
     facts = kernel_facts("fmhaSm100fKernel_QkvBfloat16OBfloat16H64PagedKvCausalP64VarSeqQ8Kv128PersistentSwapsAbForGen")
-    assert (facts.dtype_q, facts.dtype_k, facts.dtype_v, facts.dtype_o) == (torch.bfloat16,) * 4
+    assert facts.dtypes == dict.fromkeys("QKVO", torch.bfloat16)
     assert (facts.head_dim_qk, facts.head_dim_v, facts.mask) == (64, 64, MaskType.CAUSAL)
     assert (facts.is_paged, facts.is_context, facts.is_sparse) == (True, False, False)
     assert (facts.has_window, facts.sees_all_keys) == (False, False)
