@@ -104,13 +104,10 @@ def _fits(
         return False
     if problem.query.dtype not in HALF_DTYPES or problem.query.stride(2) != 1:
         return False
-    described = all(cache.dtype == caches[0].dtype and is_described(cache) for cache in caches)
-    return described and all(_has_whole_boxes(problem.page_size, tile.keys) for tile in tiles)
-
-
-def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True if a page has whole tiles, or a tile whole pages of at least LEAST_PAGE tokens."""
-    return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
+    if not all(cache.dtype == caches[0].dtype and is_described(cache) for cache in caches):
+        return False
+    page = problem.page_size
+    return all(page % tile.keys == 0 or (tile.keys % page == 0 and page >= LEAST_PAGE) for tile in tiles)
 
 
 def hopper_launches(

@@ -109,19 +109,24 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[
     if launches is None or call.reads_contents:
         return None
     results = results if isinstance(results, tuple) else (results,)
-    scratch = {_memory(tensor): _block(tensor) for launch in launches for tensor in launch.scratch}
+    storages = {_memory(tensor): tensor.untyped_storage() for launch in launches for tensor in launch.scratch}
+    scratch = [torch.empty(0, dtype=torch.uint8, device=device).set_(each) for each in storages.values()]
     counters = {_memory(tensor): tensor for launch in launches for tensor in launch.counters}
-    empty = [*(result for result in results if all(result is not each for each in given)), *scratch.values()]
+    empty = [*(result for result in results if all(result is not each for each in given)), *scratch]
     new = [*empty, *counters.values()]
     sources = [(_memory(tensor), tensor.data_ptr()) for tensor in (*given, *new)]
     views: list[tuple[int, int]] = []  # (index of a given or new tensor, bytes from its address) of each view of them
 
     def index_of(tensor: torch.Tensor) -> int:
         memory, address = _memory(tensor), tensor.data_ptr()
-        source = _source(memory, address, sources)
-        if sources[source][1] == address:
-            return source
-        views.append((source, address - sources[source][1]))
+        found = [index for index, source in enumerate(sources) if source[0] == memory]
+        if len(found) > 1:  # of several sources in one allocation, only one at the tensor's address fits
+            found = [index for index in found if sources[index][1] == address]
+        if len(found) != 1:
+            raise NotKeptError
+        if sources[found[0]][1] == address:
+            return found[0]
+        views.append((found[0], address - sources[found[0]][1]))
         return len(sources) + len(views) - 1
 
     try:
@@ -146,22 +151,5 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[
     return repeat
 
 
-def _block(part: torch.Tensor) -> torch.Tensor:
-    """Return the whole allocation that holds `part`, a tensor made by `new_scratch`, as uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
-
-
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index in `sources` of the tensor at `address`, or of the tensor that it views. Each source is (address of the
-    allocation, address). Raise NotKeptError if no source fits, or more than one.
-    """
-    found = [index for index, source in enumerate(sources) if source[0] == memory]
-    if len(found) > 1:
-        found = [index for index in found if sources[index][1] == address]
-    if len(found) != 1:
-        raise NotKeptError
-    return found[0]

@@ -10,7 +10,7 @@ SM100 with SM103, whose accumulators lie in tensor memory. The interpreter runs 
 
 import triton
 
-from lab.gpus import SM90, Capability, GpuFamily, family_that_runs
+from lab.gpus import SM90, Capability, family_that_runs
 from lab.kernels.portable.tiles import ProgramTile
 
 # Tiles of SM100 and SM103 that differ from SM90's, by (rows, head_dim, bytes of an element of K and V). With a head_dim of 256
@@ -112,7 +112,12 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
     multiprocessor.
     """
     family = family_that_runs(capability)
-    most_rows = _most_mla_rows(family, kv_bytes)
+    if not family.has_large_shared_memory:
+        most_rows = 16
+    elif family.has_tensor_memory:  # tiles of 64 rows spill (results/blackwell-dry-run/portable.md, "MLA on SM100")
+        most_rows = 32 if kv_bytes > 1 else 16
+    else:
+        most_rows = 64
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
     if most_rows == 16:
         return ProgramTile(rows, keys=32, num_warps=8, num_stages=3, denominator_per_key=True)
@@ -124,14 +129,6 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
         by_descriptor=rows == 64,
         denominator_per_key=rows == 16,
     )
-
-
-def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    if not family.has_large_shared_memory:
-        return 16
-    if family.has_tensor_memory:
-        return 32 if kv_bytes > 1 else 16
-    return 64
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
