@@ -196,10 +196,16 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
     tables or offsets. If rows select entries, K and V have only the selected entries (`lab.calls.entries`).
     """
     chosen = range(problem.batch_size) if requests is None else requests
-    if isinstance(problem, PagedAttention):
-        return _paged_histories(problem.of_one_pool(), chosen)
-    parts = problem.parts()
-    return [parts[request] for request in chosen]
+    if not isinstance(problem, PagedAttention):
+        parts = problem.parts()
+        return [parts[request] for request in chosen]
+    problem = problem.of_one_pool()
+    sides = ((problem.k_cache, problem.k_scale_factors), (problem.v_cache, plain_v_scales(problem)))
+    histories = []
+    for places in places_of_requests(problem, chosen):
+        k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
+        histories.append((k, v))
+    return histories
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
@@ -209,15 +215,6 @@ def _without_unseen(history: History, q_len: int, window_left: int) -> History:
     for side in (k, v):
         side[:unseen] = 0
     return k, v
-
-
-def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[History]:
-    sides = ((problem.k_cache, problem.k_scale_factors), (problem.v_cache, plain_v_scales(problem)))
-    histories = []
-    for places in places_of_requests(problem, requests):
-        k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
-        histories.append((k, v))
-    return histories
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:

@@ -200,16 +200,9 @@ def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | N
     largest = torch.zeros(count, dtype=torch.float64, device=out.device)
     largest = largest.scatter_reduce(0, groups, allowed, reduce="amax")
     bound = largest[groups].unsqueeze(1).expand_as(error)
-    return Comparison(error, torch.maximum(bound, _rounding_of_tiny_elements(size, expected.shape[-1], dtype)))
-
-
-def _rounding_of_tiny_elements(size: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return an upper bound of each vector's relative L2 error if its elements are rounded to multiples of the dtype's smallest
-    positive number; 0 for zeros.
-    """
-    limits = torch.finfo(dtype)
-    smallest = limits.smallest_normal * limits.eps
-    return torch.where(size > 0, smallest / 2 * math.sqrt(num_elements) / size, 0.0)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the rounding of elements to its multiples
+    of_tiny = torch.where(size > 0, smallest / 2 * math.sqrt(expected.shape[-1]) / size, 0.0)
+    return Comparison(error, torch.maximum(bound, of_tiny))
 
 
 def regress(

@@ -1,11 +1,12 @@
 """The expected metadata of attention calls in each forward mode, in plain loops over requests. The metadata of `lab.metadata`
 must be equal. A *slot* is the index of a token in the K/V pool.
 
-``batch`` and ``pool`` are any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and ``KVPool``. The host reads
-device tensors.
+``batch`` and ``pool`` are any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and ``KVPool``, as far as
+`forward_metadata` lists them. Rules are SGLang 0.5.23's. The host reads device tensors.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class ForwardMetadata:
 
 
 def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
-    """Return the metadata of one forward pass (SGLang 0.5.23; the mode DRAFT_EXTEND as in 0.5.13).
+    """Return the metadata of one forward pass (the mode DRAFT_EXTEND as in SGLang 0.5.13).
 
     Args:
         batch: an object with forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors:
@@ -49,28 +50,25 @@ def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], 
         return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
 
     has_swa = pool.full_to_swa is not None
+    swa_slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()] if has_swa else []
     return ForwardMetadata(
         cache_seqlens=key_lens,
         max_seq_len_q=max(query_lens) if query_lens else _stated_query_length(batch),
-        cu_seqlens_q=_boundaries(query_lens),
-        cu_seqlens_k=_boundaries(key_lens),
+        cu_seqlens_q=list(accumulate(query_lens, initial=0)),
+        cu_seqlens_k=list(accumulate(key_lens, initial=0)),
         page_table=tables(),
         swa_page_table=tables(pool.full_to_swa) if has_swa else None,
-        swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
+        swa_out_cache_loc=swa_slots + [0] * (batch.num_tokens - len(swa_slots)) if has_swa else None,
     )
 
 
 def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) -> tuple[list[int], ForwardMetadata]:
     """Return, for one rank of a prefill with zigzag context parallelism, the indices of its query rows and the metadata of its
-    call (SGLang 0.5.23).
+    call.
 
     The new tokens of each request are divided into 2 * num_ranks consecutive blocks, whose lengths differ by at most 1, the
     longer ones first. Rank r has the r-th block from the front and the r-th from the back. Its call has the front blocks of all
     requests, then their back blocks, each block as one request.
-
-    Args:
-        batch, pool: as in `forward_metadata`. The mode must be a prefill.
-        num_ranks, rank: number of ranks in the group, and this rank.
     """
     blocks = 2 * num_ranks
     whole = forward_metadata(batch, pool)
@@ -90,7 +88,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
     """Return the number of keys and the pages of each query row of a target verify on an encoder-only layer, in which each row
-    is a request that sees all keys, also the keys of later rows (SGLang 0.5.23).
+    is a request that sees all keys, also the keys of later rows.
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):
@@ -115,20 +113,16 @@ class MLAForwardMetadata:
 
 
 def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
-    """Return the metadata of one pass on the MLA decode kernel (SGLang 0.5.23).
+    """Return the metadata of one pass on the MLA decode kernel. Raise ValueError if the mode runs no attention.
 
     Each request has a block of rows: its own rows, then padding up to the longest request's number of rows. In a ragged verify
     a block has the rows of a whole draft. The kernel puts a block's last row at the last key, so `seq_lens_k` counts the
     padding, and pages that only padding rows read are page 0.
 
     Args:
-        batch, pool: as in `forward_metadata`.
         counts_draft: True: the lengths of a draft step count the tokens drafted so far, the step's own included. False:
             they do not, as in SGLang.
         block: number of rows in a block, as a CUDA graph fixes it; None: the longest request's number of rows.
-
-    Raises:
-        ValueError: the mode runs no attention.
     """
     query_lens = [query_length(batch, i) for i in range(len(batch.seq_lens))]
     is_step = batch.forward_mode.name in ("DECODE", "IDLE") and batch.spec_info is not None
@@ -144,7 +138,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
         for _ in range(len(pages) * pool.page_size, most, pool.page_size):
             pages.append(0)
         table.append(pages)
-    return MLAForwardMetadata(padded, seen, block, _boundaries(query_lens), table)
+    return MLAForwardMetadata(padded, seen, block, list(accumulate(query_lens, initial=0)), table)
 
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
@@ -185,12 +179,10 @@ class DSAForwardMetadata:
 def dsa_forward_metadata(
     batch: Any, pool: Any, topk_indices: Tensor, *, index_topk: int, index_kpool: int = 1
 ) -> DSAForwardMetadata:
-    """Return the metadata of one pass of DeepSeek sparse attention (SGLang 0.5.23).
-
-    Each query row is a request that sees only selected entries. Padding rows select no entry.
+    """Return the metadata of one pass of DeepSeek sparse attention. Each query row is a request that sees only selected
+    entries; padding rows select none. All requests with a draft must have equally many rows.
 
     Args:
-        batch, pool: as in `forward_metadata`. All requests with a draft must have equally many rows.
         topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Query rows after the last of these rows
             select no position.
         index_topk: largest number of positions that a row selects in whole groups.
@@ -227,14 +219,13 @@ class DSV4ForwardMetadata:
 def dsv4_forward_metadata(
     batch: Any, pool: Any, *, compress_ratio: int, topk_indices: Tensor | None = None
 ) -> DSV4ForwardMetadata:
-    """Return the metadata of one pass of DeepSeek-V4 (SGLang 0.5.23).
+    """Return the metadata of one pass of DeepSeek-V4, in any mode but DRAFT_EXTEND.
 
     The first 128 columns of a row are its token and the tokens before it, in the sliding-window pool. The other columns are
     compressed entries of its request. The page id of an entry is the page id of its tokens; pages of the compressed pool have
     fewer entries. If an entry represents 4 or 128 tokens, a row without compressed entries has one column with -1.
 
     Args:
-        batch, pool: as in `forward_metadata`. The mode must not be DRAFT_EXTEND.
         compress_ratio: number of tokens of a compressed entry; 0: there are no such entries.
         topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row uses its first n
             numbers, where n is the number of entries without a token after the row. None: a row uses all n entries.
@@ -257,9 +248,8 @@ def dsv4_forward_metadata(
             page, offset = divmod(slots[group * compress_ratio], pool.page_size)
             cells.append(page * (pool.page_size // compress_ratio) + offset // compress_ratio)
         table.append(cells if groups or compress_ratio < 4 else [*cells, -1])
-    return DSV4ForwardMetadata(
-        [seen for _, seen in rows], table, _boundaries([query_length(batch, i) for i in range(len(lasts))]), lasts
-    )
+    boundaries = accumulate((query_length(batch, i) for i in range(len(lasts))), initial=0)
+    return DSV4ForwardMetadata([seen for _, seen in rows], table, list(boundaries), lasts)
 
 
 @dataclass(frozen=True)
@@ -271,14 +261,10 @@ class BlockSparseForwardMetadata:
 
 
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
-    """Return the metadata of one decode or target verify of MiniMax-M3 (SGLang 0.5.23).
+    """Return the metadata of one decode or target verify of MiniMax-M3. Each query row is a request.
 
-    Each query row is a request. `seq_lens` counts the tokens up to a row on the row's page and on at most 15 pages
-    before it. It is 1 for a row that sees no token.
-
-    Args:
-        batch, pool: as in `forward_metadata`.
-        topk_pages: int [num_kv_heads, num_rows, 16], pages of the row's request, -1 for none.
+    `seq_lens` counts the tokens up to a row on the row's page and on at most 15 pages before it; 1 for a row that sees no
+    token. `topk_pages`, int [num_kv_heads, num_rows, 16], are pages of the row's request, -1 for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]
@@ -346,15 +332,3 @@ def _stated_query_length(batch: Any) -> int:
     if mode in ("TARGET_VERIFY", "RAGGED_VERIFY"):
         return int(batch.spec_info.num_draft_tokens)
     return 1 if mode in ("DECODE", "IDLE") else 0
-
-
-def _boundaries(lengths: list[int]) -> list[int]:
-    boundaries = [0]
-    for length in lengths:
-        boundaries.append(boundaries[-1] + length)
-    return boundaries
-
-
-def _swa_out_cache_loc(batch: Any, pool: Any) -> list[int]:
-    slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()]
-    return slots + [0] * (batch.num_tokens - len(slots))

@@ -34,15 +34,12 @@ from lab.references.softmax_attention import (
 def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
     """Compute attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
 
-    `lab.calls.DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out_dtype` may
-    be float32 or float64, so that the result is not rounded. The host reads lengths and tables.
+    `lab.calls.DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are raised
+    before any arithmetic. In addition, `out_dtype` may be float32 or float64, so that the result is not rounded. The host reads
+    lengths and tables.
 
     Returns:
         out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: `DecodeCall.problem` or `PagedAttention.check_values` refuses the call,
-            before any arithmetic.
     """
     problem = call.problem()
     return problem.returned(*paged_attention(problem))
@@ -65,17 +62,13 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
     """Compute latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
 
-    `lab.calls.MLADecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out` may be
-    float64, so that the result is not rounded, and latent vector, rotary part and page may have any size. The host reads
-    lengths and tables.
+    `lab.calls.MLADecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are
+    raised before any arithmetic. In addition, `out` may be float64, so that the result is not rounded, and latent vector,
+    rotary part and page may have any size. The host reads lengths and tables.
 
     Returns:
         out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
         (out, lse), lse in the base that `MLADecodeCall.return_lse_base` says.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: `MLADecodeCall.problem` or `PagedAttention.check_values` refuses the call,
-            before any arithmetic.
     """
     out, lse = paged_attention(call.problem())
     if lse is not None and call.lse_is_base_e:
@@ -88,15 +81,12 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
     """Compute DeepSeek-V4's attention: each row attends to entries that it selects in two pools, in one softmax.
 
-    `lab.calls.DSV4DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, query and
-    cache may have any dtype and size of `MLADecodeCall`, and `out` may be float64. The entries of both pools are copied.
+    `lab.calls.DSV4DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are
+    raised before any arithmetic. In addition, query and cache may have any dtype and size of `MLADecodeCall`, and `out` may be
+    float64. The entries of both pools are copied.
 
     Returns:
         out, the query's shape, bfloat16 unless `out` is given.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: `DSV4DecodeCall.problem` or `TwoPools.check_values` refuses the call, before
-            any arithmetic.
     """
     out, _ = paged_attention(call.problem())
     return call.returned(out)
@@ -105,10 +95,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (out, `problem.out_dtype` [num_rows, num_qo_heads, v_head_dim]; lse_log2, float32 [num_rows, num_qo_heads], or
     None) of a checked problem, computed in float64 and rounded once. Padding rows have the output zero and the LSE -inf,
-    also with sinks.
-
-    Raises:
-        ValueError: `PagedAttention.check_values` refuses a length, an offset, a page id or a selected entry.
+    also with sinks. ValueError: `PagedAttention.check_values` refuses the contents of a tensor.
     """
     if len(problem.query) == 0:
         return problem.results()
@@ -340,9 +327,12 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
     )
     if problem.mask is None:
         return visible
-    q_starts = (piece.kv_len - problem.max_q_len).unsqueeze(1)
-    words = problem.mask.to(torch.int32)[piece.request]
-    return visible & _unmasked(words, piece.positions - q_starts, key_positions - q_starts)
+    q_starts, last = (piece.kv_len - problem.max_q_len).unsqueeze(1), problem.max_q_len - 1
+    rows, drafts = piece.positions - q_starts, key_positions - q_starts  # indices in the draft, negative before it
+    shown = shown_draft_tokens(problem.mask.to(torch.int32)[piece.request])
+    request = torch.arange(len(shown), device=shown.device)[:, None, None]
+    in_draft = shown[request, rows.clamp(0, last).unsqueeze(2), drafts.clamp(0, last).unsqueeze(1)]
+    return visible & (in_draft | (drafts < 0).unsqueeze(1))
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -358,20 +348,6 @@ def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: tor
     else:
         entries = dequantize_nvfp4(entries, by_head(scale_factors[pages]))
     return entries.reshape(-1, num_keys, entries.shape[-1])
-
-
-def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
-    """Return the keys that each row sees with XQA's packed draft mask, bool [batch, q_len, kv_len].
-
-    `rows` [batch, q_len] are the rows' indices in the request, and `draft_tokens` [batch, kv_len] the keys' in the draft,
-    negative before it.
-    """
-    q_len = mask.shape[1]
-    shown = shown_draft_tokens(mask)
-    batch = torch.arange(mask.shape[0], device=mask.device)
-    columns = draft_tokens.clamp(0, q_len - 1)
-    picked = shown[batch[:, None, None], rows.clamp(0, q_len - 1).unsqueeze(2), columns.unsqueeze(1)]
-    return picked | (draft_tokens < 0).unsqueeze(1)
 
 
 def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:

@@ -57,20 +57,15 @@ def eager_attention(
     out_dtype: torch.dtype,
     **softmax: Any,
 ) -> Tensor:
-    """Compute the control, whose error bounds a kernel's error: attention in low precision.
+    """Compute the control, whose error bounds a kernel's error: attention in low precision, [batch, q_len, num_qo_heads,
+    v_head_dim] in `out_dtype`.
 
     The query and the softmax's weights are rounded to `arithmetic` before each product; for e4m3 each row is first scaled to
-    the dtype's range. Scores, softmax and sums are float32. The output is rounded to `out_dtype`.
+    the dtype's range. Scores, softmax and sums are float32. Errors are those of `attention`.
 
     Args:
         query, keys, values, visible, softmax: as in `attention`.
         arithmetic: dtype of the operands of Q·K^T and of P·V: float16, bfloat16, e4m3 or float32.
-
-    Returns:
-        [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: see `attention`.
     """
     check_arithmetic(arithmetic)
     if not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point:

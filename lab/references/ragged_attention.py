@@ -19,15 +19,12 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
     """Compute attention of each request's rows over contiguous K/V: the new tokens of an MLA prefill before absorption, or a
     chunk of their prefix.
 
-    `lab.calls.RaggedContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out` may
-    be float64, so that the result is not rounded, and head_dims may have any size. The host reads lengths.
+    `lab.calls.RaggedContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are
+    raised before any arithmetic. In addition, `out` may be float64, so that the result is not rounded, and head_dims may have
+    any size. The host reads lengths.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: `RaggedContextCall.problem` or `RaggedAttention.check_values` refuses the
-            call, before any arithmetic.
     """
     problem = call.problem()
     return problem.returned(*ragged_attention(problem))
