@@ -23,8 +23,7 @@ class GpuFamily:
             (`supported_fp8_dtypes`).
         has_tensor_memory: accumulators of matrix products are in a separate memory.
         overlaps_launches: a launch may begin while the previous launch ends (programmatic dependent launch).
-        trtllm_backend: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls: "trtllm-gen", "xqa", or None if it
-            has no TRT-LLM kernels for the family.
+        trtllm_backend: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls; None if it has no such kernels.
         fa_backend: the newest of FlashInfer 0.7.2's own kernels for the family: "fa2" or "fa3".
     """
 
@@ -38,7 +37,7 @@ class GpuFamily:
 
     @property
     def has_large_shared_memory(self) -> bool:
-        """Return True if shared memory is at least 227 KiB, which the larger tiles of the portable kernels need."""
+        """Return True if shared memory has the 227 KiB that the larger tiles of the portable kernels need."""
         return self.shared_memory_kib >= 227
 
 
@@ -92,19 +91,13 @@ DATASHEETS = {
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """Return (major, minor) of a CUDA device, or None for another device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @functools.cache
 def family_of(capability: Capability | None) -> GpuFamily | None:
-    """Return the family of a GPU; None for a CPU and for a GPU before SM80.
-
-    For a capability that no family lists, return the family of the next lower capability with the same major number, else
-    `OTHER`.
-
-    Args:
-        capability: (major, minor), or None for a CPU.
+    """Return the family of a GPU; None for a CPU and for a GPU before SM80. A capability that no family lists has the family of
+    the next lower capability with the same major number, else `OTHER`.
     """
     if capability is None or capability < OLDEST:
         return None
@@ -114,8 +107,8 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
 
 
 def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
-    """Return the backend of FlashInfer's TRT-LLM calls on a GPU: `backend`, or for "auto" FlashInfer's choice. The choice is
-    None on a CPU and on GPUs for which FlashInfer has no TRT-LLM kernels.
+    """Return the backend of FlashInfer's TRT-LLM calls on a GPU: `backend`, or for "auto" FlashInfer's choice; None without
+    one.
     """
     if backend != "auto":
         return backend
@@ -124,9 +117,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the GPU family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU
-    (None).
-    """
+    """Return the GPU family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 
@@ -139,5 +130,4 @@ def names_of(families: tuple[GpuFamily, ...]) -> str:
 
 
 def sm_name(capability: Capability) -> str:
-    """Return the name of a compute capability, such as "SM90"."""
     return f"SM{capability[0]}{capability[1]}"

@@ -4,7 +4,7 @@ ON_A_GPU = "only a GPU reads it, and only its time depends on it"
 
 # Lines that zip what has equal lengths however a room is called: both sides are made from one list, tensor or batch.
 EQUAL_LENGTHS = {
-    "lab/calls/memory.py": (
+    "lab/calls/arguments.py": (
         "for stride, size in sorted(zip(strides, shape, strict=True)):",
         "elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))",
     ),

@@ -1,7 +1,7 @@
 """FlashInfer's calls as data, the checks of their arguments, and the attention problems that they define.
 
-References and kernels share this package. It imports only torch. The contents of tensors on a CPU are checked. On a GPU
-they are checked only by `check_values` and `refuse_nan`, which wait for the GPU.
+References and kernels share this package, which imports only torch. The contents of tensors are checked on a CPU. On a GPU only
+`check_values` and `refuse_nan` check them, which wait for the GPU.
 """
 
 from lab.calls.dsv4_decode import DSV4DecodeCall

@@ -72,19 +72,13 @@ WITH_BLOCK_SPARSE: Reasons = {
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for a value of argument `name` that FlashInfer supports and the lab does not. `remedy` says
-    what to pass instead.
-    """
+    """Raise NotImplementedError for a value that FlashInfer supports and the lab does not. `remedy`: what to pass instead."""
     raise NotImplementedError(f"{name}={_shown(value)} is not modelled by the lab; {remedy}")
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Check a call's backend and its values of the arguments in `CHOICES` and `REFUSED`.
-
-    Args:
-        call: a call object.
-        backends: the backends that the lab models.
-        others: further backends that FlashInfer has for this call.
+    """Check a call's backend and its values of the arguments in `CHOICES` and `REFUSED`. `backends` are those that the lab
+    models, `others` those that FlashInfer has in addition.
 
     Raises:
         NotImplementedError: FlashInfer supports the backend or value, and the lab does not.
@@ -109,9 +103,7 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 
 def check_combination(call: Any, argument: str, required: Reasons) -> None:
-    """Raise ValueError if one of the call's arguments in `required` does not have a value that `required` allows. The
-    message names `argument`, such as "cp_world=2", as the one that requires these values.
-    """
+    """Raise ValueError if an argument in `required` has another value. `argument`, such as "cp_world=2", requires them."""
     for name, (allowed, why) in required.items():
         value = getattr(call, name)
         if isinstance(value, torch.Tensor) or value not in allowed:
@@ -127,7 +119,6 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text for a message; "a tensor" for a tensor, because its contents may be on a GPU."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))})"
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,7 +1,7 @@
 """Check the arguments of FlashInfer's calls, one function per argument, before anything is launched.
 
-The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. A parameter `call` is an object of one of
-the call classes, such as `lab.calls.DecodeCall`.
+The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. A `call` is an object of a call class, such
+as `lab.calls.DecodeCall`. They raise TypeError or ValueError, with the name of the argument.
 """
 
 import math
@@ -13,19 +13,18 @@ from typing import Any
 import torch
 
 from lab.calls import allowed
-from lab.calls.memory import may_overlap
 from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale
 from lab.gpus import capability_of, trtllm_backend_of
 
 QUERY_DTYPES = (*HALF_DTYPES, E4M3, torch.float32, torch.float64)
 OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
+RESULTS = ("out", "lse")
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value of argument `name`. Raise TypeError unless it is a dense tensor with one of the dtypes; an empty list
-    allows every dtype. FakeTensor, DTensor and other subclasses with a `__torch_dispatch__` are refused, because their memory
-    holds no values.
+    """Return the argument, a dense tensor with one of the dtypes (none given: of any). FakeTensor, DTensor and other subclasses
+    with a `__torch_dispatch__` are refused, because their memory holds no values.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -39,9 +38,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the value of argument `name` as an int. Raise TypeError or ValueError unless it is an int >= `least`; the message
-    ends with `remedy`, advice for the caller.
-    """
+    """Return the argument as an int. `remedy` is advice for the caller."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -57,14 +54,10 @@ def check_bool(name: str, value: object) -> None:
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
-    """Return the dtypes as text for a message: "float16, bfloat16"."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-    """Raise TypeError or ValueError unless the value of argument `name` is a contiguous tensor of this length or shape, with
-    one of the dtypes.
-    """
     tensor, expected = check_tensor(name, value, dtypes), [shape] if isinstance(shape, int) else [*shape]
     if list(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
@@ -73,7 +66,6 @@ def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: S
 
 
 def check_query(query: object) -> None:
-    """Raise TypeError or ValueError unless the query is [num_rows, num_qo_heads, head_dim] with one of `QUERY_DTYPES`."""
     tensor = check_tensor("query", query)
     if tensor.ndim != 3:
         raise ValueError(f"query must be [num_rows, num_qo_heads, head_dim], got shape {list(tensor.shape)}")
@@ -84,9 +76,7 @@ def check_query(query: object) -> None:
 
 
 def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
-    """Return the query of an MLA or DeepSeek-V4 call as [num_rows, num_qo_heads, head_dim]. Raise TypeError or
-    ValueError for a wrong shape, stride or dtype; `head_dim` is the name of the last dimension in messages.
-    """
+    """Return the query of an MLA or DeepSeek-V4 call as [num_rows, num_qo_heads, head_dim]."""
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
         form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
@@ -110,13 +100,7 @@ def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of `cache`, the call's `kv_cache` or `kv_cache_sf` (`name` says which), as two views [num_pages,
-    num_kv_heads, page_size, last dimension].
-
-    Raises:
-        TypeError, ValueError: the cache is neither one 5-D tensor nor two 4-D tensors, the layout is neither "HND" nor
-            "NHD", or K and V differ in shape or dtype.
-    """
+    """Return K and V of `kv_cache` or `kv_cache_sf` as views [num_pages, num_kv_heads, page_size, last dimension]."""
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
     if isinstance(cache, torch.Tensor):
@@ -141,9 +125,6 @@ def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor,
 
 
 def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless the dtype, head_dim and heads of a cache [num_pages, num_kv_heads, page_size,
-    head_dim] fit the query, and page_size is a power of two.
-    """
     allowed = tuple(dict.fromkeys((query.dtype, E4M3, torch.uint8)))
     if k_cache.dtype not in allowed:
         raise TypeError(f"kv_cache must be {dtype_names(allowed)} for a {query.dtype} query, got {k_cache.dtype}")
@@ -168,7 +149,7 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the NVFP4 scale factors of K and of V, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16] each, or (None,
-    None) for other caches. Raise TypeError or ValueError if `kv_cache_sf` does not fit the cache.
+    None) for other caches.
     """
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
@@ -190,9 +171,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """Return True if the call's backend reads V's NVFP4 scale factors interleaved over 4 tokens: trtllm-gen does, XQA does not.
-    Raise ValueError for "auto" on a CPU.
-    """
+    """Return True if the backend reads V's NVFP4 scale factors interleaved over 4 tokens: trtllm-gen does, XQA does not."""
     capability = capability_of(call.query.device)
     if call.backend == "auto" and capability is None:
         raise ValueError(
@@ -203,13 +182,8 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
-    """Check a page table, and return its number of requests.
-
-    Args:
-        block_tables: int32 [batch_size, columns]; if `shared` is False [batch_size, 2, columns]; if `by_kv_head` is True
-            contiguous [num_kv_heads, batch_size, columns].
-        shared: True: K and V have the same page ids.
-        by_kv_head: True: each K/V head has its own pages (a block-sparse call).
+    """Return the number of requests of a page table: int32 [batch_size, columns]; [batch_size, 2, columns] if K and V do not
+    have `shared` page ids; contiguous [num_kv_heads, batch_size, columns] for the own pages of each K/V head.
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)
@@ -233,9 +207,7 @@ def check_table_rows(block_tables: torch.Tensor) -> None:
 
 
 def check_max_q_len(call: Any) -> int:
-    """Return the largest number of query rows that a request of a decode call may have. Raise TypeError or ValueError unless
-    the call has either `q_len_per_req`, or `cum_seq_lens_q` with `max_q_len`.
-    """
+    """Return the largest number of query rows that a request of a decode call may have."""
     if call.cum_seq_lens_q is None:
         if call.max_q_len is not None:
             raise ValueError(f"max_q_len={call.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req")
@@ -249,9 +221,7 @@ def check_max_q_len(call: Any) -> int:
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Check a scale, the argument `name`, and return it: a float32 tensor of one element unchanged, a finite number as a float.
-    Raise TypeError or ValueError for any other value.
-    """
+    """Return a scale: a float32 tensor of one element, or a finite number as a float."""
     if isinstance(scale, torch.Tensor):
         if check_tensor(name, scale).dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -266,7 +236,6 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def check_skip_softmax(factor: object) -> float:
-    """Return `skip_softmax_threshold_scale_factor` as a float, 0 for None. Raise an error unless it is finite and >= 0."""
     name = "skip_softmax_threshold_scale_factor"
     if factor is None:
         return 0.0
@@ -279,9 +248,6 @@ def check_skip_softmax(factor: object) -> float:
 
 
 def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless `o_scale` is None, 1, or, for an e4m3 output (`out_dtype`), any finite
-    number except 0.
-    """
     if o_scale is None:
         return
     scale = check_scale("o_scale", o_scale)
@@ -295,8 +261,8 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
 
 
 def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Check the call's softmax arguments, and return them as the fields `bmm1_scale`, `bmm2_scale`, `sinks` and `skip_softmax`
-    of a problem. `bmm1_scale_log2` takes precedence over `bmm1_scale`. `name` is the name of `sinks` in messages.
+    """Return the call's softmax arguments as fields of a problem. `bmm1_scale_log2` takes precedence. `name` is that of
+    `sinks`.
     """
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
@@ -313,17 +279,13 @@ def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return a new tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it. Call the
-    function before each run.
-    """
+    """Return a tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it before each run."""
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return `out`. Raise an error unless it is contiguous with the expected shape and one of the dtypes. `words` describe the
-    expected shape in the message.
-    """
+    """Return `out`, contiguous with the expected shape, which `words` describe."""
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
         raise ValueError(f"out must be {list(expected)}, {words}, got {list(tensor.shape)}")
@@ -335,9 +297,8 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return the fields `out` and `out_dtype` of an MLA or DeepSeek-V4 problem: the call's output tensor as a view
-    [num_rows, num_qo_heads, size], and its dtype. Without an output tensor they are None and bfloat16. `words` describe
-    the expected shape in messages.
+    """Return the fields `out` and `out_dtype` of an MLA or DeepSeek-V4 problem: a view [num_rows, num_qo_heads, size], or None
+    and bfloat16.
     """
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
@@ -346,7 +307,7 @@ def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the output's dtype: of `out`, else `out_dtype`, else the query's. Raise an error if the first two differ."""
+    """Return the output's dtype: of `out`, else `out_dtype`, else the query's."""
     if call.out_dtype == "nvfp4":
         remedy = f"its scale factors have a type and an order of FlashInfer's own; use one of {dtype_names(OUT_DTYPES)}"
         allowed.not_modelled("out_dtype", "nvfp4", remedy)
@@ -367,9 +328,7 @@ def output_dtype(call: Any) -> torch.dtype:
 
 
 def check_lse(call: Any) -> torch.Tensor | None:
-    """Check the call's `lse` and return it. Raise TypeError or ValueError unless it is None or float32 [num_rows, num_qo_heads]
-    whose elements do not share memory.
-    """
+    """Return the call's `lse`, None or float32 [num_rows, num_qo_heads] whose elements do not share memory."""
     if call.lse is None:
         return None
     lse = check_tensor("lse", call.lse, (torch.float32,))
@@ -381,9 +340,7 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def takes_rank(call: Any) -> bool:
-    """Return True if the call is one rank's part of context parallelism: `cp_world`, `cp_rank` or `causal_seqlens_kv_global` is
-    not the default. Raise TypeError or ValueError unless `cp_world` is an int >= 1 and `cp_rank` an int >= 0.
-    """
+    """Return True if an argument of context parallelism is not the default."""
     world = check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
     return (world, rank, call.causal_seqlens_kv_global) != (1, 0, None)
@@ -397,3 +354,39 @@ def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.device != device and name not in anywhere:
                 raise ValueError(f"{name} is on {tensor.device}, but query is on {device}; move it there")
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return True if elements of a tensor of this shape may share memory, judged by its strides."""
+    span = 1  # elements of the dimensions with smaller strides, with their gaps
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += max(size - 1, 0) * stride
+    return False
+
+
+def check_results_apart(call: Any) -> None:
+    """Raise ValueError if `out` or `lse` shares memory with another tensor of the call, gaps between elements included."""
+    if call.out is None and getattr(call, "lse", None) is None:
+        return
+    spans = [
+        (name, *span_of(tensor))
+        for name, value in vars(call).items()
+        if name not in allowed.FREE_ARGUMENTS
+        for tensor in (value if isinstance(value, (tuple, list)) else (value,))
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
+    ]
+    for result, start, end in spans:
+        for name, other_start, other_end in spans if result in RESULTS else ():
+            if name != result and start < other_end and other_start < end:
+                raise ValueError(
+                    f"{result} shares memory with {name}, which the call would overwrite, or lies between its elements; "
+                    "pass another tensor"
+                )
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first element, and the address after its last element."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

@@ -48,16 +48,28 @@ def problem_of_rank(
     monolithic/mla_decode_fp16.py 2979).
 
     Args:
-        call: a call for which `lab.calls.arguments.takes_rank` returned True.
-        problem: the call's problem without context parallelism.
         argument: the argument that selects context parallelism, such as "enable_dcp=True"; "" if the call lacks it.
         required: the values that other arguments must have.
         uncounted_rows: number of query rows of each request that `causal_seqlens_kv_global` does not count.
-
-    Raises:
-        TypeError, ValueError: the arguments do not fit each other.
     """
-    _check_rank(call, argument, problem.batch_size, required)
+    if not argument:
+        raise ValueError(
+            f"cp_world={call.cp_world} and cp_rank={call.cp_rank} need causal_seqlens_kv_global, and in an MLA "
+            "decode enable_dcp=True"
+        )
+    if call.cp_rank >= call.cp_world:
+        raise ValueError(f"cp_rank={call.cp_rank} must be below cp_world={call.cp_world}")
+    check_combination(call, argument, required)
+    arguments.check_vector(
+        "causal_seqlens_kv_global", call.causal_seqlens_kv_global, problem.batch_size, (torch.int32,)
+    )
+    for name in ("bmm1_scale", "bmm2_scale") if "bmm1_scale_log2" in required else ():
+        if isinstance(getattr(call, name), Tensor):
+            raise ValueError(f"{name} is a tensor with {argument}, but scales are numbers: pass a float")
+    if not call.return_lse and call.lse is None:
+        raise ValueError(
+            f"{argument} without an LSE, by which the results of the ranks are merged: pass return_lse=True"
+        )
     ends = call.causal_seqlens_kv_global.to(torch.int64) + uncounted_rows  # keys that each request's newest row sees
     rows = torch.arange(problem.num_rows, device=ends.device)
     if not len(ends):
@@ -70,22 +82,3 @@ def problem_of_rank(
     seen = ends[request] - (row_ends[request] - 1 - rows)
     own = torch.div(seen - call.cp_rank + call.cp_world - 1, call.cp_world, rounding_mode="floor").clamp(min=0)
     return replace(problem, num_visible=own.minimum(call.seq_lens.to(torch.int64)[request]).to(torch.int32))
-
-
-def _check_rank(call: Any, argument: str, batch_size: int, required: Reasons) -> None:
-    if not argument:
-        raise ValueError(
-            f"cp_world={call.cp_world} and cp_rank={call.cp_rank} need causal_seqlens_kv_global, and in an MLA "
-            "decode enable_dcp=True"
-        )
-    if call.cp_rank >= call.cp_world:
-        raise ValueError(f"cp_rank={call.cp_rank} must be below cp_world={call.cp_world}")
-    check_combination(call, argument, required)
-    arguments.check_vector("causal_seqlens_kv_global", call.causal_seqlens_kv_global, batch_size, (torch.int32,))
-    for name in ("bmm1_scale", "bmm2_scale") if "bmm1_scale_log2" in required else ():
-        if isinstance(getattr(call, name), Tensor):
-            raise ValueError(f"{name} is a tensor with {argument}, but scales are numbers: pass a float")
-    if not call.return_lse and call.lse is None:
-        raise ValueError(
-            f"{argument} without an LSE, by which the results of the ranks are merged: pass return_lse=True"
-        )

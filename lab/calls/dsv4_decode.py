@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 
 from lab.calls import allowed, arguments
-from lab.calls.memory import check_results_apart
 from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked
 from lab.calls.selection import WINDOW_COLUMNS, Names, check_selection, columns_in_use
 
@@ -134,7 +133,6 @@ class DSV4DecodeCall:
     kv_cache_format: str = field(default="fp8", kw_only=True)
 
     def problem(self) -> TwoPools:
-        """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
         rows = arguments.query_rows(self)
         for name in ("sparse_indices", "compressed_kv_cache", "sparse_topk_lens", "seq_lens"):
@@ -168,17 +166,13 @@ class DSV4DecodeCall:
             lse=None,
             return_lse=False,
         )
-        check_results_apart(self)
+        arguments.check_results_apart(self)
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output, given as [num_rows, num_qo_heads, head_dim], in the query's shape. `lse` is not used: the call has
-        no LSE.
-        """
         return out.view(self.query.shape) if self.out is None else self.out
 
     def _pool(self, name: str) -> torch.Tensor:
-        """Return the pool that the argument `name` holds, in the form [num_pages, 1, page_size, head_dim]."""
         if self.kv_layout not in ("HND", "NHD"):
             raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {self.kv_layout!r}")
         pool = arguments.check_tensor(name, getattr(self, name), (self.query.dtype,))
@@ -201,7 +195,6 @@ class DSV4DecodeCall:
         return pages
 
     def _batch(self) -> tuple[int, int]:
-        """Return the number of requests, and the upper bound of the number of query rows per request."""
         why = "it bounds the rows of one request"
         if self.cum_seq_lens_q is None:
             batch_size, q_len = self.query.shape[:2]

@@ -15,9 +15,7 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return which cells of the page table contain a page that the call reads, bool [batch_size, max_num_pages_per_seq]. If
-    rows select entries, return which cells of `selected` contain an entry that the call reads, bool [num_rows, num_columns].
-    """
+    """Return which cells of the page table, or of `selected`, contain a page or entry that the call reads: bool."""
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
     pages = -(-problem.seq_lens.to(torch.int64) // problem.page_size)
@@ -39,9 +37,8 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token indices of keys in K's pool and in V's pool: page * page_size + offset in the page, or for a
-    ragged call the index in `key` and `value`. `requests` and `keys` are int64 of the same shape: the request of each
-    key, and its index in this request. Both results are int64 of this shape.
+    """Return the places of keys in K's pool and in V's pool. `requests` and `keys` are int64 of the same shape, as the results
+    are: the request of each key, and its index in this request.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None
@@ -61,9 +58,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, the token indices of its keys in K's pool and in V's pool, int64 [num_keys]
-    each.
-    """
+    """Return, for each of the requests, the places of its keys in K's pool and in V's pool, int64 [num_keys] each."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
@@ -73,9 +68,9 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, (places, indices) of the entries that its rows select. `places`, int64
-    [num_keys], are the indices of these entries in the pool, sorted and distinct. `indices`, int64 [q_len,
-    num_columns], are the positions in `places` of each row's entries; -1 is no entry. The problem must have `selected`.
+    """Return, for each of the requests, (places, indices) of the entries that its rows select. `places`, int64 [num_keys], are
+    sorted and distinct. `indices`, int64 [q_len, num_columns], are the positions in `places` of each row's entries; -1 is no
+    entry.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

@@ -10,8 +10,8 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator for a function whose only parameter is a `call_type` object, such as a `DecodeCall`. The decorated
-    function has the parameters of `call_type` (those of FlashInfer's function), and builds the object.
+    """Return a decorator: a function of a `call_type` object gets the parameters of `call_type`, those of FlashInfer's
+    function.
     """
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -26,9 +26,7 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
 
 
 def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that changes a function's signature for `inspect.signature` and the documentation: the fields of the
-    dataclass `terms` replace the function's `**` parameter.
-    """
+    """Return a decorator that replaces the `**` parameter in a function's signature by the fields of a dataclass."""
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -42,9 +40,7 @@ def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
-    """Return a function that prepares a call with `prepare`, makes it once and returns its results. The function has the
-    parameters and documentation of `prepare`, and its name without `prepare_` or `plan_`.
-    """
+    """Return a function, with the parameters of `prepare`, that prepares a call, makes it once and returns its results."""
 
     @functools.wraps(prepare)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:

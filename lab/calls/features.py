@@ -1,8 +1,8 @@
 """Features of attention problems that some kernels do not support.
 
 `FIELDS` lists, for every field of a problem, the features that the field may require. A field that is not listed requires
-`Feature.UNDECLARED`, which no kernel supports. So every kernel refuses a new argument until the kernel's row in
-`lab.kernels.support` lists the argument's feature.
+`Feature.UNDECLARED`, so that every kernel refuses a new argument until its row in `lab.kernels.support` lists the argument's
+feature.
 """
 
 import enum
@@ -13,7 +13,7 @@ import torch
 
 
 class Feature(enum.Enum):
-    """A property of a problem that some kernels do not support, such as an LSE. The value is its name in error messages."""
+    """A property of a problem that some kernels do not support. The value is its name in error messages."""
 
     UNDECLARED = "a field of the problem that lab.calls.features does not declare"
     SEVERAL_ROWS = "more than one query row per request"
@@ -46,10 +46,6 @@ Asks = Mapping[Feature, Callable[[Any], bool]]  # feature -> whether a problem r
 STRUCTURE: Asks = {}  # no feature: a kernel's row limits shapes, dtypes, lengths and bounds one by one
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 # Field of `PagedAttention` or `RaggedAttention` -> the features that it may require.
 FIELDS: dict[str, Asks] = {
     **dict.fromkeys(("k_cache", "key", "value"), STRUCTURE),
@@ -80,10 +76,10 @@ FIELDS: dict[str, Asks] = {
     "num_visible": {Feature.RANK_KEYS: lambda problem: problem.num_visible is not None},
     "selected_lens": {Feature.TOP_K_LENS: lambda problem: problem.selected_lens is not None},
     "skip_softmax": {Feature.SKIP_SOFTMAX: lambda problem: problem.skip_softmax > 0},
-    "bmm1_scale": {Feature.TENSOR_SCALES: lambda problem: _is_tensor(problem.bmm1_scale)},
+    "bmm1_scale": {Feature.TENSOR_SCALES: lambda problem: isinstance(problem.bmm1_scale, torch.Tensor)},
     "bmm2_scale": {
-        Feature.TENSOR_SCALES: lambda problem: _is_tensor(problem.bmm2_scale),
-        Feature.V_SCALE: lambda problem: _is_tensor(problem.bmm2_scale) or problem.bmm2_scale != 1,
+        Feature.TENSOR_SCALES: lambda problem: isinstance(problem.bmm2_scale, torch.Tensor),
+        Feature.V_SCALE: lambda problem: isinstance(problem.bmm2_scale, torch.Tensor) or problem.bmm2_scale != 1,
     },
     "out": {Feature.OUT: lambda problem: problem.out is not None},
     "lse": {

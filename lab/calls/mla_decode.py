@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
-from lab.calls.memory import check_results_apart
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, checked
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
@@ -19,8 +18,8 @@ WITH_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
 
 
 def lse_is_base_e(given: Mapping[str, Any]) -> bool:
-    """Return True if a call with the arguments `given` returns the LSE in base e, False for base 2. If `return_lse_base` is not
-    given, only the backend CuTe DSL uses base e (FlashInfer 0.7.2, mla/_core.py 3994).
+    """Return True if the LSE of a call with these arguments is in base e. Of the backends only CuTe DSL has this default
+    (FlashInfer 0.7.2, mla/_core.py 3994).
     """
     default = "basee" if given.get("backend") == "cute-dsl" else "base2"
     return (given.get("return_lse_base") or default) == "basee"
@@ -120,10 +119,15 @@ class MLADecodeCall:
     return_lse_base: str | None = None
 
     def problem(self) -> PagedAttention:
-        """Check the arguments and return the attention problem that they define. The problem's LSE is in base 2, and its
-        results have one row per query row; `returned` gives them the caller's shapes. Raises `DecodeCall.problem`'s errors.
-        """
-        self._check_modelled()
+        """Check the arguments and return the attention problem, whose LSE is in base 2 (see `DecodeCall.problem`)."""
+        allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
+        arguments.check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
+        if not self.uses_shared_paged_kv_idx:
+            allowed.not_modelled(
+                "uses_shared_paged_kv_idx",
+                False,
+                "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
+            )
         rows = self._query_rows()
         arguments.check_devices(self)
         cache = self._cache_pages()
@@ -133,6 +137,11 @@ class MLADecodeCall:
         tables = self.block_tables
         if selected is not None:
             tables = torch.empty((batch_size, 0), dtype=torch.int32, device=selected.device)
+        sinks = self.sinks
+        if isinstance(sinks, (list, tuple)):
+            if len(sinks) != 1:
+                raise ValueError(f"sinks must be one tensor, or a list of one, got {len(sinks)} of them")
+            sinks = sinks[0]
         problem = PagedAttention(
             call=self.function,
             query=rows,
@@ -149,7 +158,7 @@ class MLADecodeCall:
             max_kv_len=arguments.check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
             causal=True,
             window_left=-1,
-            **arguments.softmax_arguments(self, self._sink_logits()),
+            **arguments.softmax_arguments(self, sinks),
             **arguments.latent_out(self, self.kv_lora_rank, "its last dimension kv_lora_rank"),
             lse=self._lse_rows(rows),
             return_lse=self.return_lse,
@@ -158,13 +167,11 @@ class MLADecodeCall:
         if arguments.takes_rank(self) or self.enable_dcp:
             argument = "enable_dcp=True" if self.enable_dcp else ""
             problem = context_parallel.problem_of_rank(self, problem, argument, context_parallel.WITH_RANK_MLA)
-        check_results_apart(self)
+        arguments.check_results_apart(self)
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the call's result, (output, LSE) with `return_lse`, else the output, in the caller's shapes. `out` and `lse`
-        are the tensors of `problem().results()`, with the LSE in `return_lse_base`.
-        """
+        """Return the results of the problem, with the LSE in `return_lse_base`, in the caller's shapes."""
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
 
@@ -172,18 +179,7 @@ class MLADecodeCall:
     def lse_is_base_e(self) -> bool:
         return lse_is_base_e(vars(self))
 
-    def _check_modelled(self) -> None:
-        allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
-        arguments.check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
-        if not self.uses_shared_paged_kv_idx:
-            allowed.not_modelled(
-                "uses_shared_paged_kv_idx",
-                False,
-                "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
-            )
-
     def _query_rows(self) -> torch.Tensor:
-        """Return the query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""
         arguments.check_int(
             "qk_nope_head_dim", self.qk_nope_head_dim, 1, "it is head_dim before absorption, without rotary part"
         )
@@ -198,7 +194,6 @@ class MLADecodeCall:
         return rows
 
     def _cache_pages(self) -> torch.Tensor:
-        """Return the cache as [num_pages, 1, page_size, kv_lora_rank + qk_rope_head_dim]."""
         cache = arguments.check_tensor("kv_cache", self.kv_cache)
         allowed = tuple(dict.fromkeys((self.query.dtype, E4M3)))
         if cache.dtype == torch.uint8:
@@ -236,7 +231,6 @@ class MLADecodeCall:
         return batch_size
 
     def _selected(self, num_rows: int) -> torch.Tensor | None:
-        """Return the table of selected entries, a view [num_rows, sparse_mla_top_k]; None if `block_tables` has pages."""
         top_k, lens = self.sparse_mla_top_k, self.sparse_mla_top_k_lens
         if not top_k:
             if lens is not None:
@@ -274,13 +268,6 @@ class MLADecodeCall:
         if self.max_q_len is None:
             return max(self.cum_seq_lens_q.diff().tolist(), default=0)
         return arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
-
-    def _sink_logits(self) -> object:
-        if not isinstance(self.sinks, (list, tuple)):
-            return self.sinks
-        if len(self.sinks) != 1:
-            raise ValueError(f"sinks must be one tensor, or a list of one, got {len(self.sinks)} of them")
-        return self.sinks[0]
 
     def _lse_rows(self, rows: torch.Tensor) -> torch.Tensor | None:
         arguments.check_bool("return_lse", self.return_lse)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls import allowed, arguments, context_parallel
-from lab.calls.memory import check_results_apart
 from lab.calls.problem import AttentionCall, PagedAttention, Scale, checked, mask_words
 
 WITH_TRANSFORM_MODE: allowed.Reasons = {"backend": (("auto", "trtllm-gen"), "only trtllm-gen has these kernels")}
@@ -228,7 +227,6 @@ class ContextCall:
     backend: str = "trtllm-gen"
 
     def problem(self) -> PagedAttention:
-        """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
         allowed.check_modelled(self, ("trtllm-gen",))
         arguments.check_query(self.query)
         arguments.check_int("batch_size", self.batch_size, 0, "it counts the requests")
@@ -266,10 +264,8 @@ def _posed(
     mask: torch.Tensor | None = None,
     by_kv_head: bool = False,
 ) -> PagedAttention:
-    """Check the arguments that decode and context calls share, and return the attention problem of `call`. Its tensors
-    have the same form for every `kv_layout` and every form of page table. Messages call `max_kv_len` by the name
-    `kv_bound`. With `by_kv_head` each K/V head has its own page table and lengths. The other parameters are fields of
-    the problem. Raises the errors of `DecodeCall.problem`.
+    """Return the attention problem of `call`, in the same form for every `kv_layout` and form of page table. Messages call
+    `max_kv_len` by the name `kv_bound`. With `by_kv_head` each K/V head has its own page table and lengths.
     """
     query = call.query
     arguments.check_bool("return_lse", call.return_lse)
@@ -315,14 +311,11 @@ def _posed(
         return_lse=call.return_lse,
     )
     arguments.check_devices(call)
-    check_results_apart(call)
+    arguments.check_results_apart(call)
     return checked(problem)
 
 
 def _check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
-    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)], and `cum_seq_lens_q`
-    is None, so that all requests have `q_len` rows.
-    """
     if cum_seq_lens_q is not None:
         raise NotImplementedError(
             "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"

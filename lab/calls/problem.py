@@ -42,7 +42,7 @@ LATENT_CALLS = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The scales of Q·K^T and of P·V, and the sinks: the inputs of the softmax besides queries, keys and values."""
+    """The scales of Q·K^T and of P·V, and the sinks."""
 
     #: factors of Q·K^T and of P·V
     bmm1_scale: Scale = 1.0
@@ -51,7 +51,6 @@ class Softmax:
     sinks: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Return `bmm1_scale`, `bmm2_scale` and `sinks` by name."""
         return {each.name: getattr(self, each.name) for each in fields(Softmax)}
 
 
@@ -119,7 +118,6 @@ class AttentionProblem(Softmax):
 
     @property
     def v_head_dim(self) -> int:
-        """Return the head_dim of V and of the output."""
         raise NotImplementedError
 
     @property
@@ -138,7 +136,6 @@ class AttentionProblem(Softmax):
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
-        """Return (bmm1_scale, bmm2_scale), for kernels that take both scales as one argument."""
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
@@ -158,9 +155,7 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output, LSE) to write to: the caller's tensors, or else new uninitialised ones. The output is
-        `out_dtype` [num_rows, num_qo_heads, v_head_dim]; the LSE is float32 [num_rows, num_qo_heads], or None.
-        """
+        """Return (output, LSE) to write to: the caller's tensors, or else new uninitialised ones; no LSE is None."""
         out, lse = self.out, self.lse
         if out is None:
             shape = (*self.query.shape[:2], self.v_head_dim)
@@ -170,7 +165,6 @@ class AttentionProblem(Softmax):
         return out, lse
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the call's result: `(out, lse)` with `return_lse`, else `out`."""
         return (out, lse) if self.return_lse else out
 
 
@@ -228,7 +222,7 @@ class PagedAttention(AttentionProblem):
 
     def of_kv_heads(self) -> "list[PagedAttention]":
         """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. All
-        tensors, also `out` and `lse`, are views of this problem's tensors. Return [self] if the problem is not block-sparse.
+        tensors, also `out` and `lse`, are views of this problem's tensors. Return [self] for another problem.
         """
         if not self.is_block_sparse:
             return [self]
@@ -264,9 +258,7 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A negative cell of a used column is
-        no entry. The problem must have `selected`.
-        """
+        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A negative cell is no entry."""
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
@@ -319,16 +311,27 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError if one of the `lengths` is negative or exceeds `max_kv_len`, or if offsets of rows or keys are wrong.
-    `bound` is the name of `max_kv_len` in messages.
-    """
+    """Check lengths, and offsets of rows and keys. `bound` is the name of `max_kv_len` in messages."""
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
         if length > problem.max_kv_len:
             raise ValueError(f"seq_lens[{request}] = {length} exceeds {bound} = {problem.max_kv_len}: raise the bound")
     if problem.cu_seqlens_q is not None:
-        _check_row_offsets(problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
+        offsets = problem.cu_seqlens_q.tolist()
+        if offsets[0] != 0 or offsets[-1] > problem.num_rows:
+            raise ValueError(
+                f"cum_seq_lens_q must start at 0 and stay within the {problem.num_rows} query rows (rows after its end are "
+                f"padding), got {offsets[0]} … {offsets[-1]}"
+            )
+        widths = [after - before for before, after in itertools.pairwise(offsets)]
+        if any(width < 0 for width in widths):
+            raise ValueError(f"cum_seq_lens_q = {offsets} decreases; it must be a running sum")
+        if max(widths, default=0) > problem.max_q_len:
+            raise ValueError(
+                f"cum_seq_lens_q has a request of {max(widths)} rows, more than max_q_len = {problem.max_q_len}: raise "
+                "max_q_len"
+            )
     if problem.cu_seqlens_kv is not None:
         offsets, expected = problem.cu_seqlens_kv.tolist(), list(itertools.accumulate(lengths, initial=0))
         size = getattr(problem, "page_size", 1)
@@ -337,30 +340,13 @@ def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str)
             raise ValueError(f"cum_seq_lens_kv = {offsets} is not the running sum of seq_lens: expected {expected}")
 
 
-def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:
-    if offsets[0] != 0 or offsets[-1] > num_rows:
-        raise ValueError(
-            f"cum_seq_lens_q must start at 0 and stay within the {num_rows} query rows (rows after its end are padding), got "
-            f"{offsets[0]} … {offsets[-1]}"
-        )
-    widths = [after - before for before, after in itertools.pairwise(offsets)]
-    if any(width < 0 for width in widths):
-        raise ValueError(f"cum_seq_lens_q = {offsets} decreases; it must be a running sum")
-    if max(widths, default=0) > max_q_len:
-        raise ValueError(
-            f"cum_seq_lens_q has a request of {max(widths)} rows, more than max_q_len = {max_q_len}: raise max_q_len"
-        )
-
-
 def mask_words(q_len: int) -> int:
     """Return the even number of uint16 words per row of XQA's mask of `q_len` draft tokens (FlashInfer's `xqa`)."""
     return 2 * -(-q_len // 32)
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Unpack a draft mask, given as int32 words [batch, q_len, words]. Return bool [batch, q_len, q_len]: the draft tokens that
-    each row sees.
-    """
+    """Unpack a draft mask, int32 words [batch, q_len, words], to bool [batch, q_len, q_len]: which tokens each row sees."""
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()
 

@@ -43,10 +43,9 @@ def columns_in_use(
     Args:
         selected: int32 [num_rows, num_columns], indices of entries in the pool.
         lens: int32 [num_rows], number of first columns that each row uses; None: its position in its request + 1.
-        seq_lens: [batch_size], number of keys of each request.
         row_offsets: first row of each request, followed by the end of the last one.
-        num_window: number of window columns at the start of `selected`. A row at position p uses at most p + 1 of them,
-            also with `lens`.
+        num_window: number of window columns at the start of `selected`. A row at position p uses at most p + 1 of them, also
+            with `lens`.
     """
     device, end = selected.device, row_offsets[-1]
     offsets = torch.tensor(row_offsets, device=device)
@@ -61,9 +60,8 @@ def columns_in_use(
 def check_selection(
     selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int, names: Names = TOP_K_NAMES
 ) -> None:
-    """Check the entries and lengths of a sparse call. Raise ValueError if a length in `lens` (None: there are none) is below
-    `names.least` or above the number of columns, or if an entry is outside the pool of `num_entries` entries. `cells`, bool
-    [num_rows, num_columns], says which cells of `selected` are entries.
+    """Raise ValueError for a length in `lens` (None: there are none) below `names.least` or above the number of columns, or for
+    an entry outside the pool. `cells`, bool [num_rows, num_columns], says which cells of `selected` are entries.
     """
     if lens is not None:
         for row in ((lens < names.least) | (lens > selected.shape[1])).nonzero()[:1].flatten().tolist():

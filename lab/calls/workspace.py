@@ -22,7 +22,5 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return True if the call's `backend` keeps its counters in the workspace on this device. Every backend except trtllm-gen
-    does; "auto" on a CPU counts as one that does.
-    """
+    """Return True if the backend keeps its counters in the workspace: all but trtllm-gen do; "auto" on a CPU counts as one."""
     return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"

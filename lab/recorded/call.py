@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lab import files
 from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
-from lab.calls.memory import RESULTS
+from lab.calls.arguments import RESULTS
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
 from lab.references.assertion import lse_in_base_2

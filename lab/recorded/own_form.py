@@ -21,7 +21,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import torch
 from torch import Tensor
 
-from lab.calls.memory import RESULTS, may_overlap, span_of
+from lab.calls.arguments import RESULTS, may_overlap, span_of
 from lab.provenance import version_of
 from lab.recorded.call import (
     ALIGNMENT_BYTES,

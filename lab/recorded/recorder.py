@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lab.calls import AttentionCall
-from lab.calls.memory import RESULTS
+from lab.calls.arguments import RESULTS
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
 from lab.recorded.call import DAMAGED, RECORDED_CALLS, InvalidArgumentsError, RecordedCall, RecordingError

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, PagedAttention, Problem
+from lab.calls.arguments import RESULTS
 from lab.calls.entries import places_of_requests, selections_of
-from lab.calls.memory import RESULTS
 from lab.calls.mla_decode import lse_is_base_e
 from lab.recorded.call import RecordedCall, RecordingError, sides_of
 from lab.recorded.reductions import parts_of, seed_of

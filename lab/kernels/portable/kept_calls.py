@@ -20,7 +20,7 @@ from typing import Any, ParamSpec
 import torch
 
 from lab.calls import made_at_once
-from lab.calls.memory import RESULTS
+from lab.calls.arguments import RESULTS
 from lab.kernels.portable.triton_call import TritonCall
 
 # Largest number of cached calls per function: the layers of a model, whose scales may differ, times a few batches.
