@@ -93,13 +93,13 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
         if not torch.cuda.is_available():  # Triton reads this when it is imported
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        from lab.checks.run.refusals import RefusalNames
+        from lab.checks.run.refusals import Refusals
 
         options = vars(config.option).items()  # includes the options of other plugins
         ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
         named = config.option.lab_refusals
         for name in config.option.lab_judge:
-            refusals = None if named is None else RefusalNames.of(named, name)
+            refusals = None if named is None else Refusals.of(named, name)
             how = {"ranges": ranges, "offered": _offered(name, refusals), "refusals": refusals}
             items += session.genitems(JudgedKernel.from_parent(session, name=name, nodeid=name, **how))
     except (LoadError, ModuleNotFoundError, ValueError) as error:

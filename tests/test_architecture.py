@@ -122,7 +122,7 @@ def test_studies_import_neither_the_corpus_nor_tests(path: Path) -> None:
 # Inside lab.checks, from the bottom up: a module imports those of its own layer and of those below.
 LAYERS = (
     ("explain.feature", "explain.features", "explain.call_features"),
-    ("run.verdicts", "run.refusals", "run.equivalent_forms", "run.support_protocol"),
+    ("run.verdicts", "run.support_protocol"),
     ("oracle", "case_run"),
     ("parameters",),
     ("properties", "replays"),

@@ -15,8 +15,14 @@ from lab.calls.problem import LATENT_CALLS
 from lab.checks.explain.call_features import CallFeatures, CallLog, features_of_call, features_of_case
 from lab.checks.explain.feature import of_any_request
 from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
-from lab.checks.run.refusals import Refusals
-from lab.checks.run.support_protocol import KernelCalls, KernelError, Unsupported, is_capturing, output_and_lse
+from lab.checks.run.support_protocol import (
+    KernelCalls,
+    KernelError,
+    Refusals,
+    Unsupported,
+    is_capturing,
+    output_and_lse,
+)
 from lab.checks.run.verdicts import IT_FAILED, RETURNED, BitDifference, CheckedResult, SavedOutput
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
-    from lab.checks.run.refusals import RefusalNames as NamesOfRefusals
+    from lab.checks.run.refusals import Refusals
 
 POLL_INTERVAL_S = 0.3  # time between two checks whether a watched file has changed
 # Parameters that can be given together with --case.
@@ -220,13 +220,13 @@ def _judge_of_calls(
     return partial(judge_calls, calls, **settings)
 
 
-def refusals_named(named: str | None, kernel: str) -> "NamesOfRefusals | None":
+def refusals_named(named: str | None, kernel: str) -> "Refusals | None":
     """Parse the option --refusals, the exceptions by which `kernel` says that it does not support a call; None if it was not
     given. The exceptions are imported later, in a worker process, because this may import the kernel's module.
     """
-    from lab.checks.run.refusals import RefusalNames
+    from lab.checks.run.refusals import Refusals
 
-    return None if named is None else RefusalNames.of(named, kernel)
+    return None if named is None else Refusals.of(named, kernel)
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:

@@ -21,7 +21,7 @@ from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
 from lab.checks.run.judging import checks_named, device_of, named_implementation, note_current, of_name
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
-from lab.checks.run.refusals import RefusalNames, Refusals
+from lab.checks.run.refusals import Refusals
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
@@ -54,7 +54,7 @@ def judge(
     time_limit_s: float = TIME_LIMIT_S,
     most_seconds: float | None = None,
     drawn: int | None = None,
-    refusals: Sequence[type[BaseException]] | RefusalNames | None = None,
+    refusals: Sequence[type[BaseException]] | Refusals | None = None,
     known_failures: Findings = KNOWN_FAILURES,
     progress: Callable[[Progress], None] | None = None,
     out: Path | str | None = None,
@@ -163,7 +163,7 @@ def judge_recorded(
     device: torch.device | str | None = None,
     isolated: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
-    refusals: Sequence[type[BaseException]] | RefusalNames | None = None,
+    refusals: Sequence[type[BaseException]] | Refusals | None = None,
 ) -> CaseVerdict:
     """Judge one case of a report again. The implementation is imported again.
 
@@ -194,11 +194,11 @@ def judge_recorded(
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")
 
 
-def _refusals(given: Sequence[type[BaseException]] | RefusalNames | None) -> Refusals | RefusalNames | None:
-    return given if given is None or isinstance(given, RefusalNames) else Refusals(given)
+def _refusals(given: Sequence[type[BaseException]] | Refusals | None) -> Refusals | None:
+    return given if given is None or isinstance(given, Refusals) else Refusals.of_classes(given)
 
 
-def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
+def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
     """Return the refusals of the report at `path`. A report must not decide which modules are imported."""
     names = list(map(str, read_record(path).get("refusals") or ()))
     own = kernel.partition(":")[0]
@@ -209,7 +209,7 @@ def _recorded_refusals(path: Path, kernel: str) -> RefusalNames | None:
             raise ReportError(
                 f"{path} counts {name} as a refusal, which is not in the kernel's package {package}: name it by --refusals"
             )
-    return RefusalNames.of(",".join(names), kernel) if names else None
+    return Refusals.of(",".join(names), kernel) if names else None
 
 
 def _offered(
@@ -217,7 +217,7 @@ def _offered(
     report: Report,
     is_named: bool,
     wanted: Sequence[Interface],
-    refusals: Refusals | RefusalNames | None,
+    refusals: Refusals | None,
     settings: tuple[Any, ...],
 ) -> tuple[list[Interface], Report]:
     has, sources = pool.call(partial(offer_of, report.implementation if is_named else ""))

@@ -13,7 +13,7 @@ from lab.checks.case_run import USUAL_RANGES, CaseRun
 from lab.checks.parameters.attention import DISCOVERY
 from lab.checks.properties import checks, checks_by_key
 from lab.checks.properties.check import Check
-from lab.checks.run.refusals import RefusalNames, Refusals
+from lab.checks.run.refusals import Refusals
 from lab.checks.run.support_protocol import KernelError, Unjudgeable, Unsupported, raised
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
@@ -39,7 +39,7 @@ class Task(NamedTuple):
     case: Any
     device: str
     ranges: Ranges  # the values within which the check may vary the case
-    refusals: Refusals | RefusalNames | None = None
+    refusals: Refusals | None = None
     # The case is not begun after this time of `time.monotonic`, which all processes of a machine share.
     end: float = math.inf
 
@@ -119,7 +119,12 @@ def _call_once(run: CaseRun) -> None:
 
 
 def run_case(
-    implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refusals | None = None
+    implementation: Any,
+    check: Check,
+    case: Any,
+    device: torch.device,
+    ranges: Ranges,
+    refusals: tuple[type[BaseException], ...] | None = None,
 ) -> Judged:
     """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check
     raised an error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.

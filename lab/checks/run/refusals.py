@@ -1,4 +1,4 @@
-"""The exceptions that count as refusals of a call: classes, or names that only a process with the kernel imports."""
+"""The exceptions that count as refusals of a call, by names that only a process with the kernel imports."""
 
 import builtins
 from collections.abc import Iterable
@@ -8,35 +8,19 @@ from typing import Any
 from lab.loading import LoadError, is_same_module, load, name_of
 
 
-class Refusals(tuple[type[BaseException], ...]):
-    """The exception classes that count as refusals of a call. A worker imports them again by their names."""
-
-    names: tuple[str, ...]
-
-    def __new__(cls, classes: Iterable[type[BaseException]], names: Iterable[str] = ()) -> "Refusals":
-        made = super().__new__(cls, classes)
-        made.names = tuple(names) or tuple(map(name_of, made))
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return resolve_refusals, (",".join(self.names),)
-
-    def resolve(self) -> "Refusals":
-        return self
-
-
 @dataclass(frozen=True)
-class RefusalNames:
-    """The names of exceptions that count as refusals of a call. `resolve` imports their modules. One of them may be the
-    kernel's, so that only processes that load the kernel may call it.
+class Refusals:
+    """The exceptions that count as refusals of a call. One of their modules may be the kernel's, so that only processes that
+    load the kernel may call `resolve`.
     """
 
     names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
     given: tuple[str, ...]  #: the names as the user wrote them
+    classes: tuple[type[BaseException], ...] = ()  #: the exceptions if they are imported
 
     @classmethod
-    def of(cls, names: str, kernel: str = "") -> "RefusalNames":
-        """Return the names in a comma-separated list of exceptions, such as "ValueError,my/kernel.py:Unsupported".
+    def of(cls, names: str, kernel: str = "") -> "Refusals":
+        """Return the exceptions in a comma-separated list, such as "ValueError,my/kernel.py:Unsupported".
 
         Args:
             names: each name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or
@@ -53,24 +37,31 @@ class RefusalNames:
             found[f"{where}:{attribute}"] = name
         return cls(tuple(found), tuple(found.values()))
 
-    def resolve(self) -> Refusals:
-        """Import and return the exception classes. Raise ValueError if a name is no exception."""
-        found = dict[str, type[BaseException]]()
-        for name, given in zip(self.names, self.given, strict=True):
-            why, each = "", None
-            try:
-                each = load(name)
-            except LoadError as error:
-                why = f" ({error})"
-            if not (isinstance(each, type) and issubclass(each, BaseException)):
-                raise ValueError(
-                    f"{given!r} is no exception: name one of Python's, such as NotImplementedError, one of the kernel's "
-                    f"module, such as Unsupported, or one with its module or file, such as my.errors.Refused or "
-                    f"my/errors.py:Refused{why}"
-                )
-            found[name] = each
-        return Refusals(found.values(), found)
+    @classmethod
+    def of_classes(cls, classes: Iterable[type[BaseException]]) -> "Refusals":
+        names = tuple(map(name_of, held := tuple(classes)))
+        return cls(names, names, held)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Refusals, (
+            self.names,
+            self.given,
+        )  # a class may be in a file outside any package: a worker imports it again
+
+    def resolve(self) -> tuple[type[BaseException], ...]:
+        """Return the exception classes, which are imported. Raise ValueError if a name is no exception."""
+        return self.classes or tuple(map(_exception, self.names, self.given))
 
 
-def resolve_refusals(names: str, kernel: str = "") -> Refusals:
-    return RefusalNames.of(names, kernel).resolve()
+def _exception(name: str, given: str) -> type[BaseException]:
+    why, found = "", None
+    try:
+        found = load(name)
+    except LoadError as error:
+        why = f" ({error})"
+    if isinstance(found, type) and issubclass(found, BaseException):
+        return found
+    raise ValueError(
+        f"{given!r} is no exception: name one of Python's, such as NotImplementedError, one of the kernel's module, such as "
+        f"Unsupported, or one with its module or file, such as my.errors.Refused or my/errors.py:Refused{why}"
+    )

@@ -9,25 +9,29 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
-from lab.checks.run.equivalent_forms import FORMS, Arguments, EquivalentForm
-from lab.checks.run.refusals import Refusals
 from lab.interpreter import limit_of
 from lab.loading import is_interruption, message_of, name_of
 from lab.workloads.inputs.guards import same_bits
+from lab.workloads.inputs.masks import packed_mask
+
+Arguments = dict[str, Any]  # of a call, by name
+Refusals = tuple[type[BaseException], ...]  # the exceptions that count as refusals
 
 TENSORS = (Tensor, torch.nn.Parameter)  # permitted types of results: another subclass could override comparisons
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
+# Arguments on which no result depends: a refused call is made without them.
+OMITTED = ("workspace_buffer", "multi_ctas_kv_counter_buffer", "max_seq_len", "max_kv_len")
 # Packages whose errors are no refusals, because they know nothing of the call
 FRAMEWORKS = ("numpy", "torch", "triton")
 LIBRARY = sysconfig.get_path("stdlib")
@@ -242,13 +246,60 @@ def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> di
     }
 
 
+class _EquivalentForm(NamedTuple):
+    """A change of a call's arguments that keeps the expected result."""
+
+    words: str  # for "judged with ... instead"
+    change: Callable[[Arguments], Arguments]
+    omits: bool = False  # it removes an argument on which no result depends
+
+
+def _without(argument: str, words: str, omits: bool) -> _EquivalentForm:
+    return _EquivalentForm(
+        words, lambda arguments: {name: value for name, value in arguments.items() if name != argument}, omits
+    )
+
+
+def _forms(interface: AttentionCall, arguments: Arguments, refusal: str, by_engine: bool) -> Iterator[_EquivalentForm]:
+    """Yield the forms of a call that may help after a refusal with this message."""
+    named = set(re.findall(r"\w+", refusal))
+    for name in OMITTED:
+        if name in named and arguments.get(name) is not None:
+            yield _without(name, f"no {name}", True)
+    out_is_given = arguments.get("out") is not None
+    if "out" in named and out_is_given and by_engine:  # elsewhere a check wants `out` itself judged
+        yield _without("out", "its result copied into the output", False)
+    if "out" in named and not out_is_given:
+        yield _EquivalentForm("an output handed out", functools.partial(_with_out, interface))
+    takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
+    if takes_mask and (arguments.get("q_len_per_req") or 1) > 1 and arguments.get("mask") is None:
+        yield _EquivalentForm("the causal mask of its rows", _with_causal_mask)
+
+
+def _with_out(interface: AttentionCall, arguments: Arguments) -> Arguments:
+    query, problem = arguments["query"], CALL_TYPES[interface](**arguments).problem()
+    shape = (*query.shape[:-1], problem.v_head_dim)
+    return arguments | {"out": query.new_full(shape, float("nan"), dtype=problem.out_dtype)}
+
+
+def _with_causal_mask(arguments: Arguments) -> Arguments:
+    q_len, device = arguments["q_len_per_req"], arguments["query"].device
+    return arguments | {"mask": _causal_mask(len(arguments["seq_lens"]), q_len, device)}
+
+
+@functools.cache  # a CUDA graph cannot build a mask during capture, and reads the same mask in each replay
+def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
+    causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
+    return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
+
+
 class KernelCalls:
-    """Makes the calls of an implementation in one case. Makes a refused call again, changed by forms in `FORMS`."""
+    """Makes the calls of an implementation in one case. Makes a refused call again in equivalent forms."""
 
     def __init__(self, implementation: Any, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
         self.implementation, self.note, self.refusals = implementation, note, refusals
         self.count = 0  #: number of calls so far
-        self.needed: dict[Any, list[EquivalentForm]] = {}  #: the forms with which calls of a shape were accepted
+        self.needed: dict[Any, list[_EquivalentForm]] = {}  #: the forms with which calls of a shape were accepted
         #: a hint for each exception class of the implementation that it raised and that does not count as a refusal
         self.remarks: dict[str, None] = {}
 
@@ -265,10 +316,12 @@ class KernelCalls:
         If `of_engine`, the call is one of an engine's pass, without the arguments that equal FlashInfer's defaults.
         """
         function = self.offered(prefix + interface.value, Unsupported if of_engine else KernelError)
-        once = functools.partial(self.prepared if prefix else self.once, function)
+        once = functools.partial(self.once, function)
         if of_engine:
             arguments = _without_defaults(interface, arguments)
-        return self.invoke(interface, once, arguments, by_engine=of_engine and not prefix)
+        if prefix:
+            return self.invoke(interface, lambda **given: functools.partial(self.once, once(**given)), arguments)
+        return self.invoke(interface, once, arguments, by_engine=of_engine)
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
         """Call `function` with just these arguments. Raise Unsupported if it refuses them, KernelError if it fails."""
@@ -279,10 +332,6 @@ class KernelCalls:
             if own := own_name(failure.__cause__, function):
                 self.remarks[f"if the kernel refuses a call by raising {own}, say so: --refusals {own}"] = None
             raise
-
-    def prepared(self, prepare: Callable[..., Any], /, **arguments: Any) -> Callable[[], Any]:
-        """Call `prepare`, and return the callable that it returned. A call of that callable is made by `once`."""
-        return functools.partial(self.once, self.once(prepare, **arguments))
 
     def invoke(
         self, interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
@@ -301,13 +350,14 @@ class KernelCalls:
         except Unsupported as refused:
             if refused.late or is_capturing():
                 raise
-            forms = [each for each in FORMS if by_engine or not each.by_engines]
-            used: list[EquivalentForm] = []
+            used: list[_EquivalentForm] = []
             last = reason = refused
-            while left := [
-                each for each in forms if each not in used and each.applies(interface, arguments, str(last))
-            ]:
-                used.append(left[0])
+            while True:
+                words = {each.words for each in used}
+                left = (each for each in _forms(interface, arguments, str(last), by_engine) if each.words not in words)
+                if (form := next(left, None)) is None:
+                    raise reason from None
+                used.append(form)
                 try:
                     returned = _made(interface, function, arguments, used)
                 except Unsupported as again:
@@ -315,17 +365,16 @@ class KernelCalls:
                     reason = again if all(each.omits for each in used) else reason
                 else:
                     self.needed[key] = used
-                    self.note(f"{refused}: judged with {' and '.join(each.name for each in used)} instead")
+                    self.note(f"{refused}: judged with {' and '.join(each.words for each in used)} instead")
                     return returned
-            raise reason from None
 
 
 def _made(
-    interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
+    interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[_EquivalentForm]
 ) -> Any:
     changed = arguments
     for form in used:
-        changed = form.change(interface, changed)
+        changed = form.change(changed)
     returned = function(**changed)
     if returned is None:  # the function only wrote its result into `out`
         returned = changed.get("out")

@@ -25,7 +25,7 @@ import torch
 
 from lab.checks.run import transport
 from lab.checks.run.judging import Task, judge_task, noted
-from lab.checks.run.refusals import RefusalNames, Refusals
+from lab.checks.run.refusals import Refusals
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
 from lab.interpreter import quicken
@@ -78,7 +78,7 @@ class Workers:
         ranges: Ranges,
         time_limit_s: float,
         workers: int = 1,
-        refusals: Refusals | RefusalNames | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
         self.implementation, self.device, self.ranges = implementation, device, ranges
         self.time_limit_s, self.workers, self.refusals = time_limit_s, workers, refusals
@@ -290,7 +290,7 @@ def _take_gpu(begun: "Synchronized[int]") -> None:
     torch.cuda.set_device(turn % torch.cuda.device_count())
 
 
-def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals | RefusalNames | None) -> Answer:
+def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals | None) -> Answer:
     implementation = load(name)
     if refusals:
         refusals.resolve()

@@ -23,7 +23,7 @@ from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.judging import run_case
-from lab.checks.run.refusals import RefusalNames, resolve_refusals
+from lab.checks.run.refusals import Refusals
 from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke
 from lab.checks.run.verdicts import Judged
 from lab.loading import load
@@ -236,7 +236,7 @@ def test_a_comparison_that_asserts_is_no_refusal() -> None:
 
 
 def test_the_user_says_which_exceptions_are_refusals_instead() -> None:
-    named = resolve_refusals("KeyError, tests.checks.hostile.Odd")
+    named = Refusals.of("KeyError, tests.checks.hostile.Odd").resolve()
     assert named == (KeyError, Odd)
     for error in (KeyError("no"), Odd("no")):
         with pytest.raises(Unsupported, match="no"):
@@ -272,11 +272,13 @@ def test_an_exception_of_the_kernel_s_module_is_found_in_the_module_that_is_judg
     for module in ("my", "my.kernel", "errors_of_mine"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     implementation = load(kernel)
-    (named,) = found = resolve_refusals(names, kernel)
+    found = Refusals.of(names, kernel)
+    (named,) = found.resolve()
     module = sys.modules[implementation.trtllm_batch_decode_with_kv_cache.__module__]
     assert named is getattr(module, named.__name__)
+    assert pickle.loads(pickle.dumps(Refusals.of_classes([named]))).resolve() == (named,)
     assert pickle.loads(pickle.dumps(found)) == found
-    assert resolve_refusals(",".join(found.names), kernel) == found
+    assert Refusals.of(",".join(found.names), kernel).resolve() == (named,)
 
 
 def test_a_process_that_names_refusals_does_not_import_the_kernel(tmp_path: Path) -> None:
@@ -296,12 +298,12 @@ def test_a_process_that_names_refusals_does_not_import_the_kernel(tmp_path: Path
         "workers": 1,
         "level": "quick",
     }
-    report = judge(str(kernel), refusals=RefusalNames.of("Mine", str(kernel)), **how)
+    report = judge(str(kernel), refusals=Refusals.of("Mine", str(kernel)), **how)
     assert report.refusals == (f"{kernel}:Mine",)
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.DECLINED}
     assert str(os.getpid()) not in Path(f"{kernel}.seen").read_text().split()
     with pytest.raises(ValueError, match="'Mein' is no exception"):
-        judge(str(kernel), refusals=RefusalNames.of("Mein", str(kernel)), **how)
+        judge(str(kernel), refusals=Refusals.of("Mein", str(kernel)), **how)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +316,9 @@ def test_an_exception_of_the_kernel_s_own_is_said_to_be_perhaps_a_refusal(error:
     assert (judged.outcome, judged.remarks) == (Outcome.FAILED, (says,) if named else ())
     if named:
         assert (
-            run_case(decoding(raising(error)), ORACLE, CASE, CPU, Ranges(), resolve_refusals(named, __name__)).remarks
+            run_case(
+                decoding(raising(error)), ORACLE, CASE, CPU, Ranges(), Refusals.of(named, __name__).resolve()
+            ).remarks
             == ()
         )
 
@@ -322,7 +326,7 @@ def test_an_exception_of_the_kernel_s_own_is_said_to_be_perhaps_a_refusal(error:
 @pytest.mark.parametrize("name", ["Nothing", "nowhere.Error", "lab.checks.judge", "len"])
 def test_a_refusal_that_is_no_exception_is_told_in_a_sentence(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' is no exception"):
-        resolve_refusals(name)
+        Refusals.of(name).resolve()
 
 
 def test_a_function_without_a_signature_is_called() -> None:
