@@ -123,7 +123,7 @@ def test_studies_import_neither_the_corpus_nor_tests(path: Path) -> None:
 LAYERS = (
     ("explain.feature", "explain.features", "explain.call_features"),
     ("run.verdicts", "run.support_protocol"),
-    ("oracle", "case_run"),
+    ("case_run",),
     ("parameters",),
     ("properties", "replays"),
     ("explain",),

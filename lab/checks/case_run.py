@@ -14,7 +14,6 @@ from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.problem import LATENT_CALLS
 from lab.checks.explain.call_features import CallFeatures, CallLog, features_of_call, features_of_case
 from lab.checks.explain.feature import of_any_request
-from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
 from lab.checks.run.support_protocol import (
     KernelCalls,
     KernelError,
@@ -23,7 +22,17 @@ from lab.checks.run.support_protocol import (
     is_capturing,
     output_and_lse,
 )
-from lab.checks.run.verdicts import IT_FAILED, RETURNED, BitDifference, CheckedResult, SavedOutput
+from lab.checks.run.verdicts import (
+    IT_FAILED,
+    RETURNED,
+    BitDifference,
+    CheckedResult,
+    OutputComparison,
+    SavedOutput,
+    compare_bits,
+    compare_lse,
+    compare_output,
+)
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.errors import Truth
@@ -139,9 +148,10 @@ class CaseRun:
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
         returned = self.kernel.make("", interface, arguments)
         result = as_result(returned, interface)._replace(call=call)
-        is_copied = self.device.type == "cuda" and not is_capturing() and result.out.numel() <= MOST_SAVED_ELEMENTS
+        is_copied = self._waits and result.out.numel() <= MOST_SAVED_ELEMENTS
         early = result.out.clone() if is_copied else None  # as the current stream sees it
-        self._wait()
+        if self._waits:
+            torch.cuda.synchronize()  # raises errors of earlier launches
         if early is not None and not same_bits(early, result.out):
             self.wrong("its output was still written after the call: another stream than the caller's writes it")
         if interface in LATENT_CALLS:
@@ -198,7 +208,8 @@ class CaseRun:
             self.decline(f"{what}: {refusal}")
         except KernelError as failure:
             try:
-                self._wait()
+                if self._waits:
+                    torch.cuda.synchronize()
             except torch.AcceleratorError:
                 raise failure from None
             self.fail(str(failure), what)
@@ -210,16 +221,15 @@ class CaseRun:
         if tuple(out.shape) != shape:
             self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda" and not is_capturing():
-            torch.cuda.synchronize()
+    @property
+    def _waits(self) -> bool:
+        return self.device.type == "cuda" and not is_capturing()
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        offered = {
-            form for form in CallForm for each in ENGINE_CALLS if hasattr(self.implementation, form.value + each.value)
-        }
-        return tuple(form for form in CallForm if form is CallForm.WHOLE or form in offered)
+        names = [each.value for each in ENGINE_CALLS]
+        offered = [form for form in CallForm if any(hasattr(self.implementation, form.value + each) for each in names)]
+        return tuple(dict.fromkeys((CallForm.WHOLE, *offered)))
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
         self.note_call(interface, arguments)
@@ -257,7 +267,7 @@ class CaseRun:
         """Return the features of a call that is about to be made, and record later errors with them. Those of its data,
         such as poison, come from `case` (None: `self.case`). In a graph capture, return the last call's features.
         """
-        if not is_capturing():
+        if self._waits or self.device.type != "cuda":
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
                 of_tensors = case or self.case
@@ -306,12 +316,14 @@ class CaseRun:
         if result is None:
             return
         self.judged += 1
+        truth = made(truth)
         if self.saves_output and self.output is None and result.out.numel() <= MOST_SAVED_ELEMENTS:
             self.output = SavedOutput.of(result.out)
-        truth = made(truth)
-        self._compared(what, kind, compare_output(result.out, truth, least_bound), result.call)
+        found = {kind: compare_output(result.out, truth, least_bound)}
         if result.lse is not None and result.out.shape == truth.expected.shape:
-            self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
+            found["LSE" if kind == "output" else kind] = compare_lse(result.lse, truth)
+        for held, each in found.items():
+            self._compared(what, held, each, result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
         """Expect that `lse` is log2 of the softmax's denominator, including the sink; -inf for a row that sees no key."""

@@ -60,7 +60,7 @@ def test_an_output_that_another_stream_still_writes_is_wrong(
     inputs, out = run.build(), run.build().new_out()
     run.kernel.implementation = decoding(lambda **_: out)
     run.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    monkeypatch.setattr(run, "_wait", lambda: None if is_finished else out.zero_())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None if is_finished else out.zero_())
     run.call(inputs)
     said = [] if is_finished else ["its output was still written after the call"]
     assert [each.split(":")[0] for each in run.wrongs] == said

@@ -11,7 +11,6 @@ import torch
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges, invariance
-from lab.checks.oracle import largest_ulps
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Level
 from lab.checks.properties.invariance import FACTORS, _judge
@@ -19,6 +18,7 @@ from lab.checks.properties.k08_decomposition import halves, single_rows
 from lab.checks.properties.variants import Variant
 from lab.checks.run.invariance import Answer, Dependence, Invariance
 from lab.checks.run.judging import run_case
+from lab.checks.run.verdicts import largest_ulps
 from lab.exit_status import ExitStatus
 from lab.reports.invariance import invariance_report
 from lab.workloads.attention_case import AttentionCase

@@ -29,7 +29,8 @@ FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
 NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
 LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
 # Features that are read from a case's field of this name, or else from the case's `model`.
-OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", "head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")
+SIZES = ("head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")  # of a problem, too
+OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", *SIZES)
 
 
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
@@ -180,20 +181,17 @@ def _read_mode(given: Read) -> Read:
 
 
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
-    query, sinks, required = problem.query, problem.sinks, problem.features()
-    head_dim, num_rows = problem.head_dim, sum(problem.q_lens())
+    query, sinks = problem.query, problem.sinks
+    sizes = {name: getattr(problem, name) for name in SIZES}
+    padding_rows, required = problem.num_rows - sum(problem.q_lens()), problem.features()
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
     read: Read = {
         "function": interface,
         "dtype": query.dtype,
-        "head_dim": head_dim,
-        "v_head_dim": problem.v_head_dim,
+        **sizes,
         "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
-        "num_kv_heads": problem.num_kv_heads,
-        "num_qo_heads": problem.num_qo_heads,
-        "group": problem.group,
-        "group_no_power_of_2": problem.group & (problem.group - 1) > 0,
-        "padding_rows": problem.num_rows > num_rows,
+        "group_no_power_of_2": sizes["group"] & (sizes["group"] - 1) > 0,
+        "padding_rows": padding_rows > 0,
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
         **{f"{name}_tensor": isinstance(arguments.get(name), Tensor) for name in ("bmm1_scale", "bmm2_scale")},
@@ -204,7 +202,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm2_scale_large": abs(bmm2_scale) > 100,
         "bmm1_scale_small": abs(bmm1_scale) < SMALL_SCALE,
         "bmm2_scale_small": abs(bmm2_scale) < SMALL_SCALE,
-        "bmm1_scale_unusual": not math.isclose(bmm1_scale, head_dim**-0.5, rel_tol=1e-6),
+        "bmm1_scale_unusual": not math.isclose(bmm1_scale, sizes["head_dim"] ** -0.5, rel_tol=1e-6),
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
         "rank": arguments.get("cp_rank"),

@@ -17,7 +17,6 @@ from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.allowed import CHOICES
 from lab.calls.workspace import counts_in_workspace
 from lab.checks.case_run import CaseRun, GivenCall, Result
-from lab.checks.oracle import largest_ulps
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
 from lab.checks.parameters.models import FAMILIES
 from lab.checks.properties.check import Check, Scope
@@ -30,7 +29,7 @@ from lab.checks.properties.k12_determinism import launches
 from lab.checks.properties.k14_interleaving import calls_between
 from lab.checks.properties.variants import Variant, part
 from lab.checks.run.support_protocol import Unjudgeable, Unsupported
-from lab.checks.run.verdicts import BitDifference
+from lab.checks.run.verdicts import BitDifference, largest_ulps
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.contents import new_workspace

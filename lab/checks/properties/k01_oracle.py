@@ -47,10 +47,10 @@ def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = inputs.truth()
+    out_dtype, truth = inputs.out_dtype, inputs.truth()
     result = run.expect_call("the call", inputs, truth)
-    if result is not None and result.out.dtype != inputs.out_dtype:
-        run.wrong(f"the output is {result.out.dtype}, and the call's is {inputs.out_dtype}")
+    if result is not None and result.out.dtype != out_dtype:
+        run.wrong(f"the output is {result.out.dtype}, and the call's is {out_dtype}")
     run.expect_close("with the LSE", run.vary("return_lse", inputs, return_lse=True), truth)
     if run.case.contents is Contents.LOUD and not run.case.is_mla:
         _small_output(run, inputs, truth)

@@ -80,15 +80,8 @@ def invoke(
     error. Third, a TypeError that names an unknown or missing argument. In addition, a call whose arguments do not fit
     the signature of the function is always refused.
 
-    Args:
-        function, args, arguments: the function, and its positional and keyword arguments.
-        refusals: the exceptions that count as refusals instead of these three kinds; None for the three kinds.
-
-    Raises:
-        Unsupported: the function refused the call.
-        Unjudgeable: Triton's interpreter cannot run the kernel.
-        KernelError: the function raised another error.
-        KeyboardInterrupt: after Ctrl-C.
+    If `refusals` is given, these exceptions count as refusals instead of the three kinds. If Triton's interpreter cannot run
+    the kernel, raise Unjudgeable.
     """
     try:
         signature = inspect.signature(function)

@@ -123,7 +123,6 @@ class AttentionInputs:
         arguments: dict[str, Any] = {
             "query": self.query,
             "kv_cache": (self.k_pages, self.v_pages),
-            "workspace_buffer": new_workspace(device),
             "block_tables": self.block_tables,
             "seq_lens": self.seq_lens,
             "bmm1_scale": self.bmm1_scale,
@@ -171,7 +170,8 @@ class AttentionInputs:
                 arguments["q_len_per_req"] = None
         elif case.interface is AttentionCall.DECODE and q_lens[0] > 1:
             arguments["q_len_per_req"] = q_lens[0]
-        return arguments | self._selection_arguments() | self._rank_arguments()
+        arguments |= self._selection_arguments() | self._rank_arguments()
+        return arguments | {"workspace_buffer": new_workspace(device)}
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return a new output tensor filled with NaN and huge values; `dtype` None: the call's output dtype."""
