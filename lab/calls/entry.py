@@ -1,9 +1,11 @@
-"""Decorators that change the parameters of functions which compute or prepare a call."""
+"""Decorators of functions that compute or prepare a call."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,3 +51,19 @@ def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
     entry.__name__ = entry.__qualname__ = prepare.__name__.removeprefix("prepare_").removeprefix("plan_")
     entry.__doc__ = f"Make the call of `{prepare.__name__}` once, and return its results.\n\n    {prepare.__doc__}"
     return entry
+
+
+def with_own_settings(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that calls `function` with the CPU as default device and without autocast.
+
+    Tests of other projects call `torch.set_default_device("cuda")`, which would move indices that belong on the host.
+    Autocast would lower the precision of the control, and fails for e4m3.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # pytest shows the line of the test
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return run

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES, PagedAttention, Problem, refuse_nan
 from lab.calls.entries import places_of_requests, selections_of
+from lab.calls.entry import with_own_settings
 from lab.calls.problem import shown_draft_tokens
 from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
 from lab.references.plain_attention import check_arithmetic
 from lab.references.quantization import dequantize_nvfp4
-from lab.references.settings import with_own_settings
 from lab.references.truth import Rules, truth_of_requests, truth_of_selected, with_requests
 
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]

@@ -5,7 +5,7 @@ and tokens.
 import torch
 from torch import Tensor
 
-from lab.references.settings import with_own_settings
+from lab.calls.entry import with_own_settings
 
 
 @with_own_settings

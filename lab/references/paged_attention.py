@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, takes
+from lab.calls.entry import with_own_settings
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
-from lab.references.settings import with_own_settings
 from lab.references.softmax_attention import (
     PIECE_ELEMENTS,
     Tile,

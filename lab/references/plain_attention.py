@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.arguments import check_scale, check_tensor, check_vector, dtype_names
-from lab.calls.entry import takes_fields_of
+from lab.calls.entry import takes_fields_of, with_own_settings
 from lab.calls.problem import E4M3, Softmax
-from lab.references.settings import with_own_settings
 from lab.references.softmax_attention import rounded, unchecked_attention, unchecked_eager_attention
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

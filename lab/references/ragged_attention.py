@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lab.calls import takes
+from lab.calls.entry import with_own_settings
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.references.settings import with_own_settings
 from lab.references.softmax_attention import rounded
 from lab.references.truth import Rules, solved_requests
 
