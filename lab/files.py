@@ -64,9 +64,16 @@ def read_json(path: Path) -> Any:
     """
     content = regular(path).read_bytes()
     try:
-        return json.loads(gzip.decompress(content) if path.suffix == COMPRESSED else content)
+        content = gzip.decompress(content) if path.suffix == COMPRESSED else content
+        if not content:
+            raise ValueError("the file is empty")
+        return json.loads(content)
     except (EOFError, zlib.error) as error:
         raise ValueError(f"the compressed file is damaged: {error}") from error
+    except json.JSONDecodeError as error:
+        is_cut = not error.doc[error.pos :].strip() or error.msg.startswith("Unterminated")
+        what = "its end is missing" if is_cut else f"it is no JSON ({error.msg})"
+        raise ValueError(f"{what}: line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
         raise ValueError("its lists or objects are nested too deep") from error
 

@@ -3,6 +3,7 @@
 This module imports only the standard library.
 """
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -50,9 +51,8 @@ def load(name: str) -> Any:
     """
     (where, _, attribute), folder = name.partition(":"), Path.cwd()
     try:
-        if ("/" in where or Path(where).is_file()) and not where.endswith(".py"):
-            raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
-        loaded = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        path = _file_named(where)
+        loaded = importlib.import_module(where) if path is None else _import_file(path)
         found = functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
     except BaseException as error:  # foreign code may raise anything
         if is_interruption(error):
@@ -61,6 +61,33 @@ def load(name: str) -> Any:
     finally:
         os.chdir(folder)  # the module may have changed it
     return _with_one_function(attribute.rpartition(".")[2], found) if inspect.isroutine(found) else found
+
+
+def check_source(name: str) -> None:
+    """Raise LoadError if the file of the implementation `name` is missing or is no Python. Import nothing."""
+    where = name.partition(":")[0]
+    try:
+        path = _file_named(where)
+        stems = [Path(root, *where.split(".")) for root in sys.path] if path is None else []
+        modules = [each for stem in stems for each in (Path(f"{stem}.py"), stem / "__init__.py") if each.is_file()]
+        for source in [path] if path is not None else modules[:1]:
+            ast.parse(source.read_bytes(), source.name)
+    except FileNotFoundError as error:
+        raise LoadError(f"{name} cannot be imported: {error}") from error
+    except (SyntaxError, ValueError) as error:
+        raise LoadError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _file_named(where: str) -> Path | None:
+    """Return the file that a name without its attribute stands for; None for a module's name."""
+    path = Path(where)
+    if not where.endswith(".py"):
+        if "/" in where or path.is_file():
+            raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
+        return None
+    if not path.is_file():
+        raise FileNotFoundError("it is no file" if path.exists() else "there is no such file")
+    return path
 
 
 @functools.cache
@@ -117,8 +144,6 @@ def is_same_module(one: str, other: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError("it is no file" if path.exists() else "there is no such file")
     path = path.resolve()
     names = module_of(path)
     root = path.parents[len(names) - 1]

@@ -12,7 +12,8 @@ import torch
 
 from lab.calls.features import Feature, features_of_fields
 from lab.calls.selection import check_selection, columns_in_use
-from lab.named_enum import NamedEnum
+from lab.names import LATENT_CALLS as LATENT_CALLS
+from lab.names import AttentionCall
 
 NVFP4_BLOCK = 16  # elements of head_dim under one e4m3 scale factor (FlashInfer 0.7.2, kv_cache_sf)
 INTERLEAVED_TOKENS = 4  # tokens whose V scale factors trtllm-gen stores together (nvfp4_quantize_paged_kv_cache)
@@ -24,20 +25,6 @@ NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors in a se
 
 Scale = float | torch.Tensor
 AnyProblem = TypeVar("AnyProblem", bound="AttentionProblem")
-
-
-class AttentionCall(NamedEnum):
-    """FlashInfer's attention functions that the lab models. The value is the function's name."""
-
-    DECODE = "trtllm_batch_decode_with_kv_cache"
-    CONTEXT = "trtllm_batch_context_with_kv_cache"
-    MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
-    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"  # before absorption, over the new tokens alone
-    DSV4_DECODE = "trtllm_batch_decode_sparse_mla_dsv4"  # over selected entries of two pools
-
-
-# Calls over latent entries: an entry is both key and value. Their query may have an axis of requests.
-LATENT_CALLS = (AttentionCall.MLA_DECODE, AttentionCall.DSV4_DECODE)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -369,7 +356,7 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
         if isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
             raise ValueError(f"{name} must be finite, got {float(term)}")
     if problem.sinks is not None:
-        name = "attention_sinks" if problem.call is AttentionCall.RAGGED_CONTEXT else "sinks"
+        name = "sinks" if isinstance(problem, PagedAttention) else "attention_sinks"
         unfit = problem.sinks.isnan() | (problem.sinks == math.inf)
         if bool(unfit.any()):
             head = int(unfit.nonzero()[0])

@@ -4,9 +4,10 @@ import os
 import sys
 from contextlib import suppress
 from importlib.metadata import entry_points
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import lab
 from lab.commands.bench import bench
@@ -19,8 +20,23 @@ from lab.commands.lists import checks, implementations
 from lab.commands.recorded import record, recorded
 from lab.commands.report import html, report
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if (
+                errors := getattr(error.__cause__, "errors", None)
+            ) is not None:  # pydantic's words do not quote the value
+                rule = error.message.removeprefix("Value error, ").partition(", unable")[0]
+                error.message = rule.replace("Input should be", f"{errors()[0]['input']} must be")
+            raise
+
+
 app = typer.Typer(
     name="lab",
+    cls=_Commands,
     help="Is an LLM attention kernel right, and how far is it from the hardware's limit?",
     epilog="Exit status: 0 right or done, 1 wrong, 2 wrongly used, 3 refused, 125 could not be judged, 130 ended by Ctrl-C.",
     no_args_is_help=True,

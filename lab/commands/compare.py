@@ -17,6 +17,7 @@ from lab.commands.options import (
     need_gpu,
     refuse,
     refuse_options_without,
+    refuse_unreadable,
     refusing_errors,
     refusing_recordings,
 )
@@ -62,11 +63,12 @@ def compare(
     Exit status: 1 if a row is SLOWER or missing, or a case is newly wrong or newly refused by the kernel; 125 if a row or case
     could not be compared.
     """
+    if (after is None) == (by is None):
+        refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
+    refuse_unreadable("not compared", *filter(None, (before, after)))
     from lab.reports.changed_verdicts import compare_verdicts, has_report
     from lab.reports.compare import compare as compare_files
 
-    if (after is None) == (by is None):
-        refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
     with refusing_recordings("not compared"):
         if after is not None and has_report(before, after):
             report = compare_verdicts(Path(before), Path(after))
@@ -93,6 +95,7 @@ def releases(
 
     Exit status: 125 if the reports have different settings.
     """
+    refuse_unreadable("not compared", *reports)
     from lab.reports.releases import releases_report
 
     with refusing_recordings("not compared"):

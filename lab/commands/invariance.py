@@ -17,7 +17,7 @@ from lab.commands.options import (
     with_options_of_ranges,
 )
 from lab.commands.progress import shown_progress
-from lab.loading import last_report
+from lab.loading import check_source, last_report
 from lab.ranges import ranges_of
 
 
@@ -55,6 +55,9 @@ def invariance(
 
     Exit status: 1 if a result is wrong, or if a factor of --require changes a bit or was not tried.
     """
+    if implementation is not None:
+        with refusing_errors():
+            check_source(implementation)
     prepare_machine(device)
     from lab.checks.run.invariance import invariance as find
     from lab.kernels import default_implementation

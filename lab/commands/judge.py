@@ -22,6 +22,7 @@ from lab.commands.options import (
     prepare_machine,
     refuse,
     refuse_options_without,
+    refuse_unreadable,
     refusing_errors,
     refusing_recordings,
     with_options_of_ranges,
@@ -29,7 +30,8 @@ from lab.commands.options import (
 from lab.commands.progress import shown_progress
 from lab.exit_status import ExitStatus
 from lab.files import state_of
-from lab.loading import LoadError, last_report, place_of
+from lab.loading import LoadError, check_source, last_report, place_of
+from lab.names import check_name, function_name
 from lab.ranges import ranges_of
 
 if TYPE_CHECKING:
@@ -53,10 +55,11 @@ def _seconds(text: str) -> float:
 
 
 Only = Annotated[
-    list[str] | None, list_option(str, "keys or names of checks, see `lab checks`; all if left out", "CHECK,...")
+    list[str] | None, list_option(check_name, "keys or names of checks, see `lab checks`; all if left out", "CHECK,...")
 ]
 Functions = Annotated[
-    list[str] | None, list_option(str, "functions to judge; all that the implementation has if left out", "NAME,...")
+    list[str] | None,
+    list_option(function_name, "functions to judge; all that the implementation has if left out", "NAME,..."),
 ]
 InProcess = Annotated[
     bool, typer.Option("--in-process", help="use no worker process: a crash or a hang of the kernel ends the judge")
@@ -175,6 +178,9 @@ def judge(
             )
         _print_recorded_coverage(Path(implementation))
         raise typer.Exit
+    if implementation is not None:
+        with refusing_errors():
+            check_source(implementation)
     from lab.checks.run.judge import judge as judge_kernel
     from lab.checks.run.judging import device_of
 
@@ -254,6 +260,7 @@ def _report_and_number(case: str) -> tuple[Path, int]:
     path, _, number = case.rpartition("#")
     if not path or not re.fullmatch("[0-9]{1,9}", number):
         refuse(f"--case {case} names no case of a report: give its file and number, such as report.json#17")
+    refuse_unreadable("not judged", path)
     return Path(path), int(number)
 
 
@@ -324,6 +331,7 @@ def merge(
     out: Annotated[Path, typer.Option(dir_okay=False, help="the file of the united report")],
 ) -> None:
     """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is as for one whole run."""
+    refuse_unreadable("not merged", *reports)
     from lab.checks.record import replaceable
     from lab.checks.run.merging import merged
     from lab.reports.judgement import show as show_report
@@ -336,7 +344,7 @@ def merge(
 
 
 def _print_recorded_coverage(path: Path) -> None:
-    """Print the coverage of check K18 in a recorded report. End the command if the file cannot be read."""
+    refuse_unreadable("no coverage", path)
     from lab.checks.parameters.coverage import coverages
     from lab.checks.record import ReportError, read_cases, read_expression, read_record
 

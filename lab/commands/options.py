@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from lab.exit_status import ExitStatus
-from lab.files import DAMAGED
+from lab.files import DAMAGED, read_json
 from lab.loading import LoadError
+from lab.names import profile_name
 from lab.ranges import OPTIONS, Option, Ranges
 from lab.wording import printable, shortened
 
@@ -116,6 +117,7 @@ ProfileKey = Annotated[
     str | None,
     typer.Option(
         "--profile",
+        parser=_parsed(profile_name),
         metavar="ENGINE",
         help="sglang or vllm: what this engine sends, as `lab checks --profile ENGINE` lists it",
     ),
@@ -176,6 +178,16 @@ def refusing_recordings(what_failed: str) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {error}"
         refuse(f"{what_failed}: a file is not in the form that the lab writes ({what})")
+
+
+def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
+    """End the command with MISUSED if a file is no JSON. This is called before modules are imported that read what it holds."""
+    for path in map(Path, paths):
+        try:
+            if not path.is_dir():
+                read_json(path)
+        except (OSError, ValueError) as error:
+            refuse(f"{what_failed}: {path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def need_gpu() -> None:

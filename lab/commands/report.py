@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lab.commands.options import refusing_recordings
+from lab.commands.options import refuse, refuse_unreadable, refusing_recordings
 
 
 def report(
@@ -15,6 +15,7 @@ def report(
     ] = None,
 ) -> None:
     """Write tables and plots of a recorded run."""
+    refuse_unreadable("no report", run)
     from lab.reports.recorded import read_run
     from lab.reports.timings import NO_PLOTS, can_plot, write_report
 
@@ -33,6 +34,10 @@ def html(
     """Write one self-contained HTML page of a folder of recorded results."""
     from lab.extras import require
 
+    if not folder.is_dir():
+        refuse(
+            f"no report: {folder} is no folder: name the folder of the recorded results, such as results/nvidia-h200"
+        )
     require("lab html", "itables", "jinja2", "markdown_it", "matplotlib")
     from lab.files import write_text
     from lab.reports.html.page import html_report

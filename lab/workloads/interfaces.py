@@ -3,22 +3,9 @@
 from typing import Any
 
 from lab.calls import CALL_TYPES
-from lab.calls.problem import AttentionCall
-from lab.named_enum import NamedEnum
+from lab.names import INTERFACES, Interface
+from lab.names import MetadataFunction as MetadataFunction
 
-
-class MetadataFunction(NamedEnum):
-    """A function of an engine that makes the metadata of attention calls from a batch of requests. The value is its name."""
-
-    DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
-    MHA_METADATA = "build_mha_metadata"
-    MLA_METADATA = "build_mla_decode_metadata"
-    MLA_PREFILL = "build_mla_prefill_metadata"
-    DSV4_METADATA = "build_dsv4_metadata"
-
-
-Interface = AttentionCall | MetadataFunction
-INTERFACES: tuple[Interface, ...] = (*AttentionCall, *MetadataFunction)
 PAGED_CALLS = tuple(call for call, each in CALL_TYPES.items() if "kv_cache" in each.__dataclass_fields__)
 
 
@@ -31,5 +18,9 @@ def interface_of(name: str) -> Interface:
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
-    """Return the functions that the lab can judge and that the implementation has."""
-    return [interface for interface in INTERFACES if callable(getattr(implementation, interface.value, None))]
+    """Return the functions that the lab can judge and the implementation has. Raise ValueError for one that is no function."""
+    found = {each: getattr(implementation, each.value, None) for each in INTERFACES}
+    for each, function in found.items():
+        if function is not None and not callable(function):
+            raise ValueError(f"its {each.value} is of type {type(function).__name__}, and no function")
+    return [each for each, function in found.items() if function is not None]

@@ -47,7 +47,7 @@ SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
 
 def reason(case: ReplayCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
     """Say why a case on the CPU is not right; empty if it is."""
-    check = Check("S", "replays", "", lambda *_: (), lambda run: judge_sequence(run, make))
+    check = Check("S", "", lambda *_: (), lambda run: judge_sequence(run, make))
     judged = run_case(implementation, check, case, CPU, Ranges())
     return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
 

@@ -69,6 +69,41 @@ def test_help_and_completion_are_quick() -> None:
     assert completed.endswith("[] None\n")
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("judge lab.references --only K99", "there is no check 'K99'"),
+        ("judge lab.references --functions decoding", "there is no function 'decoding'"),
+        ("judge lab.references --profile trt", "no profile is called 'trt'"),
+        ("judge broken.py", "broken.py cannot be imported: SyntaxError: "),
+        ("judge broken:kernel", "broken:kernel cannot be imported: SyntaxError: "),
+        ("judge absent.py", "absent.py cannot be imported: there is no such file"),
+        ("invariance broken.py", "broken.py cannot be imported: SyntaxError: "),
+        ("compare empty.json cut.json", "not compared: empty.json cannot be read: the file is empty"),
+        ("releases cut.json cut.json", "not compared: cut.json cannot be read: its end is missing: line 2, column "),
+        ("judge --case cut.json#1", "not judged: cut.json cannot be read: its end is missing"),
+        ("judge broken.json --coverage", "no coverage: broken.json cannot be read: it is no JSON (Expecting property"),
+        ("merge absent.json --out all.json", "not merged: absent.json cannot be read: No such file"),
+        ("report empty.json", "no report: empty.json cannot be read: the file is empty"),
+        ("html broken.json", "no report: broken.json is no folder"),
+    ],
+)
+def test_what_needs_no_torch_is_refused_before_its_import(line: str, sentence: str, tmp_path: Path) -> None:
+    for name, text in {
+        "broken.py": "def f(:\n",
+        "broken.json": "{]",
+        "empty.json": "",
+        "cut.json": '{"a":\n  [1, ',
+    }.items():
+        (tmp_path / name).write_text(text)
+    mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    mine |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-c", IMPORTED, *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=mine, cwd=tmp_path)
+    assert sentence in done.stderr
+    assert done.stdout == "2\n[] None\n"
+
+
 @no_gpu
 def test_the_interpreter_is_switched_on_where_there_is_no_gpu_and_a_module_of_the_folder_is_found(
     tmp_path: Path,

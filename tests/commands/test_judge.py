@@ -305,8 +305,9 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("lab.references --dtypes bf16", "bf16 is not one of bf16/bf16, fp16/fp16, bf16/e4m3, fp16/e4m3"),
         ("lab.references --head-dims 64,0", "0 is not a whole number of at least 2"),
         ("lab.references --q-lens 1 4", "unexpected extra argument"),
-        ("lab.references --level most", "'most' is not one of 'quick', 'smoke', 'full'"),
-        ("lab.references --workers 0", "--workers"),
+        ("lab.references --level most", "'--level': 'most' is not one of 'quick', 'smoke', 'full'"),
+        ("lab.references --workers 0", "'--workers': 0 must be greater than or equal to 1"),
+        ("lab.references --workers two", "'--workers': two must be a valid integer"),
         (f"lab.references --for {'9' * 400}s", "is no time: a number and s, m or h"),
         ("lab.references --device gpu", "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
         ("lab.references --device cuda:99", "there is no GPU 'cuda:99' here"),
@@ -317,6 +318,12 @@ def test_a_mistake_ends_in_2_with_a_sentence(line: str, sentence: str, capsys: p
     said = capsys.readouterr().err
     assert sentence in said
     assert "Traceback" not in said
+
+
+def test_an_attribute_that_is_no_function_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kernel.py").write_text(f"{AttentionCall.DECODE.value} = 5\n")
+    assert run(f"judge {tmp_path}/kernel.py --in-process") == 2
+    assert f"its {AttentionCall.DECODE.value} is of type int, and no function" in capsys.readouterr().err
 
 
 def test_known_findings_are_shown_and_right(
@@ -403,7 +410,7 @@ def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(
         ("--refusals my.kernel.Nothing", "'my.kernel.Nothing' is no exception"),
         (
             "--out README.md",
-            "README.md cannot be read: Expecting value: line 1 column 1 (char 0), so that a report shall not",
+            "README.md cannot be read: it is no JSON (Expecting value): line 1, column 1, so that a report shall not",
         ),
         ("--out results/nvidia-h200/clocks.json", "clocks.json is no report of the judge, so that a report shall not"),
         ("--watch setup.cfg --in-process", "--watch"),

@@ -7,7 +7,6 @@ call to (parameter, value); "" stands for the feature's value. A feature that it
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lab.calls.problem import AttentionCall
@@ -16,6 +15,7 @@ from lab.checks.explain.feature import Features
 from lab.checks.parameters.models import Configuration
 from lab.checks.run.verdicts import CaseVerdict
 from lab.files import read_json
+from lab.names import PROFILES, profile_name
 from lab.recorded.case import RecordedCase
 from lab.workloads.interfaces import Interface
 
@@ -100,7 +100,7 @@ def _values(interface: Interface, features: Features) -> Iterator[tuple[str, Any
 
 @functools.cache
 def _table() -> Any:
-    return read_json(Path(__file__).with_suffix(".json"))
+    return read_json(PROFILES)
 
 
 @functools.cache
@@ -114,6 +114,4 @@ def profiles() -> Mapping[str, Profile]:
 
 
 def profile_named(key: str) -> Profile:
-    if key not in profiles():
-        raise ValueError(f"no profile is called {key!r}: one of {', '.join(profiles())}")
-    return profiles()[key]
+    return profiles()[profile_name(key)]

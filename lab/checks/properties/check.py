@@ -11,6 +11,7 @@ from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.sampling import DrawnPoint
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
+from lab.names import CHECKS
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -69,7 +70,6 @@ class Check:
     """One check: cases that reveal one kind of error, and the function that judges a case."""
 
     key: str  #: the check's short name, such as "K4"
-    name: str  #: the check's name in snake_case, such as "poison"
     doc: str | None  #: the docstring of the check's module. Its first line says which errors the check finds.
     #: yields the fixed cases. Equal scopes give equal cases.
     fixed: Callable[[Scope], Iterable[Any]]
@@ -87,6 +87,11 @@ class Check:
     #: the special kinds of calls, such as calls over an NVFP4 cache, that the check judges too: one case of each kind, at the
     #: full level one case of each form of the kind
     kinds: tuple[CallKind, ...] = KINDS
+
+    @property
+    def name(self) -> str:
+        """Return the name in snake_case, such as "poison"; the key for a check that no command names."""
+        return CHECKS.get(self.key, self.key)
 
     @property
     def catches(self) -> str:

@@ -77,4 +77,4 @@ def judge_lists(run: CaseRun) -> None:
         _expect_right(run, "the lists of others in the same tensors", lists, features)
 
 
-CHECK = Check("L1", "draft_lists", __doc__, _cases, _judge, interfaces=(MetadataFunction.DRAFT_KV_INDICES,), quick=5)
+CHECK = Check("L1", __doc__, _cases, _judge, interfaces=(MetadataFunction.DRAFT_KV_INDICES,), quick=5)

@@ -270,6 +270,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_forward(run.case, run.device))
 
 
-CHECK = Check(
-    "M1", "forward_modes", __doc__, _cases, _judge, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT), quick=5
-)
+CHECK = Check("M1", __doc__, _cases, _judge, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT), quick=5)

@@ -196,6 +196,4 @@ SEQUENCES: dict[ReplaySequence, Callable[[ReplayFixture, int, int, int, int], Wr
 }
 
 
-CHECK = Check(
-    "S1", "graph_stories", __doc__, _cases, judge_sequence, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT)
-)
+CHECK = Check("S1", __doc__, _cases, judge_sequence, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT))

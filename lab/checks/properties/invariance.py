@@ -176,7 +176,6 @@ _BY_NAME: dict[str, tuple[str, Variants, tuple[Interface, ...]]] = {
 FACTORS = tuple(
     Check(
         name,
-        name,
         meaning,
         _of_several_rows if name == "rows-per-call" else _cases,
         partial(_judge, variants=variants),

@@ -64,4 +64,4 @@ def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
         run.vary("a small e4m3 output of loud values", inputs, inputs.truth(**changes), **changes)
 
 
-CHECK = Check("K1", "oracle", __doc__, _cases, _judge, drawn=itself, quick=4)
+CHECK = Check("K1", __doc__, _cases, _judge, drawn=itself, quick=4)

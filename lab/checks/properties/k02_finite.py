@@ -68,4 +68,4 @@ def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth,
         run.wrongs.append(f"{what}: the LSE holds NaN")
 
 
-CHECK = Check("K2", "finite", __doc__, _cases, _judge)
+CHECK = Check("K2", __doc__, _cases, _judge)

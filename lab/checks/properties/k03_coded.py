@@ -51,4 +51,4 @@ def _judge(run: CaseRun) -> None:
         run.expect_close("with the LSE", run.vary("return_lse", inputs, return_lse=True), truth)
 
 
-CHECK = Check("K3", "coded", __doc__, _cases, _judge, drawn=lambda case: replace(case, contents=Contents.NEEDLES))
+CHECK = Check("K3", __doc__, _cases, _judge, drawn=lambda case: replace(case, contents=Contents.NEEDLES))

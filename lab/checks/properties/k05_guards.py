@@ -38,4 +38,4 @@ def _judge(run: CaseRun) -> None:
     run.expect_unchanged("the inputs", inputs.tensors(), before)
 
 
-CHECK = Check("K5", "guards", __doc__, balanced_cases(6, 32, seed=7), _judge, drawn=itself)
+CHECK = Check("K5", __doc__, balanced_cases(6, 32, seed=7), _judge, drawn=itself)

@@ -95,4 +95,4 @@ def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Ten
     run.expect("the workspace of earlier calls", [wrong] if count else [])
 
 
-CHECK = Check("K6", "workspace", __doc__, balanced_cases(6, 24, seed=8), _judge, drawn=itself)
+CHECK = Check("K6", __doc__, balanced_cases(6, 24, seed=8), _judge, drawn=itself)

@@ -81,4 +81,4 @@ def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> At
     return replace(inputs, block_tables=block_tables, histories=tuple(histories))
 
 
-CHECK = Check("K7", "batch", __doc__, balanced_cases(4, 24, seed=9), _judge, drawn=itself)
+CHECK = Check("K7", __doc__, balanced_cases(4, 24, seed=9), _judge, drawn=itself)

@@ -61,4 +61,4 @@ def halves(inputs: CallInputs) -> Iterator[Variant]:
         yield part(inputs, what, range(len(rows)), rows)
 
 
-CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, drawn=several_rows, kinds=WITHOUT_RANKS)
+CHECK = Check("K8", __doc__, _cases, _judge, drawn=several_rows, kinds=WITHOUT_RANKS)

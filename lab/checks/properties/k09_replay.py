@@ -304,7 +304,6 @@ def _overwrite(kept: Tensor, new: Tensor) -> None:
 
 CHECK = Check(
     "K9",
-    "replay",
     __doc__,
     _cases,
     _judge,

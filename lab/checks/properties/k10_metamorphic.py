@@ -181,4 +181,4 @@ def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
         run.vary("sinks of minus infinity for every other head", inputs, inputs.truth(sinks=some), sinks=some)
 
 
-CHECK = Check("K10", "metamorphic", __doc__, _cases, _judge, drawn=itself)
+CHECK = Check("K10", __doc__, _cases, _judge, drawn=itself)

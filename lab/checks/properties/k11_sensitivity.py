@@ -215,4 +215,4 @@ def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 
 
-CHECK = Check("K11", "sensitivity", __doc__, _cases, _judge, kinds=WITHOUT_RANKS)
+CHECK = Check("K11", __doc__, _cases, _judge, kinds=WITHOUT_RANKS)

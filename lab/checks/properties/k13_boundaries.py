@@ -112,4 +112,4 @@ def _judge(run: CaseRun) -> None:
     run.expect_call("the call", inputs, inputs.truth())
 
 
-CHECK = Check("K13", "boundaries", __doc__, _cases, _judge)
+CHECK = Check("K13", __doc__, _cases, _judge)

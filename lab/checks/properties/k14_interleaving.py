@@ -161,4 +161,4 @@ def _next(axis: tuple[int, ...], value: int) -> int:
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 
-CHECK = Check("K14", "interleaving", __doc__, _cases, _judge, interfaces=INTERFACES, drawn=itself)
+CHECK = Check("K14", __doc__, _cases, _judge, interfaces=INTERFACES, drawn=itself)

@@ -38,6 +38,4 @@ def _judge(run: CaseRun) -> None:
 
 
 # NVFP4 cases are made above, because the smaller NVFP4 pages need another first page.
-CHECK = Check(
-    "K15", "large_ids", __doc__, _cases, _judge, kinds=tuple(each for each in KINDS if each is not NVFP4_CACHE)
-)
+CHECK = Check("K15", __doc__, _cases, _judge, kinds=tuple(each for each in KINDS if each is not NVFP4_CACHE))

@@ -79,4 +79,4 @@ def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
     run.expect(what, [f"{what}: {wrong}"] if wrong else [], "metadata", features_of_case(forward.case))
 
 
-CHECK = Check("K16", "metadata", __doc__, _cases, _judge, interfaces=(MetadataFunction.MHA_METADATA,), quick=8)
+CHECK = Check("K16", __doc__, _cases, _judge, interfaces=(MetadataFunction.MHA_METADATA,), quick=8)

@@ -66,4 +66,4 @@ def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
 
 
 INTERFACES = (MetadataFunction.MLA_METADATA, MetadataFunction.DSV4_METADATA)
-CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, INTERFACES, quick=6)
+CHECK = Check("K17", __doc__, _cases, _judge, INTERFACES, quick=6)

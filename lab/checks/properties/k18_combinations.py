@@ -225,7 +225,6 @@ def _judge(run: CaseRun) -> None:
 IN_CIRCUMSTANCES = tuple(partial(_left_in_circumstances, chosen) for chosen in (None, 1))
 CHECK = Check(
     "K18",
-    "combinations",
     __doc__,
     _cases,
     _judge,

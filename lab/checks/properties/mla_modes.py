@@ -144,7 +144,6 @@ def _judge(run: CaseRun) -> None:
 
 CHECK = Check(
     "M2",
-    "mla_modes",
     __doc__,
     _cases,
     _judge,

@@ -221,4 +221,4 @@ def _merged(left: Result | None, right: Result | None) -> Result | None:
     return Result((weights * outs).sum(dim=0), total)
 
 
-CHECK = Check("M3", "mla_prefill", __doc__, _cases, _judge, interfaces=(AttentionCall.RAGGED_CONTEXT,), quick=4)
+CHECK = Check("M3", __doc__, _cases, _judge, interfaces=(AttentionCall.RAGGED_CONTEXT,), quick=4)

@@ -52,4 +52,4 @@ def _of_two_pools(scope: Scope) -> Iterator[MLAGraphCase]:
             yield MLAGraphCase(mode, sequence, place, index_topk=topk, compress_ratio=ratio, **dims)
 
 
-CHECK = Check("S2", "mla_stories", __doc__, _cases, judge_sequence, LATENT_CALLS)
+CHECK = Check("S2", __doc__, _cases, judge_sequence, LATENT_CALLS)

@@ -75,7 +75,7 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
 
 
 # Without cases: `check_of` returns the check with the cases of a recording.
-RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, interfaces=tuple(AttentionCall))
+RECORDED_CALLS = Check("R1", __doc__, lambda _: (), _judge, interfaces=tuple(AttentionCall))
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:

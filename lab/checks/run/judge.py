@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from lab.checks.parameters.covering import Shard
-from lab.checks.parameters.profiles import profile_named
 from lab.checks.properties.check import Check, Level
 from lab.checks.properties.recorded import check_of
 from lab.checks.record import ReportError, read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
-from lab.checks.run.judging import checks_named, device_of, named_implementation, note_current, of_name
+from lab.checks.run.judging import checks_named, device_of, named_implementation, note_current
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.refusals import Refusals
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
@@ -27,10 +26,11 @@ from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
 from lab.loading import is_same_module, load, module_of, place_of
+from lab.names import Interface, functions_named, of_name, profile_name
 from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
-from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
+from lab.workloads.interfaces import interfaces_of
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
 MOST_SECONDS = {Level.QUICK: 17.0}  # the whole run, with the start of workers and the diagnosis, takes 30 s
@@ -104,7 +104,7 @@ def judge(
         lab.loading.LoadError: the implementation cannot be imported.
     """
     start, depth = time.monotonic(), of_name(level, {each: (each.value,) for each in Level}, "level")
-    where, chosen, wanted = device_of(device), checks_named(only), _functions(functions)
+    where, chosen, wanted = device_of(device), checks_named(only), functions_named(functions)
     _check_settings(depth, isolated, implementation, workers, time_limit_s, drawn, profile, shard)
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
@@ -254,11 +254,6 @@ def _check_settings(
     if drawn is not None and not 0 <= drawn <= MOST_DRAWN:
         raise ValueError(f"drawn={drawn} must be from 0 to {MOST_DRAWN} cases, or None for the level's number")
     if profile:
-        profile_named(profile)
+        profile_name(profile)
     if Shard.of(shard) != Shard() and level is Level.QUICK:
         raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
-
-
-def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
-    named = {each: (each.name.lower(), each.value) for each in INTERFACES}
-    return tuple(of_name(name, named, "function") for name in functions) or INTERFACES

@@ -4,8 +4,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +19,9 @@ from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, TooLate, credi
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
 from lab.loading import load
+from lab.names import of_name
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
-
-Named = TypeVar("Named")
 
 # Checks whose cases `lab.checks.run.audit` repeats: the first output that they compare is that of the case itself.
 AUDITED_CHECKS = ("K1", "K3", "K4", "K5", "K6", "K7", "K13", "K18", "M1")
@@ -109,7 +108,7 @@ def judge_task(implementation: Any, task: Task) -> Judged:
 
 @functools.cache
 def _check(key: str) -> Check:
-    of_one_call = Check(DISCOVERY, DISCOVERY, "", lambda *_: (), _call_once)
+    of_one_call = Check(DISCOVERY, "", lambda *_: (), _call_once)
     return of_one_call if key == DISCOVERY else checks_by_key()[key]
 
 
@@ -223,11 +222,3 @@ def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
     named = {check: (check.key, check.name) for check in checks()}
     wanted = [of_name(name, named, "check") for name in names]
     return (*(check for check in named if check in wanted or not (wanted or given)), *given)
-
-
-def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named` (names by key) with this name, else raise ValueError. `kind` is its word for a key."""
-    for each, names in named.items():
-        if name in (each, *names, names[0].lower()):
-            return each
-    raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(map(' or '.join, named.values()))}")

@@ -154,7 +154,7 @@ class Workers:
             raise LoadError(f"{self.implementation} was not imported within {limit_s:g} s") from None
         except ProcessExpired as error:
             raise LoadError(
-                f"{self.implementation} ends its process when it is imported (exit status {_status_of(error.exitcode)})"
+                f"{self.implementation} ends its process when it is imported ({_ending(error.exitcode)})"
             ) from None
         except BrokenProcessPool as error:
             raise RuntimeError(CANNOT_BEGIN) from error
@@ -230,7 +230,7 @@ class Workers:
                     sentences = tuple(words.read(MOST_LAST_WORDS).splitlines())
                 if sentences:
                     return Judged(Outcome.FAILED, sentences)
-            return Judged(Outcome.FAILED, (f"it crashed its process (exit status {_status_of(error.exitcode)})",))
+            return Judged(Outcome.FAILED, (f"it crashed its process ({_ending(error.exitcode)})",))
         except Exception as error:  # a kernel that breaks its worker may make it raise any
             is_late = isinstance(error, TooLate) and time.monotonic() > arguments[1].end
             if is_late or (isinstance(error, LoadError) and not self._has_worked):
@@ -239,8 +239,11 @@ class Workers:
         return result
 
 
-def _status_of(exitcode: int | None) -> int | None:
-    return 0 if exitcode == ENDED_WITH_0 else exitcode
+def _ending(exitcode: int | None) -> str:
+    """Return words for how a kernel ended its worker, from the worker's exit status: `ENDED_WITH_0` stands for 0."""
+    if exitcode is not None and -exitcode in set(signal.Signals):
+        return f"killed by signal {-exitcode}, {signal.Signals(-exitcode).name}"
+    return f"exit status {0 if exitcode == ENDED_WITH_0 else exitcode}"
 
 
 def _context() -> multiprocessing.context.BaseContext:

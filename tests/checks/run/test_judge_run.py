@@ -26,9 +26,7 @@ RANGES = Ranges(longest=100)
 
 def a_check(**changes: Any) -> Check:
     """A check whose cases are the numbers below a tenth of `longest`."""
-    return replace(
-        Check("K99", "numbers", "", lambda scope: range(scope.ranges.longest // 10), lambda run: None), **changes
-    )
+    return replace(Check("K99", "", lambda scope: range(scope.ranges.longest // 10), lambda run: None), **changes)
 
 
 def drawing(check: Check, monkeypatch: pytest.MonkeyPatch, *cases: int) -> Check:

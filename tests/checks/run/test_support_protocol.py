@@ -334,7 +334,7 @@ def test_a_function_without_a_signature_is_called() -> None:
 
 
 def judged_by(judge: Callable[[CaseRun], None], function: Callable[..., Any] = right) -> Judged:
-    return run_case(decoding(function), Check("K0", "none", "", lambda *_: (), judge), CASE, CPU, Ranges())
+    return run_case(decoding(function), Check("K0", "", lambda *_: (), judge), CASE, CPU, Ranges())
 
 
 def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:

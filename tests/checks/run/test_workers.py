@@ -70,7 +70,7 @@ def verdict_of(report: Report, group: int) -> CaseVerdict:
     [
         (hostile.hang, f"it did not return within 5 s; it was in hang (hostile.py:{LINE_OF_HANG}), called by "),
         (hostile.leave, "it crashed its process (exit status 7)"),
-        (hostile.segfault, "it crashed its process (exit status -11)"),
+        (hostile.segfault, "it crashed its process (killed by signal 11, SIGSEGV)"),
         (hostile.raise_runtime_error, "the call: it raised RuntimeError: an unspecified launch failure"),
         (hostile.raise_type_error, "the call: it raised TypeError: object of type 'int' has no len()"),
         (hostile.raise_odd, "the call: it raised Odd: out of cheese"),
