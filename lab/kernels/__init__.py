@@ -9,19 +9,13 @@ import importlib
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
 from lab.gpus import capability_of, family_of
-
-if TYPE_CHECKING:
-    from lab.kernels.serving.draft_decode_kv_indices import (
-        generate_draft_decode_kv_indices as generate_draft_decode_kv_indices,
-    )
-    from lab.kernels.serving.forward_metadata import write_forward_metadata as write_forward_metadata
 
 _METADATA_KERNELS = {
     "generate_draft_decode_kv_indices": "lab.kernels.serving.draft_decode_kv_indices",

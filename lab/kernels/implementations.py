@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from lab.calls.problem import AttentionCall
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability
-from lab.kernels.support import Kernel, packages, peers, portable, trtllm
+from lab.kernels.support import packages, peers, portable, trtllm
 from lab.kernels.support.kernel import Implementation, wrong_device, wrong_gpu
 
 IMPLEMENTATIONS = (
@@ -49,26 +49,16 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
             continue
         for call in AttentionCall:
             serving = [kernel for kernel in each.kernels if call in kernel.calls]
+            here = tuple(kernel.name for kernel in serving if wrong_device(kernel, capability) is None)
+            why_not = missing
+            if not here and not missing:
+                families = tuple(family for family in FAMILIES if any(family in kernel.gpus for kernel in serving))
+                on_triton = [wrong_device(kernel, capability) for kernel in serving if kernel.uses_triton]
+                why_not = on_triton[0] if on_triton else wrong_gpu("it", families, capability)
             if serving:
-                yield _availability(each, call, serving, capability, missing)
+                yield Availability(each, call, here, why_not)
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
     found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
     return {each.implementation.module: each.why_not for each in found}
-
-
-def _availability(
-    implementation: Implementation,
-    call: AttentionCall,
-    serving: list[Kernel],
-    capability: Capability | None,
-    missing: str | None,
-) -> Availability:
-    here = [kernel for kernel in serving if wrong_device(kernel, capability) is None]
-    families = tuple(family for family in FAMILIES if any(family in kernel.gpus for kernel in serving))
-    why_not = missing
-    if not here and not missing:
-        on_triton = [wrong_device(kernel, capability) for kernel in serving if kernel.uses_triton]
-        why_not = on_triton[0] if on_triton else wrong_gpu("it", families, capability)
-    return Availability(implementation, call, tuple(each.name for each in here), why_not)

@@ -7,8 +7,8 @@ Glossary:
 * ring: a circular buffer of K or V tiles in shared memory. A slot of the ring holds one tile.
 * full, empty: the two barriers of a slot. They complete when a tile has arrived in the slot and when it has been read.
 
-A program computes one piece after another. Its warps form three partitions. All of them go through the same pieces and tiles in
-the same order (`piece_at`, `nth_tile`), and only wait for each other's barriers:
+A program computes one piece after another. Its partitions go through the same pieces and tiles in the same order (`piece_at`,
+`nth_tile`), and only wait for each other's barriers:
 
     producer (1 warp)              consumer 0 (4 warps, rows 0 to 63)        consumer 1 (rows 64 to 127)
 
@@ -19,8 +19,8 @@ the same order (`piece_at`, `nth_tile`), and only wait for each other's barriers
     V tile by TMA
     ... bytes ----> v_full[slot] > wait, before P.V ------------------------> wait
 
-A consumer launches Q.K^T of tile n, then P.V of tile n - 1, and waits only for Q.K^T. It computes the softmax of tile n while
-P.V runs, and while the products of the other consumer run. The two consumers do not wait for each other:
+A consumer computes the softmax of a tile while its product P.V of the tile before runs, and while the products of the other
+consumer run. The two consumers do not wait for each other:
 
     consumer     QK n, PV n-1 | softmax n | QK n+1, PV n | softmax n+1
     its products QK n           PV n-1      QK n+1         PV n
@@ -38,8 +38,8 @@ more partitions convert them to float16: one converts K, the other V.
                                    wait empty[slot] before <---------------- arrive, after the product of the slot
                                    arrive full[slot] ----------------------> wait
 
-Barrier k_full[slot] completes once for each tile in the slot, so the wait for a partition's n-th tile uses the parity of n //
-stages. A wait for an empty slot uses the opposite parity, so that the first one does not wait.
+The wait for a partition's n-th tile uses the parity of n // stages, the wait for an empty slot the opposite parity, so that the
+first one does not wait.
 """
 
 from typing import Any, NamedTuple

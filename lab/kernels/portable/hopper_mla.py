@@ -1,10 +1,9 @@
 """The Gluon kernel of latent attention (MLA decode) for SM90, for calls with many rows, which are bound by matrix products.
 
-A program has 64 packed rows. Their float32 sums of 512 elements need the registers of two warp groups, the consumers. Each
-consumer computes half of the output columns. A tile of entries is loaded once for both products: K is the whole tile, V its
-latent columns, which are divided into a left and a right half. Consumer 0 computes the softmax weights, and sends them to
-consumer 1 through shared memory (`message`). `left`, `right` and `message` each have a barrier `full`, which completes when the
-data have arrived, and a barrier `empty`, which completes when they have been read:
+A program has 64 packed rows. Their float32 sums of 512 elements need the registers of two warp groups, the consumers, each of
+which computes half of the output columns. A tile of entries is loaded once for both products: K is the whole tile, V its latent
+columns, a left and a right half. Consumer 0 computes the softmax weights, and sends them to consumer 1 through shared memory
+(`message`). Barriers, pieces and parities are as in `lab.kernels.portable.hopper_attention`:
 
     producer (1 warp)              consumer 0 (4 warps, left columns)         consumer 1 (right columns)
 
@@ -18,16 +17,15 @@ data have arrived, and a barrier `empty`, which completes when they have been re
                                    weights, factors to shared memory
                                    arrive message.full ---------------------> wait message.full
 
-A message has the weights of a tile and the factors by which earlier sums are multiplied. The last message of a piece (some key
-tiles of one request) has the softmax's state instead. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile n, so that the
-slot of tile n is empty early, and two slots hide the time of a load:
+A message has the weights of a tile and the factors of earlier sums; the last message of a piece has the softmax's state
+instead. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile n, so that the slot of tile n is empty early, and two slots
+hide the time of a load:
 
     consumer 0   PV left n, QK n+1  | softmax n+1, message | PV left n+1, QK n+2
     consumer 1   PV right n         | wait                 | PV right n+1
 
 Consumer 0 sends a tile's weights after it has read all columns of the tile for Q.K^T. So the arrival of consumer 1 means that
-both have read the right columns. All warps go through the same pieces and tiles in the same order (`piece_at`, `nth_tile`).
-Parities are as in `lab.kernels.portable.hopper_attention`; the barriers of `message` complete once for each message.
+both have read the right columns.
 """
 
 from typing import Any, NamedTuple

@@ -6,7 +6,7 @@ Glossary:
 * tile: BLOCK_KEYS keys of a request, which begin at a multiple of BLOCK_KEYS.
 * kind: the requests that a launch serves, chosen by their numbers of query rows (`lab.kernels.portable.rows`). Requests of
   another kind have no places.
-* reach: number of a request's last keys that its rows may see. No row sees an earlier key.
+* reach: number of a request's last keys that its rows may see.
 * place: a position in the sequence of the batch's work. Each unit has one place for each tile within the reach. Before them it
   has START_PLACES empty places, which represent the time to begin and end the unit.
 * share: the consecutive places of one program. All shares have the same number of places. If query rows fill several blocks,
@@ -21,13 +21,10 @@ share 1 fills two slots, one for the unit in which it begins and one for the uni
     place  .  .  T  T  T  T  T  .  .  T  T  T  T  T  .  .  T  T
     share  0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2  2  2
 
-Lengths are known only on the device, so each program finds its share there. A long request is cut where a share ends, a short
-request is usually not cut, and no program waits for another.
-
-A small batch, of at most BLOCK_REQUESTS requests, takes about as long as a program needs to find its share in this way. If its
-units are about equally long, and there is at least one program per unit, a faster method is used: each unit is cut into the
-same number of equal parts, as if it had the places of the longest unit. The unit of a share then follows from the program's
-number.
+Lengths are known only on the device, so each program finds its share there, which takes about as long as a small batch (of at
+most BLOCK_REQUESTS requests). If the units of such a batch are about equally long, and there is at least one program per unit,
+each unit is cut into the same number of equal parts, as if it had the places of the longest unit: the unit of a share then
+follows from the program's number.
 """
 
 from dataclasses import dataclass

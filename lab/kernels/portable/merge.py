@@ -1,10 +1,7 @@
 """Merge the partial results of attention for each unit (one request and one K/V head) into the output.
 
-A piece is one partial result: the attention of a unit over the keys that one program has read (`partial_results`). A share is
-the consecutive key tiles of one program; its number is also the number of a piece.
-
-A second launch merges the pieces. If units have few rows, the program that stores the last piece of a unit merges them instead
-(`paged.merges_at_once`):
+A piece is one partial result: the attention of a unit over the keys of one share. A second launch merges the pieces. If units
+have few rows, the program that stores the last piece of a unit merges them instead (`paged.merges_at_once`):
 
     pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
                          |___|_______|     |________|     |__|
@@ -12,10 +9,8 @@ A second launch merges the pieces. If units have few rows, the program that stor
                               |________________|____________|
     counter                                unit                          the last of these merges the groups into the output
 
-Pieces are merged in the order of their numbers, whichever program merges, so that every call gives the same bits.
-
-The code is short, because a merge runs once and its time grows with its number of instructions (results/nvidia-h200/kernels.md,
-"A merge is as long as its code").
+Pieces are merged in the order of their shares, whichever program merges, so that every call gives the same bits. A merge runs
+once, so its time grows with its number of instructions (results/nvidia-h200/kernels.md, "A merge is as long as its code").
 """
 
 import triton

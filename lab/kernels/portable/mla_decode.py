@@ -1,14 +1,14 @@
 """FlashInfer's MLA decode call in Triton, for any GPU that Triton compiles for and its CPU interpreter.
 
-After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of a
-request and all heads are packed into one tile. Each tile of entries is loaded once and used for both products. The keys of the
-batch are divided equally among programs (`lab.kernels.portable.key_shares`), and a second launch merges their partial results.
-On SM90, calls with many rows run a Gluon kernel (`lab.kernels.portable.hopper_mla`).
+After absorption all query heads read the same cache entries, whose latent part is key and value at once: each tile of entries
+is loaded once, for the packed rows of a request and all heads. The keys of the batch are divided equally among programs
+(`lab.kernels.portable.key_shares`), and a second launch merges their partial results. On SM90, calls with many rows run a Gluon
+kernel (`lab.kernels.portable.hopper_mla`).
 
-If a call selects entries for each row, every row is treated as a request of its own. Its keys are its columns of
-``block_tables``, each of which has the index of an entry in the pool or -1. A first small launch writes how many columns each
-row uses, so that the host reads no length. Columns of -1 are masked and read no memory, but take the time of a key. In DSV4's
-call the first columns are indices into a second pool, and a row uses at most as many of them as it has keys.
+If a call selects entries for each row, every row is treated as a request, whose keys are its columns of ``block_tables``:
+indices of entries in the pool, or -1. A first small launch writes how many columns each row uses, so that the host reads no
+length. Columns of -1 read no memory, but take the time of a key. In DSV4's call the first columns are indices into a second
+pool, and a row uses at most as many of them as it has keys.
 """
 
 import math

@@ -1,29 +1,18 @@
 """FlashInfer's TRT-LLM attention functions over a paged cache in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in
 its interpreter.
 
-Glossary:
-
-* packed rows: the query rows of a request and the query heads that use one K/V head, packed into one matrix.
-* block: the packed rows that one program computes together.
-* unit: one request and one K/V head.
-* share: the consecutive key tiles of the batch that one program reads (`lab.kernels.portable.key_shares`). A share may begin or
-  end inside a unit.
-* partial result: the attention of a unit over only some of its keys, with its LSE. A merge combines the partial results of a
-  unit.
-* kind: requests with few query tokens are the first kind, requests with more the second kind. Without this split all requests
-  are of one kind.
+The query rows of a request and the query heads that use one K/V head are *packed* into one matrix, and a *block* is the packed
+rows that one program computes together. `lab.kernels.portable.key_shares` explains unit, share, partial result and kind.
 
 One kernel serves decode, verify, draft extend and extend. A program reads K/V once for all packed rows of a block. The keys of
 the batch are divided into equal shares, one for each program. A second launch merges the partial results; if there are few
 rows, the last program merges them. One program reads all keys of a block only in a prefill, whose query rows fill the GPU, and
 in a short window. The host reads no length, and no length is compiled in. On SM90, a Gluon kernel serves the calls that are
-bound by matrix products (`lab.kernels.portable.hopper_attention`).
+bound by matrix products (`lab.kernels.portable.hopper_attention`). If each K/V head has its own page table and lengths, each is
+treated as a request of its own.
 
-If each K/V head has its own page table and lengths, the work is divided as if each K/V head of a request were a request of its
-own.
-
-In a batch of prompts and decodes, each kind has a launch with its own tile and division of the work. Programs of both launches
-run at the same time:
+In a batch of prompts and decodes, requests with few query tokens are of one kind and those with more of another. Each kind has
+a launch with its own tile and division of the work, and programs of both launches run at the same time:
 
     first launch, then its merge    requests with few tokens: shares of their keys, on half of the multiprocessors' capacity
     second launch                   other requests: blocks of rows or shares of keys, on the remaining capacity, later on all

@@ -1,12 +1,10 @@
 """The query rows of a block, and the keys that they see.
 
 A block has packed rows of one request: row r is query token r // GROUP, and head r % GROUP of the heads that use the same K/V
-head. Rows are causal: token i of a request with q tokens and L keys has position L - q + i, and sees the keys up to that
-position.
+head. Token i of a request with q tokens and L keys has position L - q + i, and sees the keys up to that position.
 
-A launch may serve only one *kind* of requests, with `least_q_len` to `max_q_len` query tokens. It skips all other requests,
-which another launch serves. In the code `kind` is (cu_seqlens_q, least_q_len, max_q_len); `least_q_len` is None if the launch
-serves all requests.
+A launch may serve only requests of one *kind*, (cu_seqlens_q, least_q_len, max_q_len): those with `least_q_len` to `max_q_len`
+query tokens; all if `least_q_len` is None.
 """
 
 from typing import Any, NamedTuple

@@ -4,15 +4,10 @@ Glossary:
 
 * step: one decode pass of the draft model. It has a row of `kv_indices` and a row of `kv_indptr`.
 * branch: one of the `topk` continuations that each request drafts. A branch drafts one token per step.
-* prefix: the tokens that a request has before the draft.
-* window, sink: the last and the first tokens of a prefix. If a window is given, a list has only these tokens of the prefix.
-* slot: the index of a token in the K/V pool. `req_to_token` maps a position of a request to a slot, or several positions to
-  their page.
-* virtual slot or page: a number that `v2p` maps to a page of the pool.
-* list: the slots that one branch reads in one step: the slots of its prefix and of the tokens that it has drafted, including
-  the step's own token.
-* boundary: an entry of `kv_indptr`. The lists of a step lie end to end: list i begins at boundary i and ends before boundary i
-  + 1.
+* prefix: the tokens that a request has before the draft. With a window, a list has only its last tokens and its first (sink).
+* slot: the index of a token in the K/V pool. `v2p` maps virtual slots and pages to those of the pool.
+* list: the slots that one branch reads in one step: those of its prefix and of the tokens that it has drafted, including the
+  step's own. The lists of a step lie end to end, and list i ends before boundary i + 1 of `kv_indptr`.
 * block: the tokens that a program copies at a time.
 * share: the blocks of a prefix that one of n programs copies: every n-th block.
 
@@ -86,27 +81,27 @@ def generate_draft_decode_kv_indices(
     address of ``kv_indices`` is not a multiple of 16 bytes, but not per batch size, length or row width.
 
     Args:
-        req_pool_indices: ``[num_requests]`` int32 or int64, each request's row of ``req_to_token``.
-        req_to_token: ``[num_rows, row_width]`` int32 or int64, the slot at each position of a request, or its page. Each row is
-            contiguous; the rows may have gaps between them, here and in the two outputs. All vectors are contiguous.
-        paged_kernel_lens: ``[num_requests]`` int32 or int64, tokens of each prefix.
-        kv_indices: ``[num_steps, capacity]`` int32 or int64, written in place: a row of lists for each step.
-        kv_indptr: int32 or int64, at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
-        positions: ``[num_requests * topk]`` int32 or int64, each prefix length ``topk`` times. ``kv_indptr[step]`` is the
-            running sum of ``positions + step + 1``; a window limits ``positions`` to ``window_size + sink_size``.
+        req_pool_indices: ``[num_requests]`` int32 or int64, as all tensors: each request's row of ``req_to_token``. Vectors are
+            contiguous, and matrices have contiguous rows.
+        req_to_token: ``[num_rows, row_width]``, the slot at each position of a request, or its page.
+        paged_kernel_lens: ``[num_requests]``, tokens of each prefix.
+        kv_indices: ``[num_steps, capacity]``, written in place: a row of lists for each step.
+        kv_indptr: at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
+        positions: ``[num_requests * topk]``, each prefix length ``topk`` times. ``kv_indptr[step]`` is the running sum of
+            ``positions + step + 1``; a window limits ``positions`` to ``window_size + sink_size``.
         topk: branches per request.
         page_size: tokens per page.
         window_size: number of tokens at a prefix's end that a list has; 0: the whole prefix.
         sink_size: number of tokens at a prefix's start that a list has in addition to a window.
         entry_page_size: tokens per entry of ``req_to_token``: 1, or ``page_size`` if entries are pages.
-        v2p: ``[num_virtual_pages]`` int32 or int64, the page of each virtual one: ``req_to_token`` then has virtual slots or
-            pages, each of which must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.
+        v2p: ``[num_virtual_pages]``, the page of each virtual one: ``req_to_token`` then has virtual slots or pages, each of
+            which must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.
         schedule: SPREAD, the lab's own, or one of SGLang's two schedules for comparison.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape, stride or device, ``topk`` or ``page_size`` is below 1, the window or the
-            sink below 0, a sink has no window, or ``entry_page_size`` is neither 1 nor ``page_size``.
+        ValueError: an argument has the wrong shape, stride or device, a number is too small, a sink has no window, or
+            ``entry_page_size`` is neither 1 nor ``page_size``.
         NotImplementedError: Triton does not run on the device of ``kv_indices``.
     """
     vectors = {"req_pool_indices": req_pool_indices, "paged_kernel_lens": paged_kernel_lens, "positions": positions}
