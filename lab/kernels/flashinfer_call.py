@@ -85,9 +85,7 @@ def entries(
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call on its query's device. Raise NotImplementedError if there is
-    none, or if it does not support the call.
-    """
+    """Return the TRT-LLM kernel that FlashInfer runs for a call. Raise NotImplementedError unless it supports the call."""
     of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
     refuse_unsupported(kernel, problem)
@@ -101,9 +99,7 @@ def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple
 
 @functools.cache
 def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callable[..., Any]:
-    """Return the installed FlashInfer's function `module.name`. Raise NotImplementedError unless it takes exactly these
-    keywords.
-    """
+    """Return the installed FlashInfer's function. Raise NotImplementedError unless it takes exactly these keywords."""
     function, signature = installed(module, name)
     try:
         signature.bind(**dict.fromkeys(keywords))
@@ -117,9 +113,7 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """Return the installed FlashInfer's function or class `module.name`, and its signature. Raise NotImplementedError if there
-    is none.
-    """
+    """Return the installed FlashInfer's function or class and its signature. Raise NotImplementedError if there is none."""
     require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
@@ -134,9 +128,7 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, updated by `changes`, that differ from their default: an older FlashInfer may not have
-    all.
-    """
+    """Return the changed arguments of a call that differ from their default: an older FlashInfer may not have all."""
     defaults = _defaults(call.__class__)
 
     def is_default(name: str, value: Any) -> bool:
@@ -162,9 +154,7 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a page table whose rows are contiguous, because FlashInfer's kernels ignore a table's strides, and what refreshes
-    it.
-    """
+    """Return a contiguous page table, because FlashInfer's kernels ignore a table's strides, and what refreshes it."""
     if table.is_contiguous():
         return table, ()
     rows = torch.empty(table.shape, dtype=table.dtype, device=table.device)
@@ -201,17 +191,13 @@ def workspace_for(workspace: object, device: torch.device, statistics_bytes: int
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the lab's workspace of a device and a stream's handle (0: the default stream), uint8: semaphores, which are 0, and
-    scratch.
-    """
+    """Return the lab's workspace of a device and stream handle, uint8: semaphores, which are 0, and scratch."""
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return two arguments of a call that XQA runs: the checked workspace, and None for the counters, which only trtllm-gen
-    uses.
-    """
+    """Return a call's arguments for XQA: the checked workspace, and None for the counters, which only trtllm-gen uses."""
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
@@ -232,9 +218,8 @@ def trtllm_gen_memory(call: Any, problem: PagedAttention) -> dict[str, Any]:
 
 
 def takes_counters() -> bool:
-    """Return True if the installed FlashInfer takes trtllm-gen's counters in a separate buffer.
-
-    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), use the first 8 MiB of the workspace, which must be zero.
+    """Return True if trtllm-gen's counters have a buffer of their own. Releases such as 0.6.13
+    (`trtllm_fmha_kernel_launcher.cu`) use the first 8 MiB of the workspace, which must be zero.
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
     return "multi_ctas_kv_counter_buffer" in signature.parameters
@@ -249,11 +234,9 @@ def takes_kv_pairs() -> bool:
 
 
 def _statistics_bytes(problem: PagedAttention) -> int:
-    """Return the bytes of trtllm-gen's softmax statistics: two float32 per request, head and row (rounded up to a multiple of
-    256), and 1 MiB (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
-    """
     if problem.lse is None and not problem.return_lse:
         return 0
+    # Two float32 per request, head and row, and 1 MiB (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
     return problem.batch_size * problem.num_qo_heads * -(-problem.max_q_len // 256) * 256 * 8 + 2**20
 
 
@@ -263,9 +246,7 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: the memory `what` must not be allocated in the graph, as later calls
-    use it.
-    """
+    """Raise RuntimeError while a CUDA graph is captured, in which memory that later calls use must not be allocated."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"

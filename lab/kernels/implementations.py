@@ -39,9 +39,7 @@ class Availability:
 
 
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
-    """Yield an `Availability` for each function of each implementation, on a machine with a GPU of this compute capability,
-    None for a machine without one. No package is imported.
-    """
+    """Yield an `Availability` for each function of each implementation, without importing a package. None: no GPU."""
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])
         if not each.kernels:

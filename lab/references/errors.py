@@ -74,8 +74,8 @@ def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of vectors in one output. The groups are all vectors; the vectors of one head; of one
-    request; of the i-th row of every request; and of the i-th row from the end of every request.
+    """The mean slope of each group of vectors: all; of a head; of a request; of the i-th row of every request, and from its
+    end.
     """
 
     #: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name
@@ -257,9 +257,7 @@ def regress(
 
 
 def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield five groupings of the vectors: (names of the groups, index of each vector's group, which broadcasts to [num_rows,
-    num_heads]).
-    """
+    """Yield five groupings: (names of the groups, each vector's group, which broadcasts to [num_rows, num_heads])."""
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)
@@ -274,9 +272,7 @@ def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[st
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or of a forward pass, and the control: the same results in low precision, whose error sets
-    the bound of the kernel's error.
-    """
+    """The expected results of a call or of a forward pass, and the control, whose error sets the bound of the kernel's."""
 
     expected: Tensor  #: float64 [num_rows, num_qo_heads, head_dim]
     control: Tensor  #: the same output computed in low precision, in the output's dtype

@@ -233,9 +233,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return the keys of a tile that no row of their block sees, as (index of the block, index of the key), int64 each; or
-        ().
-        """
+        """Return the keys of a tile that no row of their block sees, (index of the block, index of the key), int64; or ()."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()

@@ -48,9 +48,7 @@ def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to `dtype`, float32 or float64, contiguous. On a CPU e4m3 is looked up in a table, because
-    torch converts it one element at a time.
-    """
+    """Return contiguous `values` in float32 or float64. On a CPU e4m3 is looked up: torch converts it one element at a time."""
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
@@ -165,9 +163,7 @@ def attention_by_tiles(
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write `left @ right` to the view `out`. On a CPU a strided view gets a copy, because torch would write one matrix at a
-    time.
-    """
+    """Write `left @ right` to `out`. On a CPU a strided view gets a copy, because torch would write one matrix at a time."""
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
     else:
@@ -232,9 +228,7 @@ def visible_to(
 
 
 def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Stack (K, V) of requests that have equally many keys: [num_requests, kv_len, num_kv_heads, head_dim] each. K and V of a
-    single request are not copied. e4m3 becomes float32.
-    """
+    """Stack (K, V) of requests with equally many keys, a single request's without a copy. e4m3 becomes float32."""
     of_batch = [torch.stack(sides) if len(sides) > 1 else sides[0][None] for sides in zip(*histories, strict=True)]
     return [widened(side, torch.float32) if side.dtype == E4M3 else side for side in of_batch]
 
@@ -284,9 +278,7 @@ def skippable(
 def _weights(
     query: Tensor, keys: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the softmax's weights before the division, float32 [batch, num_qo_heads, q_len, kv_len], and its denominators with
-    the sinks, [batch, num_qo_heads, q_len, 1]; 1 for a row that sees no key.
-    """
+    """Return the weights, float32 [batch, num_qo_heads, q_len, kv_len], and their denominators; 1 for a row without keys."""
     keys = keys.to(torch.float32).transpose(1, 2)
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
     scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(float(softmax.bmm1_scale))

@@ -41,9 +41,7 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem with draft mask `shown`. `arithmetic` None is the query's dtype, or float32 for
-        float64.
-        """
+        """Return the rules of a problem. `arithmetic` None is the query's dtype, or float32 for float64."""
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),
@@ -80,8 +78,8 @@ def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
 def truth_of_selected(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], selected: Sequence[Tensor], rules: Rules
 ) -> Truth:
-    """Return the expected results of rows that each attend only to selected keys: int64 [q_len, num_columns] positions per
-    request, negative for none. A key that is selected twice counts twice.
+    """Return the expected results of rows that attend only to `selected` positions, int64 [q_len, num_columns] per request,
+    negative for none. A key that is selected twice counts twice.
     """
     of_rows = [
         (keys[row[row >= 0]], values[row[row >= 0]])
@@ -170,9 +168,7 @@ def solved_requests(
 def _together(
     query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield lists of requests that are computed together: with the same number of keys and of rows, and together at most `most`
-    elements of K and V or of scores. Requests without rows are in no list.
-    """
+    """Yield requests of the same numbers of keys and rows, together at most `most` elements of K and V or of scores."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:

@@ -89,9 +89,6 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Run `flex_attention`, and copy its output and LSE. `query`, `key` and `value` are [batch entries, heads, tokens,
-    head_dim]; `out` and `lse` have tokens before heads.
-    """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     found, aux = flex_attention(
@@ -150,9 +147,7 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask` of a call. Pages that every row of a block of rows sees are full blocks, for which the mask
-    function is not called.
-    """
+    """Return torch's `BlockMask` of a call. The mask function is not called for full blocks, which every row sees."""
     from torch.nn.attention.flex_attention import BlockMask
 
     num_entries, num_rows = rows.request.shape
@@ -184,9 +179,7 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return the index of each of the pool's pages in each request's page table, int32 [batch_size, num_pages]; -1 for other
-    pages.
-    """
+    """Return the index of each page of the pool in each request's page table, int32 [batch_size, num_pages]; else -1."""
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         live = problem.k_block_tables[request, : -(-kv_len // problem.page_size)].to(torch.int64)
@@ -201,9 +194,7 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert `seen`, bool [entries, 1, blocks, pages], to the lists of `BlockMask`: the number of True pages, and all page ids
-    with the True ones first.
-    """
+    """Return the lists of `BlockMask` for bool [entries, 1, blocks, pages]: numbers, and page ids with the True ones first."""
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 

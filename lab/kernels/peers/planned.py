@@ -73,9 +73,7 @@ def live_pages(problem: PagedAttention) -> LivePages:
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return `backend`, for "" the GPU's default. Raise NotImplementedError if the device is no GPU, a CUDA graph is being
-    captured, or the backend does not support the call. Errors name `wrapper`.
-    """
+    """Return `backend`, for "" the GPU's default. Raise NotImplementedError unless it supports the call and may plan it."""
     device = problem.query.device
     backend = backend or fa_backend(capability_for(device))
     refuse_unsupported(BY_BACKEND[problem.call][backend], problem)

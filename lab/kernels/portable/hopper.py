@@ -117,9 +117,7 @@ def hopper_launches(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches that compute a call by the paged Gluon kernel: attention, and a merge if programs divide a request's
-    keys. They serve only requests of at least `least_q_len` query tokens, or all requests if it is None.
-    """
+    """Return the launches of a call by the paged Gluon kernel, for requests of at least `least_q_len` query tokens."""
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.group, tile.rows)

@@ -78,9 +78,7 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Circular buffers for K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots, [stages,
-    1].
-    """
+    """Buffers for K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots, [stages, 1]."""
 
     k: Any
     v: Any
@@ -145,9 +143,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Load the tile that begins at key `begin` into `slot` when it is empty. `barriers` is (full, empty), and `parity` counts
-    the uses of the slot.
-    """
+    """Load a tile into `slot` when it is empty. `barriers` is (full, empty), and `parity` counts the uses of the slot."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(

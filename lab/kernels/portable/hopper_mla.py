@@ -71,9 +71,7 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots for K/V tiles in shared memory (`Columns`, [stages, keys, elements]), and their barriers, [stages, 1] each. The
-    rope and left columns of a slot have the same barriers.
-    """
+    """Slots for K/V tiles (`Columns`, [stages, keys, elements]), and their barriers, [stages, 1]. Rope has those of the left."""
 
     tiles: Any
     left_full: Any
@@ -83,9 +81,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory by which consumer 0 sends the weights of a tile, [rows, keys], and the factors of earlier sums, float32 [2,
-    rows].
-    """
+    """Shared memory by which consumer 0 sends weights, [rows, keys], and factors of earlier sums, [2, rows]."""
 
     weights: Any
     factors: Any
@@ -298,9 +294,7 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,  # `HopperTile`
     OVERLAPS: gl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles. The
-    grid is (q_blocks, num_shares).
-    """
+    """Compute latent attention of one block of query rows over one share of the keys. The grid is (q_blocks, num_shares)."""
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype

@@ -28,9 +28,7 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """One step of a program's work: tiles `first_tile` to `end_tile` - 1 of the `num_tiles` that some row of the request may
-    see, and block number `q_block` of its rows, whose first is `q_start`. `keys` is the `KeyRange` of the block.
-    """
+    """Tiles `first_tile` to `end_tile` - 1 of the `num_tiles` of a request and K/V head, and block `q_block` of its rows."""
 
     request: Any
     kv_head: Any
@@ -121,9 +119,7 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (request of block number `block`, its first block, number of requests with blocks from this one on); the arguments
-    `request`, `begin` and `left` are such a result for an earlier block.
-    """
+    """Return (request of block number `block`, its first block, number of requests left), from such a result before it."""
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
     while begin + blocks <= block:
@@ -242,9 +238,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (the absolute value of the logits' scale, at least LEAST_SCALE; True if the scale is negative). `softmax_step`
-    requires a positive scale, and `load_query` negates the query instead.
-    """
+    """Return (the absolute logit scale, at least LEAST_SCALE, because `softmax_step` needs a positive one; is it negative)."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
@@ -259,9 +253,7 @@ def wait_for(full, number, TILE: gl.constexpr, pred=True):
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Set the scores of the tile that begins at key `begin` to -inf where a row does not see a key (`row_bounds`), and return
-    them.
-    """
+    """Return the scores of the tile that begins at key `begin`, -inf where a row does not see a key (`row_bounds`)."""
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])

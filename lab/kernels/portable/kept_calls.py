@@ -74,9 +74,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
-    """Raise NotKeptError if `out` or `lse` has the storage of another tensor: whether they overlap depends on their addresses,
-    which the key does not have.
-    """
+    """Raise NotKeptError if `out` or `lse` has another tensor's storage: they may overlap, which the key does not say."""
     if len(args) > MOST_POSITIONAL:
         raise NotKeptError
     if results := [kwargs[name] for name in RESULTS if isinstance(kwargs.get(name), torch.Tensor)]:
@@ -86,9 +84,7 @@ def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequen
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return the part of a call's cache key for one argument, and append the argument's tensors to `given`. Raise NotKeptError
-    if there is none.
-    """
+    """Return one argument's part of the key, and append its tensors to `given`. Raise NotKeptError if there is none."""
     kind = type(value)
     if kind in TENSORS and value.is_cuda and value.layout is torch.strided:
         given.append(value)

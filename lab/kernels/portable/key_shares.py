@@ -71,9 +71,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return `Shares` for a launch with as many programs as the GPU runs at the same time; one program on a CPU. `q_blocks` is
-    the number of blocks of query rows per request, and `least_keys` the smallest share in keys.
-    """
+    """Return `Shares` for as many programs as the GPU runs at a time; one on a CPU. `least_keys` is the smallest share."""
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
@@ -93,9 +91,7 @@ def reach_of(window_left, max_q_len):
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return the first key tile that some row of a request may see, and the number of tiles from it to the last key, int32; at
-    least 1, because rows without keys must be written too.
-    """
+    """Return the first key tile that some row may see, and the number of tiles from it on, at least 1: all rows are written."""
     kv_len = kv_len.to(tl.int32)
     first = tl.maximum(kv_len - reach, 0) // BLOCK_KEYS
     return first, tl.maximum(kv_len - 1, 0) // BLOCK_KEYS + 1 - first
@@ -161,9 +157,7 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return (first place, end, number of places in a share, request of the first place, first place of this request) of a
-    share.
-    """
+    """Return (first place, end, places of a share, request of the first place, first place of this request) of a share."""
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
     end = tl.minimum(place + share_places, total)
@@ -253,9 +247,7 @@ def place_in_unit(place, request_begin, unit_places):
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return (place of its first key tile, request, first place of the request) of the next unit, which another program
-    computes if it lies after the end of the share. The current unit ends at `place`.
-    """
+    """Return (place of its first key tile, request, first place of the request) of the next unit; this one ends at `place`."""
     if place == request_end:
         request_begin = place
         request += 1

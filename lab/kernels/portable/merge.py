@@ -52,9 +52,7 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call: [attention], followed by one that merges its partial results if there are any. They serve
-    only requests of `least_q_len` to `problem.max_q_len` query tokens, or all requests if `least_q_len` is None.
-    """
+    """Return [attention], followed by a launch that merges its partial results if there are any."""
     if partials is None:
         return [attention]
     units, packed_rows = problem.batch_size * problem.num_kv_heads, problem.max_q_len * problem.group
@@ -128,9 +126,7 @@ def merge_if_last(
     BLOCK_ROWS: tl.constexpr,  # rows of a partial result in `partials`
     AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
-    """Merge the partial results of a unit into the output, if this program has stored the last one. The unit has one block of
-    rows.
-    """
+    """Merge the partial results of a unit of one block into the output, if this program has stored the last one."""
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
     to_share = (share * share_places - first_place).to(tl.int32)  # so that the divisions are of 32 bits
@@ -180,9 +176,7 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return the softmax state after one more partial result of each row, of which `lse` is the LSE in base 2 and `part` the
-    output.
-    """
+    """Return the softmax state after one more partial result of each row, with LSE `lse` in base 2 and output `part`."""
     new_largest = tl.maximum(largest, lse)
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weight = tl.exp2(lse - origin)

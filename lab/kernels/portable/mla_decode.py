@@ -85,9 +85,7 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
-    """Return a prepared MLA or DeepSeek-V4 call. `reads_rows` is True if the preparation has read `cum_seq_lens_q` on the host;
-    the call is then not cached.
-    """
+    """Return a prepared call, which is not cached if the preparation has read `cum_seq_lens_q` on the host (`reads_rows`)."""
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
@@ -149,9 +147,7 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return the launches that write `results`: attention and, if programs divide a request's keys, a merge. `window` describes
-    DeepSeek-V4's second pool (`_mla_kernel`).
-    """
+    """Return attention and, if keys are divided, a merge. `window`: DeepSeek-V4's second pool (`_mla_kernel`)."""
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
@@ -214,8 +210,8 @@ def _columns_kernel(
     batch_size,
     num_columns,  # of the table of selected entries
 ):
-    """Write two numbers for each query row: how many columns of the table of selected entries it uses (0 for padding rows), and
-    how many keys are at or before its position (undefined for padding rows). The grid is (num_rows,).
+    """Write for each query row how many columns of selected entries it uses (0 for padding rows), and how many keys are at or
+    before its position (undefined for padding rows). The grid is (num_rows,).
     """
     row = tl.program_id(0)
     request = row // max_q_len
@@ -262,9 +258,7 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,  # dtype of the operands of products
     OVERLAPS: tl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over one of `num_shares` equal parts of the batch's key tiles. The
-    grid is (q_blocks, num_shares).
-    """
+    """Compute latent attention of one block of query rows over one share of the keys. The grid is (q_blocks, num_shares)."""
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     # The programs of one share's blocks read the same entries at the same time: all but the first find them in L2.

@@ -230,9 +230,7 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches for the requests of `least_q_len` (None: any number) to `problem.max_q_len` query tokens: attention
-    and, if programs divide a request's keys, a merge.
-    """
+    """Return attention for the requests of `least_q_len` to `max_q_len` query tokens and, if keys are divided, a merge."""
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)
     q_blocks = triton.cdiv(problem.max_q_len * problem.group, tile.rows)

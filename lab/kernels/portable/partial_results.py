@@ -74,9 +74,7 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index in `PartialResults.out` of the result of one share and block of rows. The first of a share's two slots
-    is for a unit that began in an earlier share.
-    """
+    """Return the index in `PartialResults.out` of a share's result for a block, the first of two for a unit begun earlier."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 

@@ -36,9 +36,7 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return an upper bound, for one K/V head, of the blocks of `block_rows` rows in all requests of at least `least_q_len`
-    query tokens (None: of any number). Lengths are on the device, so it is computed from the call's totals.
-    """
+    """Return an upper bound of the blocks of a K/V head in all requests of at least `least_q_len` tokens, from the totals."""
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
     return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * problem.group, block_rows) * requests))
@@ -58,9 +56,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each request index in `requests`; 0 from `batch_size` on, and where the launch does
-    not serve the request.
-    """
+    """Return the query tokens of each request index in `requests`; 0 from `batch_size` on, and for another kind."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -137,9 +133,7 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange` that needs a mask if MASKED, else of the `number`-th that
-    needs none.
-    """
+    """Return the first key of the `number`-th tile of a `KeyRange` that needs a mask if MASKED, else of those without."""
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS
 

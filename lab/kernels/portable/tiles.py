@@ -69,9 +69,7 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if TMA loads tiles of `keys` keys faster than pointers: not for e4m3, which is converted before it is
-    multiplied.
-    """
+    """Return True if TMA loads tiles of `keys` keys faster than pointers: not for e4m3, which is converted first."""
     return is_described(cache) and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
@@ -104,9 +102,7 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids of the tile from key `begin` on, int64: one if a page holds the whole tile, else one per key; 0 from
-    `end`.
-    """
+    """Return the page id of a tile that one page holds, else of each of its keys, int64; 0 for keys from `end` on."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     else:

@@ -14,9 +14,7 @@ CUMULATIVE_ROWS = -1  # `cu_seqlens_q` is the running sum of a tensor with the q
 
 
 def check_matrix(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return `value` if it is a tensor [rows, columns] of one of `dtypes` with contiguous rows; else raise TypeError or
-    ValueError.
-    """
+    """Return `value` if it is a tensor [rows, columns] with contiguous rows; else raise TypeError or ValueError."""
     tensor = check_tensor(name, value, dtypes)
     if tensor.ndim != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
         raise ValueError(

@@ -109,9 +109,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the list of K/V indices of one (step, request, branch), or a part of the list if `FORM.by_token_blocks`, and its
-    end to kv_indptr.
-    """
+    """Write the list of one (step, request, branch), or a part of it if `FORM.by_token_blocks`, and its end to kv_indptr."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -159,9 +157,7 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the slots at the positions `position` of a request, whose row of `req_to_token` is `row`; 0 beyond the end of the
-    row, and undefined where `inside` is False.
-    """
+    """Return the slots at positions of a request; 0 beyond the end of its `row`, undefined where `inside` is False."""
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
     else:
@@ -177,9 +173,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return the index in `kv_indices[step]` at which the list of a request and branch begins. `before` is the number of prefix
-    tokens in the lists of all earlier requests.
-    """
+    """Return the index in `kv_indices[step]` at which a list begins; earlier requests have `before` prefix tokens."""
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 
@@ -234,9 +228,7 @@ def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
 
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl.constexpr):
-    """Write the ends of the lists of every step to `kv_indptr`. `positions` [num_branches] are the prefix lengths of all
-    branches.
-    """
+    """Write the ends of the lists of every step. `positions` [num_branches] are the prefix lengths of all branches."""
     NUM_STEPS: tl.constexpr = FORM.num_steps
     lanes = tl.arange(0, FORM.block_requests)
     before = tl.zeros([], tl.int64)

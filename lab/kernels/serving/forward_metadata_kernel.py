@@ -39,9 +39,7 @@ def _metadata_kernel(
     BLOCK_COLUMNS: tl.constexpr,  # columns, or write locations, written at a time
     BLOCK_REQUESTS: tl.constexpr,  # requests whose lengths are summed at a time
 ):
-    """Write the lengths (row 0 of the grid), the page tables (row 1 + i for request i) and the write locations (later rows) of
-    all passes.
-    """
+    """Write lengths (row 0 of the grid), page tables (row 1 + i for request i) and write locations (later rows)."""
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
     if request < 0:

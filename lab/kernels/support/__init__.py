@@ -34,8 +34,8 @@ def refuse_without_triton(device: torch.device) -> None:
 
 
 def kernel_names(implementation: Any, functions: Iterable[str], device: torch.device) -> str:
-    """Return the names of the kernels that an implementation runs for these FlashInfer functions on a device, joined by " + ";
-    the last part of the implementation's own name on a CPU, or without `kernel_for`.
+    """Return the kernels that an implementation runs for these functions, joined by " + "; its own name if it has no
+    `kernel_for`.
     """
     capability = capability_of(device)
     if capability is None or not hasattr(implementation, "kernel_for"):

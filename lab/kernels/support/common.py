@@ -54,9 +54,7 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return an error sentence unless a tensor's address and all its strides except the last are multiples of `load_bytes`
-    bytes.
-    """
+    """Return an error sentence unless a tensor's address and strides, except the last, are multiples of `load_bytes`."""
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
             return misplaced(name, tensor, load_bytes) or (
@@ -82,9 +80,8 @@ def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return an error sentence unless the addresses of query, K, V and `out` are aligned as XQA and fmha_v2 require: they load
-    16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
-    (`grainBytesGmemCache`).
+    """Return an error sentence unless addresses are aligned as XQA and fmha_v2 load: 16 bytes at a time (mha.cu's `LdGrain`,
+    fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V (`grainBytesGmemCache`).
     """
     kv_bytes = LOAD_BYTES // 2 if problem.kv_dtype == NVFP4 else LOAD_BYTES
     sides = [("query", problem.query, LOAD_BYTES), ("K", problem.k_cache, kv_bytes), ("V", problem.v_cache, kv_bytes)]

@@ -63,9 +63,7 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
-    """Return a pool of K or V as a view [num_pages * page_size, num_kv_heads, head_dim]; None if it has none. NHD pages without
-    gaps have one.
-    """
+    """Return a view [num_pages * page_size, num_kv_heads, head_dim] of a pool, which NHD pages without gaps have; else None."""
     pages, heads, page_size, head_dim = pool.shape
     page, head, token, element = pool.stride()
     if pages > 1 and page != page_size * token:
