@@ -47,14 +47,15 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
             continue
         for call in AttentionCall:
             serving = [kernel for kernel in each.kernels if call in kernel.calls]
+            if not serving:
+                continue
             here = tuple(kernel.name for kernel in serving if wrong_device(kernel, capability) is None)
             why_not = missing
             if not here and not missing:
                 families = tuple(family for family in FAMILIES if any(family in kernel.gpus for kernel in serving))
                 on_triton = [wrong_device(kernel, capability) for kernel in serving if kernel.uses_triton]
                 why_not = on_triton[0] if on_triton else wrong_gpu("it", families, capability)
-            if serving:
-                yield Availability(each, call, here, why_not)
+            yield Availability(each, call, here, why_not)
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:

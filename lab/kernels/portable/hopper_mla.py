@@ -71,7 +71,7 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots for K/V tiles (`Columns`, [stages, keys, elements]), and their barriers, [stages, 1]. Rope has those of the left."""
+    """Slots for K/V tiles (`Columns`, [stages, keys, elements]), and barriers, [stages, 1]. Rope has those of the left."""
 
     tiles: Any
     left_full: Any
