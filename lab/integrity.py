@@ -16,8 +16,7 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,43 +24,27 @@ from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 WATCHED = (
-    "builtins",
-    "dataclasses",
-    "gc",
-    "inspect",
-    "json",
-    "math",
-    "pickle",
-    "random",
-    "statistics",
-    "threading",
-    "time",
-    "torch",
-    "torch._C",
-    "torch._tensor",
-    "torch.cuda",
-    "torch.cuda.graphs",
-    "torch.cuda.streams",
-    "torch.linalg",
+    *(
+        "builtins",
+        "dataclasses",
+        "gc",
+        "inspect",
+        "json",
+        "math",
+        "pickle",
+        "random",
+        "statistics",
+        "threading",
+        "time",
+    ),
+    *("torch", "torch._C", "torch._tensor", "torch.cuda", "torch.cuda.graphs", "torch.cuda.streams", "torch.linalg"),
     "torch.nn.functional",
 )
 # Classes whose methods are watched, in addition to the classes that the modules define.
 CLASSES = (torch.Tensor, torch.Generator, torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)
 # Operators that comparisons use; torch.library can replace their kernels.
 OPERATORS = (
-    "abs",
-    "all",
-    "any",
-    "clone",
-    "copy_",
-    "div",
-    "eq",
-    "gt",
-    "isfinite",
-    "linalg_vector_norm",
-    "max",
-    "mul",
-    "sub",
+    *("abs", "all", "any", "clone", "copy_", "div", "eq", "gt", "isfinite", "linalg_vector_norm", "max", "mul", "sub"),
 )
 OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
 # Prefixes of environment variables that change how any kernel is compiled.
@@ -85,38 +68,31 @@ class ChangedBindingsError(RuntimeError):
     """A kernel changed functions or settings by which it is timed or judged, so all later times and verdicts are invalid."""
 
 
-@dataclass(frozen=True, eq=False)
+Held = tuple[str, Mapping[str, Any], str, Any]  # path, mapping that holds the name, name, object
+
+
 class Bindings:
-    """The functions, constants and settings that `bindings` recorded, each with a path such as
-    "lab.references.errors.relative_l2".
-    """
+    """The functions, constants and settings that `bindings` recorded, each with a path such as "lab.ranges.dtype_of"."""
 
-    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]  # path, mapping that holds the name, name, object
-    functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
-    constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
-    settings: Mapping[str, Any]  # settings of the process by name
-    # The arguments of `_addresses`, and its result at the time of the record.
-    _read: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = field(init=False)
-    _recorded: bytes | None = field(init=False)
-    _kept: list[Any] = field(init=False)  # contents of the cells, kept so that no other object gets their addresses
-    _sizes: tuple[int, ...] = field(init=False)  # numbers of watched modules and of names
-
-    def __post_init__(self) -> None:
-        holders = {id(holder): holder for _, holder, _, _ in self.held}
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held, self._settings = held, dict(_settings())
+        self._functions = [(path, each, _parts(each)) for path, _, _, value in held for each in _functions_in(value)]
+        constants = [(path, value) for path, _, _, value in held if path.startswith("lab.") and _is_constant(value)]
+        self._constants = [(path, value, _items(value)) for path, value in constants]
+        holders = {id(holder): holder for _, holder, _, _ in held}
         names: dict[int, list[str]] = {each: [] for each in holders}
-        for _, holder, name, _ in self.held:
+        for _, holder, name, _ in held:
             names[id(holder)].append(name)
         lookups = [operator.itemgetter(*each, each[0]) for each in names.values()]  # of one name it returns no tuple
-        functions = [*{id(each): each for _, each, _ in self.functions}.values()]
+        functions = [*{id(each): each for _, each, _ in self._functions}.values()]
         keywords = [each.__kwdefaults__ for each in functions if each.__kwdefaults__]
-        constants = [each for _, each, _ in self.constants]
         end = [object()]  # after each view, so that an item cannot move from one constant to the next unseen
-        views = [part for each in (*keywords, *constants) for view in _views(each) for part in (view, end)]
+        views = [part for each in (*keywords, *(value for _, value in constants)) for part in (*_views(each), end)]
         cells = [cell for each in functions for cell in each.__closure__ or () if callable(_contents(cell))]
-        object.__setattr__(self, "_kept", [*map(_contents, cells)])
-        object.__setattr__(self, "_read", (lookups, [*holders.values()], views, functions, cells))
-        object.__setattr__(self, "_recorded", _addresses(*self._read))
-        object.__setattr__(self, "_sizes", self._sizes_now())
+        self._kept = [*map(_contents, cells)]  # so that no other object gets their addresses
+        self._read = lookups, [*holders.values()], views, functions, cells  # the arguments of `_addresses`
+        self._recorded = _addresses(*self._read)
+        self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
         """Return True if nothing has changed since the record, and no module or name was added."""
@@ -131,10 +107,10 @@ class Bindings:
         now = dict(_settings())
         is_same = self._recorded is not None and _addresses(*self._read) == self._recorded
         return [
-            *(path for path, holder, name, value in (() if is_same else self.held) if holder.get(name) is not value),
-            *(path for path, each, parts in (() if is_same else self.functions) if _differs(each, parts)),
-            *(path for path, each, items in (() if is_same else self.constants) if _items(each) != items),
-            *(name for name, value in self.settings.items() if now[name] != value),
+            *(path for path, holder, name, value in (() if is_same else self._held) if holder.get(name) is not value),
+            *(path for path, each, parts in (() if is_same else self._functions) if _differs(each, parts)),
+            *(path for path, each, items in (() if is_same else self._constants) if _items(each) != items),
+            *(name for name, value in self._settings.items() if now[name] != value),
         ]
 
     def check(self) -> None:
@@ -150,7 +126,7 @@ def in_words(changed: list[str]) -> str:
 
 def bindings() -> Bindings:
     """Record the functions and settings by which kernels are timed and judged. Call it before a kernel is loaded."""
-    held: list[tuple[str, Mapping[str, Any], str, Any]] = []
+    held: list[Held] = []
     for name in WATCHED:
         importlib.import_module(name)
     for name, module in _watched():
@@ -160,11 +136,7 @@ def bindings() -> Bindings:
                 held += _held_by(f"{name}.{own.__qualname__}", own)
     for cls in CLASSES:
         held += _held_by(f"{cls.__module__}.{cls.__qualname__}", cls)
-    functions = [(path, each, _parts(each)) for path, _, _, value in held for each in _functions_in(value)]
-    constants = [
-        (path, value, _items(value)) for path, _, _, value in held if path.startswith("lab.") and _is_constant(value)
-    ]
-    return Bindings(tuple(held), tuple(functions), tuple(constants), dict(_settings()))
+    return Bindings(tuple(held))
 
 
 def _is_lab(path: str) -> bool:
@@ -177,7 +149,7 @@ def _watched() -> Iterator[tuple[str, types.ModuleType]]:
             yield name, module
 
 
-def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str, Any]]:
+def _held_by(owner: str, holder: Any) -> list[Held]:
     # Objects other than functions in modules outside the lab are state, which may change.
     names, is_lab = vars(holder), _is_lab(owner)
     return [

@@ -36,9 +36,7 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Replace the `triton.language` functions in the module of `fn`, unless the running launch has already done so.
-        Return the function that undoes it after a launch; None if nothing was replaced.
-        """
+        """Patch the module of `fn` unless this launch already did. Return the function that undoes it, or None."""
         if self._modules is None:
             return self._patch_language(fn)
         if fn.__module__ in self._modules:
@@ -97,15 +95,10 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """Which differences from a GPU the interpreter's operations on bf16 have had so far.
+    """Which differences from a GPU the interpreter's operations on bf16 have had so far."""
 
-    Attributes:
-        computes: it computed on the bit patterns of bf16 values, which causes errors of any size.
-        truncates: it truncated float32 to bf16 where a GPU rounds, which causes errors of a few roundings.
-    """
-
-    computes: bool = False
-    truncates: bool = False
+    computes: bool = False  #: it computed on the bit patterns of bf16 values, which causes errors of any size
+    truncates: bool = False  #: it truncated float32 to bf16 where a GPU rounds: errors of a few roundings
 
 
 @contextmanager

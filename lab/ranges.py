@@ -118,9 +118,7 @@ class Option:
 
 
 def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
-    """Declare a field of `Ranges` with its option. `default` may be a function that returns the default, if that needs
-    torch.
-    """
+    """Declare a field of `Ranges` with its option. `default` may be a function, if that needs torch."""
     given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**given, metadata={"option": Option(words, kind, **more)})
 
@@ -227,9 +225,7 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field for check K18 (combinations of features): if they are the defaults, with
-        `Option.beyond`.
-        """
+        """Return the values of a field for check K18: if they are the defaults, with those of `Option.beyond`."""
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
@@ -294,9 +290,7 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
 
 
 def options_of(ranges: Ranges, prefix: str = "--") -> str:
-    """Return the options that narrow the default ranges to the given ranges, the inverse of `ranges_of`. pytest's `prefix`
-    is "--lab-".
-    """
+    """Return the options that narrow the default ranges to these, the inverse of `ranges_of`. pytest's `prefix` is "--lab-"."""
     usual, words = Ranges(), []
     for name, option in OPTIONS.items():
         value = getattr(ranges, name)

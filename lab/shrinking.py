@@ -11,9 +11,7 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Reduce a failing subject until no reduction gives a smaller one that still fails (`stays_wrong`), and return it. The
-    first smaller subject of a reduction that still fails replaces it.
-    """
+    """Reduce a failing subject until no reduction gives a smaller one that still fails (`stays_wrong`), and return it."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -264,7 +264,7 @@ def test_a_record_is_current_until_a_name_changes_or_is_new(monkeypatch: pytest.
 
 def test_a_name_that_is_gone_is_a_change_and_a_new_one_is_none() -> None:
     names = {"alone": callback}
-    noted = Bindings((("module.alone", names, "alone", callback),), (), (), {})
+    noted = Bindings([("module.alone", names, "alone", callback)])
     names["new"] = set_to
     assert noted.changes() == []
     del names["alone"]

@@ -21,9 +21,7 @@ OUTSIDE = 2**40  # external correlation id of work before and after runs; the id
 
 @dataclass(frozen=True)
 class Activity:
-    """One kernel, copy or fill on the GPU, in nanoseconds of CUPTI's clock. `name` is the kernel's, else the kind, such as
-    "MEMCPY".
-    """
+    """One kernel (`name`), copy or fill ("MEMCPY", "MEMSET") on the GPU, in nanoseconds of CUPTI's clock."""
 
     name: str
     start_ns: int

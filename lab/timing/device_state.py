@@ -24,9 +24,7 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU while work ran on it; a field is empty if NVML does not report it. `throttled_by` has the reasons
-    for reduced clocks, in words; None while it is unknown whether they were reduced.
-    """
+    """Readings of a GPU while work ran on it; a field is empty if NVML does not report it. `throttled_by`: None if unknown."""
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)
@@ -99,9 +97,7 @@ def _if_supported(function: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle of the GPU with torch's index, or None without NVML. It is found by UUID, because
-    CUDA_VISIBLE_DEVICES renumbers devices.
-    """
+    """Return NVML's handle, by UUID because CUDA_VISIBLE_DEVICES renumbers devices; None without NVML."""
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")

@@ -164,9 +164,8 @@ def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a recorded row that describe the time of a call: method, samples, rates, floor and GPU clocks.
-    `kv_dtype` is torch's name of the cache's dtype, or "" if there is no cache. Raises RefusedTimeError if the GPU cannot
-    move the bytes or do the operations in this time.
+    """Return the fields of a recorded row that describe the time of a call. `kv_dtype`: torch's name of the cache's dtype;
+    "" without cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

@@ -29,8 +29,8 @@ from lab.timing.sampling import (
     refuse_foreign_threads,
 )
 from lab.timing.staging import Staged, check_results, renew, stage
-from lab.timing.work import GpuWork, Redraw
-from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds, wipe
+from lab.timing.work import GpuWork
+from lab.workloads.inputs.redraw import SHORTER_EVERY, SeededRedraw, Seeds, wipe
 
 SAMPLES = 30
 WARM_UP_RUNS = 3
@@ -158,9 +158,7 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Check the results of the call `name` in all buffers `works`, for inputs drawn from `seeds`. Raise WrongWorkError if
-    they are wrong.
-    """
+    """Check the results of the call `name` in all its buffers. Raise WrongWorkError if they are wrong."""
     try:
         check_results(works, seeds)
     except AssertionError as error:
@@ -224,9 +222,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws new contents for the buffers of timed calls, from one seed. A turn is a round of one sample of every call; each
-    turn has new contents.
-    """
+    """Draws new contents for buffers of timed calls, from one seed. A turn is a round of one sample of every call."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
@@ -265,7 +261,7 @@ class BufferContents:
 
 
 def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
-    """Return the `BufferContents` of each call, by name. Calls with the same `Redraw` share one."""
+    """Return the `BufferContents` of each call, by name. Calls with the same `SeededRedraw` share one."""
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
@@ -279,7 +275,7 @@ class Kept:
     """A copy of some results of one timed sample. It is judged after the last sample of all calls."""
 
     name: str  # the call
-    redraw: Redraw
+    redraw: SeededRedraw
     seeds: Seeds  # of the sample's inputs
     whole: bool  # `results` are all results of a buffer
     results: Any
@@ -302,9 +298,7 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield copies of results of one sample, to be judged later: in the last turn of every buffer, in other turns of one.
-    Then fill all outputs with NaN so that none is reused.
-    """
+    """Yield copies of one sample's results: in the last turn of every buffer, else of one. Then fill all outputs with NaN."""
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
         if work.redraw is not None and (number == one or is_last):

@@ -7,9 +7,7 @@ from lab.named_enum import NamedEnum
 
 
 class Clock(NamedEnum):
-    """The clock of a GPU time: CUDA events around a graph's replay, CUPTI's records of it, or events around an eager call.
-    The value is its name on the command line.
-    """
+    """The clock of a GPU time, with its name on the command line."""
 
     GRAPH = "graph"
     CUPTI = "cupti"
@@ -52,9 +50,9 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Method:
-    """How a GPU time is measured. GRAPH and CUPTI both time a replayed graph. GRAPH's events add about 2 µs per replay, a
-    small part of a graph of many calls. EVENTS includes the host's time between two launches. Raises ValueError for GRAPH
-    with COLD_FLUSH, and EVENTS with COLD_ROTATION.
+    """How a GPU time is measured. GRAPH's events add about 2 µs per replay, a small part of a graph of many calls. EVENTS
+    includes the host's time between two launches. Raises ValueError for GRAPH with COLD_FLUSH, and EVENTS with
+    COLD_ROTATION.
     """
 
     clock: Clock
@@ -74,7 +72,7 @@ METHODS = tuple(Method(clock, l2) for clock, l2 in product(Clock, L2) if (clock,
 
 def method_named(clock: str, l2: str) -> Method:
     """Return the method that two command-line words name: a clock, and "cold" or "warm". "cold" means rotated buffers for
-    the graph clock and flushed L2 for the other clocks, as in `flashinfer.testing`. Raises ValueError for other words.
+    the graph clock and flushed L2 for the other clocks, as in `flashinfer.testing`.
     """
     clocks = {each.value: each for each in Clock}
     if clock not in clocks:

@@ -88,8 +88,7 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
     """Return a sentence that says why this GPU cannot reach these percentages of its measured rates; "" if it can.
-    `is_cold`: the work's inputs were not in L2 when it started. Products of a narrow `kv_dtype`, given by torch's name, may
-    be faster than the measured bf16 products.
+    `is_cold`: the inputs were not in L2. Products of a narrow `kv_dtype`, given by torch's name, may be faster.
     """
     reads = "where a kernel that only reads reaches" if is_cold else "where a warm L2 reaches"
     over_memory = READING_OVER_COPY if is_cold else L2_OVER_MEMORY
@@ -125,8 +124,8 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
-    """Return a call of torch.neg that reads `size_bytes / 2` and writes `size_bytes / 2`. A copy would be slower, because
-    inside a graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
+    """Return a torch.neg that reads and writes half of `size_bytes` each. A copy would be slower, because inside a graph it
+    runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """
     source = torch.randn(size_bytes // 8, device=device)
     return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))

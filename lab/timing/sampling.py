@@ -57,10 +57,9 @@ class Sample:
 def between_events(
     steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
 ) -> list[Sample]:
-    """Return a sample of each step, timed by CUDA events. Read the device's state during every `read_every`-th step.
-
-    With `queued` the host launches the timed function while the GPU spins. Otherwise the GPU is idle when a step starts, and
-    the sample includes the host's launch time.
+    """Return a sample of each step by CUDA events. Every `read_every`-th step the device's state is read. With `queued` the
+    GPU spins while the host launches the timed function. Otherwise it is idle, and the sample includes the host's launch
+    time.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []
@@ -77,9 +76,7 @@ def between_events(
 def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Call `lead`, `run` and `meanwhile` in this order. Return two times in µs: of `run` alone by CUDA events, and of all
-    three by the host's clock between device-wide waits.
-    """
+    """Return two times in µs: of `run` alone by CUDA events, and of all three by the host's clock between device-wide waits."""
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
@@ -115,9 +112,7 @@ def fresh_seed() -> int:
 
 
 def refuse_foreign_threads() -> None:
-    """Raise RefusedTimeError if a thread runs code from outside Python, the installed packages and the lab. It could slow
-    other kernels down, or do a kernel's work between two samples.
-    """
+    """Raise RefusedTimeError if a thread runs foreign code: it could slow other kernels down, or work between two samples."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = None if thread is threading.current_thread() else frames.get(thread.ident or 0)

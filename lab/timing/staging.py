@@ -18,8 +18,8 @@ from lab.timing.device_state import DeviceState
 from lab.timing.host_time import drain
 from lab.timing.method import L2, Clock, Method
 from lab.timing.sampling import between_events, driver, fresh_seed
-from lab.timing.work import Call, GpuWork, Redraw
-from lab.workloads.inputs.redraw import Seeds, wipe
+from lab.timing.work import Call, GpuWork
+from lab.workloads.inputs.redraw import SeededRedraw, Seeds, wipe
 
 # Target duration of a replay. Two events add 2 µs to it, and making persisting lines of L2 ordinary adds 17 µs on an H100.
 REPLAY_US = 2000.0
@@ -42,14 +42,12 @@ class Staged:
     launches: int  # number of kernels, copies and fills of one call
 
     @property
-    def redraw(self) -> Redraw | None:
+    def redraw(self) -> SeededRedraw | None:
         return self.buffers[0].redraw
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """If a call has a `Redraw`, draw its queries and lengths from `seeds`, with `tokens` also K and V, and fill its output
-    with NaN.
-    """
+    """If a call has a `redraw`, draw its queries and lengths from `seeds`, with `tokens` also K and V, and wipe its output."""
     if work.redraw is not None:
         if tokens:
             work.redraw.write_tokens(work.arguments, seeds.tokens)
@@ -57,9 +55,7 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and raise AssertionError if results of the calls, with inputs of these seeds, are wrong. Without
-    `whole` only a part of the results is checked.
-    """
+    """Wait for the GPU, and raise AssertionError if results of the calls are wrong. Without `whole` only a part is checked."""
     drain()
     for work in works:
         if work.check is not None:
@@ -69,8 +65,8 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 
 def stage(work: GpuWork, method: Method) -> Staged:
-    """Make a call ready to be timed: prepare it, run and check it once, and capture the CUDA graph that a sample replays.
-    Raises AssertionError for a wrong output, and RuntimeError or ValueError as `measure_interleaved`.
+    """Prepare a call, run and check it once, and capture the CUDA graph that a sample replays. Raises AssertionError for a
+    wrong output, and RuntimeError or ValueError as `measure_interleaved`.
     """
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
@@ -94,9 +90,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare and run the call once on each of the buffers, on the stream `side`, and check the results: all of them, or for
-    calls with a `Redraw` a part of one buffer's results. Return the prepared calls.
-    """
+    """Prepare and run the call once on each of the buffers, check the results, and return the prepared calls."""
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
@@ -141,9 +135,7 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return the number of buffers that calls must use in turn so that a buffer has left L2 before its next use; 1 without
-    rotation. Raises TooSmallError if these were too many.
-    """
+    """Return how many buffers calls must use in turn so that a buffer has left L2 before its next use; 1 without rotation."""
     if method.l2 is not L2.COLD_ROTATION:
         return 1
     copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))
@@ -215,9 +207,7 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return the number of existing buffers plus the number that fit into a share of the free memory. The size of a buffer
-    is measured with a copy of all its tensors.
-    """
+    """Return the number of buffers that exist or fit into a share of the free memory, by the size of a copy of all tensors."""
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
     each = max(torch.cuda.memory_allocated() - before, 1)
@@ -232,7 +222,5 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a GPU, so that a kernel with state per stream, such as a workspace, has one
-    state.
-    """
+    """Return the one stream of all captures on a GPU, so that a kernel with state per stream has one state."""
     return torch.cuda.Stream(device_index)

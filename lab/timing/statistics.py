@@ -172,9 +172,8 @@ def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> Sam
 def compare_runs(
     before_runs_us: Sequence[Sequence[float]], after_runs_us: Sequence[Sequence[float]], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
-    """Compare repeated runs of one measurement, given as the samples of each run, by `compare_samples`. With at least 5 runs
-    on each side, the median of each run is one sample, so that the interval includes the differences between runs. With
-    fewer runs, all samples of a side are pooled.
+    """Compare repeated runs of one measurement by `compare_samples`. With at least 5 runs on each side, each run's median is
+    one sample, so that the interval includes the differences between runs; with fewer, all samples of a side are pooled.
     """
     if min(len(before_runs_us), len(after_runs_us)) >= FEWEST_RUNS:
         before_us = [float(np.median(_checked(run, "before"))) for run in before_runs_us]

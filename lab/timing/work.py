@@ -4,34 +4,11 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from lab.workloads.inputs.redraw import Seeds
+from lab.workloads.inputs.redraw import SeededRedraw
 
 Call = Callable[[], object]
-
-
-class Redraw(Protocol):
-    """Overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results. `arguments` are
-    those of `GpuWork`.
-    """
-
-    def inputs(self, number: int) -> dict[str, Any]:
-        """Return copy `number` (from 0) of all arguments except `out`. All calls over one pass share these copies."""
-
-    def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw K and V from the seed, and write them to other pages of the pool."""
-
-    def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw queries, lengths and some K/V from the seeds, so that every result changes. Fill the output with NaN."""
-
-    def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
-        """Return a copy of the results: of all if `whole`, else of the part that the seeds choose."""
-
-    def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Any], None]:
-        """Return a function that raises AssertionError if its argument, from `results` with the same `whole`, is wrong for
-        inputs of these seeds.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +24,7 @@ class GpuWork:
         check: takes the arguments after a call, raises an error if the results are wrong, and overwrites the results. It is
             called on every set of buffers, before and after the samples.
         redraw: draws other inputs for each sample and checks results, instead of `check`. `out` is then an argument, and calls
-            with the same `Redraw` share all other tensors.
+            with the same `SeededRedraw` share all other tensors.
     """
 
     prepare: Callable[..., Call]
@@ -55,7 +32,7 @@ class GpuWork:
     bytes_moved: int
     operations: int = 0
     check: Callable[[Mapping[str, Any]], None] | None = None
-    redraw: Redraw | None = None
+    redraw: SeededRedraw | None = None
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
@@ -67,8 +44,8 @@ class GpuWork:
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this timed call on other tensors: copies that share memory with each other as the originals do or, if there
-        is a `Redraw`, its copy `number` (from 1) of the inputs.
+        """Return this timed call on copies, which share memory as the originals do, or on set `number` (from 1) of its
+        `redraw`.
         """
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))

@@ -13,6 +13,17 @@ from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import PAGED_CALLS
 
 
+def short_repr(case: Any) -> str:
+    """Return an expression that makes an equal dataclass instance. Fields at their default are left out."""
+    shown = []
+    for each in fields(case):
+        value = getattr(case, each.name)
+        usual = each.default if each.default_factory is MISSING else each.default_factory()
+        if value != usual:
+            shown.append(f"{each.name}={value!r}")
+    return f"{type(case).__name__}({', '.join(shown)})"
+
+
 class Contents(NamedEnum):
     """The kind of numbers that query, keys and values contain. The text of a member describes the numbers."""
 
@@ -69,9 +80,7 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if some rows select no key or have -1 before their first key, which a call with `top_k_lens` cannot
-        have.
-        """
+        """Return True if some rows select no key or have -1 before their first one, which `top_k_lens` excludes."""
         return self in (Entries.NONE, Entries.LATE)
 
 
@@ -97,8 +106,7 @@ class Storage:
         if self.kv_layout not in ("HND", "NHD"):
             raise ValueError(f"kv_layout={self.kv_layout!r} must be 'HND' or 'NHD'")
 
-    def __repr__(self) -> str:
-        return short_repr(self)
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)
@@ -152,9 +160,6 @@ class AttentionCase:
             raise ValueError(
                 f"v_head_dim={self.v_head_dim} and top_k={self.top_k} belong to MLA_DECODE; leave them out"
             )
-        self._check_selection()
-
-    def _check_selection(self) -> None:
         if self.top_k < 0 or (self.entries is None) != (self.top_k == 0) or (self.top_k_lens and not self.top_k):
             raise ValueError(
                 f"top_k={self.top_k} must be at least 0, and above it with entries={self.entries} and "
@@ -214,18 +219,13 @@ class AttentionCase:
     def selected_pages(self, request: int, kv_head: int) -> list[int]:
         """Return which of a request's pages, numbered from 0, a K/V head selects in a block-sparse call."""
         last = -(-self.kv_lens[request] // self.page_size) - 1
+        if last < 0 or (self.head_pages is HeadPages.SOME_NONE and (request + kv_head) % 2 == 0):
+            return []
+        if self.head_pages in (None, HeadPages.ALL):
+            return [*range(last + 1)]
         rng = random.Random(f"{self.seed} {request} {kv_head}")
-        drawn = [page for page in range(last) if rng.random() < 0.5]
-        half = [*drawn, last]
-        chosen = {
-            HeadPages.HALF: half,
-            HeadPages.NOT_LAST: drawn,
-            HeadPages.LAST: [last],
-            HeadPages.ALL: [*range(last + 1)],
-            HeadPages.SOME_NONE: half if (request + kv_head) % 2 else [],
-            None: [*range(last + 1)],
-        }
-        return chosen[self.head_pages] if last >= 0 else []
+        drawn = [page for page in range(last) if rng.random() < 0.5 and self.head_pages is not HeadPages.LAST]
+        return drawn if self.head_pages is HeadPages.NOT_LAST else [*drawn, last]
 
     def with_rows(self, *q_lens: int) -> "AttentionCase":
         """Return the case with other numbers of query rows. A request with fewer keys than rows gets as many keys as rows."""
@@ -243,16 +243,4 @@ class AttentionCase:
     def is_quantised(self) -> bool:
         return self.kv_dtype in (E4M3, NVFP4)
 
-    def __repr__(self) -> str:
-        return short_repr(self)
-
-
-def short_repr(case: Any) -> str:
-    """Return an expression that makes an equal dataclass instance. Fields at their default are left out."""
-    shown = []
-    for each in fields(case):
-        value = getattr(case, each.name)
-        usual = each.default if each.default_factory is MISSING else each.default_factory()
-        if value != usual:
-            shown.append(f"{each.name}={value!r}")
-    return f"{type(case).__name__}({', '.join(shown)})"
+    __repr__ = short_repr

@@ -20,11 +20,7 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's grammar.
-
-    Raises:
-        ValueError: the batch is empty, the two tuples differ in length, or a request has no row, or fewer keys than rows.
-    """
+    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's grammar."""
 
     q_lens: tuple[int, ...]  #: query rows of each request, at least one: the tokens that are new in this pass
     kv_lens: tuple[int, ...]  #: tokens of each request, the new ones included

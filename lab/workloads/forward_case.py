@@ -21,9 +21,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of one rank's part of an attention layer with grouped queries, which `tensor_parallel` ranks share. A base
-    class of frozen dataclasses.
-    """
+    """The sizes of one rank's part of an attention layer with grouped queries. A base class of frozen dataclasses."""
 
     geometry: str
     tensor_parallel: int = 1
@@ -112,10 +110,7 @@ class ForwardCase(GroupedLayer, PassCase):
         self.check_requests()
         self.check_tensors((E4M3, NVFP4))
         self._check_ignored()
-        self._check_engine()
-        self._check_query_dtype()
-        self._check_context_parallel()
-        self._check_storage()
+        self._check_combinations()
 
     def _check_ignored(self) -> None:
         mode, topk, is_vllm = self.mode, self.topk, self.engine is not Engine.SGLANG
@@ -147,15 +142,10 @@ class ForwardCase(GroupedLayer, PassCase):
             ),
             **dict.fromkeys(("decode_threshold", "num_padding_requests"), (is_vllm, "it is vLLM's")),
         }
-        of_sglang = (
-            "block_sparse",
-            "encoder_only",
-            "split_mixed_tail",
-            "decode_splits",
-            "context_parallel",
-            "virtual_slots",
-        )
-        self.refuse_ignored(**uses | (dict.fromkeys(of_sglang, (False, "it is SGLang's")) if is_vllm else {}))
+        if is_vllm:
+            of_sglang = "block_sparse encoder_only split_mixed_tail decode_splits context_parallel virtual_slots"
+            uses |= dict.fromkeys(of_sglang.split(), (False, "it is SGLang's"))
+        self.refuse_ignored(**uses)
         if self.prefix_lens != tuple(prefix for prefix in self.prefix_lens[::topk] for _ in range(topk)):
             raise ValueError(
                 f"prefix_lens={self.prefix_lens} with topk={topk}: give every request's length {topk} times in a row"
@@ -172,34 +162,16 @@ class ForwardCase(GroupedLayer, PassCase):
                 "query's dtype, and goes with no sliding_window, encoder_only, virtual_slots or decode_splits"
             )
 
-    def _check_engine(self) -> None:
-        if self.engine is Engine.SGLANG:
-            return
-        if self.mode is not ForwardMode.EXTEND:
+    def _check_combinations(self) -> None:
+        is_padded = self.num_padding_requests or self.num_padding_rows
+        if self.engine is not Engine.SGLANG and self.mode is not ForwardMode.EXTEND:
             raise ValueError(f"mode={self.mode!r} is SGLang's: each pass of {self.engine.value} has ForwardMode.EXTEND")
-        if (self.num_padding_requests or self.num_padding_rows) and max(self.q_lens) > self.decode_threshold:
+        if self.engine is not Engine.SGLANG and is_padded and max(self.q_lens) > self.decode_threshold:
             raise ValueError(
                 f"num_padding_requests={self.num_padding_requests} and num_padding_rows={self.num_padding_rows} with "
                 f"q_lens={self.q_lens}: vLLM's graphs with padding have requests of at most decode_threshold rows, "
                 f"{self.decode_threshold}"
             )
-
-    def _check_context_parallel(self) -> None:
-        ranks = self.context_parallel
-        if ranks == 1:
-            return
-        if self.mode not in SHARDED_MODES or min(self.q_lens) < 2 * ranks:
-            raise ValueError(
-                f"context_parallel={ranks} in {self.mode!r} with q_lens={self.q_lens} deals nothing to ranks: it takes EXTEND "
-                f"or MIXED, and {2 * ranks} new tokens of each request"
-            )
-        if self.split_mixed_tail or self.kv_dtype == NVFP4:
-            raise ValueError(
-                f"context_parallel={ranks}: SGLang splits off no mixed tail with it, and refuses NVFP4; leave "
-                "split_mixed_tail False and take another kv_dtype"
-            )
-
-    def _check_query_dtype(self) -> None:
         if self.query_dtype not in (None, E4M3):
             raise TypeError(
                 f"query_dtype={self.query_dtype} must be torch.float8_e4m3fn, or None for dtype, {self.dtype}"
@@ -218,8 +190,17 @@ class ForwardCase(GroupedLayer, PassCase):
                 f"split_mixed_tail={self.split_mixed_tail} would be ignored with a query of {self.dtypes.query} and a cache of "
                 f"{self.kv_dtype}: SGLang splits where both have one dtype; leave it False"
             )
-
-    def _check_storage(self) -> None:
+        ranks = self.context_parallel
+        if ranks > 1 and (self.mode not in SHARDED_MODES or min(self.q_lens) < 2 * ranks):
+            raise ValueError(
+                f"context_parallel={ranks} in {self.mode!r} with q_lens={self.q_lens} deals nothing to ranks: it takes EXTEND "
+                f"or MIXED, and {2 * ranks} new tokens of each request"
+            )
+        if ranks > 1 and (self.split_mixed_tail or self.kv_dtype == NVFP4):
+            raise ValueError(
+                f"context_parallel={ranks}: SGLang splits off no mixed tail with it, and refuses NVFP4; leave "
+                "split_mixed_tail False and take another kv_dtype"
+            )
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int):
             raise TypeError(f"page_size={self.page_size!r} must be an int: tokens per page, a power of two such as 64")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

@@ -44,8 +44,7 @@ class ReplayCase:
     padded_seq_len: int = PADDED_SEQ_LEN
     seed: int = 0  #: seed of all random numbers
 
-    def __repr__(self) -> str:
-        return short_repr(self)
+    __repr__ = short_repr
 
     @property
     def max_context_len(self) -> int:

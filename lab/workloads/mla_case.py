@@ -56,9 +56,7 @@ class LatentLayer:
 
     @property
     def softmax_scale(self) -> float:
-        """Return 1 / sqrt(head_dim of a key before its projection is absorbed into the query). Such a key has kv_lora_rank
-        // 4 non-rotary elements, as in DeepSeek-V3, and qk_rope_head_dim rotary ones.
-        """
+        """Return 1 / sqrt(head_dim of a key before absorption: kv_lora_rank // 4 and qk_rope_head_dim), as in DeepSeek-V3."""
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
     @property
@@ -71,17 +69,15 @@ class LatentLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of a token's latent entry, which is both key and value; with `compress_ratio` also the shape of the
-        compressed entry of the group that ends at the token.
+        """Return the shapes of a token's latent entry, both key and value, and of the compressed entry of a group that ends
+        there.
         """
         return ((self.head_dim,),) * (1 if self.compress_ratio is None else 2)
 
 
 @dataclass(frozen=True, repr=False)
 class MLACase(LatentLayer, PassCase):
-    """One forward pass over paged latent entries on the MLA decode kernel, as data. Fields without a comment are as in
-    `PassCase` and `LatentLayer`.
-    """
+    """One forward pass over paged latent entries on the MLA decode kernel, as data; other fields are as in `PassCase`."""
 
     #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2; if rows select entries, also a prefill
     mode: ForwardMode

@@ -18,9 +18,7 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """A forward pass of one or more requests, as data. Each backend has a subclass, a frozen dataclass, whose `repr` makes
-    an equal case.
-    """
+    """A forward pass of one or more requests, as data. Each backend has a subclass, a frozen dataclass."""
 
     mode: ForwardMode
     page_size: int  #: tokens per page
@@ -35,8 +33,7 @@ class PassCase(PassLens):
     num_padding_requests: int = 0  #: number of padding requests, which have no rows and no keys and follow the requests
     encoder_only: bool = False  #: rows see all keys of their request
 
-    def __repr__(self) -> str:
-        return short_repr(self)
+    __repr__ = short_repr
 
     @property
     def window_left(self) -> int:
@@ -100,8 +97,8 @@ class PassCase(PassLens):
             self._check_draft_step(self.draft_step)
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field was set that has no meaning in this case. `uses` has for a field (whether it has a
-        meaning, words about where it has one).
+        """Raise ValueError if a field is set without meaning. `uses`: (whether it has a meaning, words about where it has
+        one).
         """
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)

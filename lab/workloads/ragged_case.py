@@ -41,8 +41,7 @@ class RaggedCase(PassLens):
         if self.dtype != E4M3:
             check_dtype(self.dtype)
 
-    def __repr__(self) -> str:
-        return short_repr(self)
+    __repr__ = short_repr
 
     @property
     def softmax_scale(self) -> float:

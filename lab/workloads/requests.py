@@ -1,20 +1,4 @@
-"""Requests of one forward pass: admit them to a pool, write their histories (K and V) into a cache, and make a batch of any
-mode.
-
-A batch is made from the tokens that each request has before the pass, and its query rows::
-
-    pool = new_pool(kv_lens, page_size=64, max_context_len=4096, device=device)
-    requests = admit(pool, prefix_lens, q_lens)
-    requests.write(cache, histories)
-    batch = requests.batch(ForwardMode.TARGET_VERIFY)
-
-To make many batches over prefixes of the same requests, write long histories once, as requests without query rows, and make a
-`Requests` of some rows for each batch::
-
-    admitted = admit(pool, (max_context_len,) * 5, (0,) * 5)
-    admitted.write(cache, histories)
-    batch = Requests(pool, admitted.rows[1:3], prefix_lens=(16, 33), q_lens=(4, 4)).batch(mode)
-"""
+"""Requests of one forward pass: admit them to a pool, write their histories (K and V) into a cache, and make a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,14 +29,9 @@ class PassLens:
     topk: int = 1  #: branches of each request: neighbours, each with an entry of the lengths
 
     @cached_property
-    def new_tokens(self) -> tuple[int, ...]:
-        """Return each request's number of tokens after its prefix, which in a draft step includes earlier drafts."""
-        return _new_tokens(self.q_lens, self.draft_step)
-
-    @cached_property
     def kv_lens(self) -> tuple[int, ...]:
-        """Return the number of tokens of each request, including this pass's tokens."""
-        return tuple(prefix + new for prefix, new in zip(self.prefix_lens, self.new_tokens, strict=True))
+        """Return the number of tokens of each request, including this pass's tokens and, in a draft step, earlier drafts."""
+        return _kv_lens(self.prefix_lens, self.q_lens, self.draft_step)
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -66,9 +45,7 @@ class PassLens:
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """The requests of one forward pass, with their rows in a pool's request table. Fields without a comment are as in
-    `PassLens`.
-    """
+    """The requests of one forward pass, with their rows in a pool's request table; other fields are as in `PassLens`."""
 
     pool: KVPool  #: holds the requests, and may hold more tokens of a request than the pass sees
     rows: tuple[int, ...]  #: ``req_pool_index`` of each request
@@ -107,23 +84,17 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write the tokens of `histories`, from position `first` (None: 0) on, to the requests' slots in a cache of the
-        pool. `sliding_window`: the cache belongs to the sliding-window pool.
+        """Write the tokens of `histories`, from position `first` (None: 0) on, to their slots in a cache of one of the
+        pools.
         """
         starts = (0,) * len(self.rows) if first is None else first
-        tokens = [[side[start:] for side in history] for history, start in zip(histories, starts, strict=True)]
-        spans = [
-            (row, start, len(history[0])) for row, history, start in zip(self.rows, histories, starts, strict=True)
-        ]
         in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
-        slots = [in_cache(self.pool.slots(*span)) for span in spans]
-        for of_request, sides in zip(slots, tokens, strict=True):
-            cache.write(of_request, *sides)
+        for row, history, start in zip(self.rows, histories, starts, strict=True):
+            slots = self.pool.slots(row, start, len(history[0]))
+            cache.write(in_cache(slots), *(side[start:] for side in history))
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
-        """Return a `ForwardBatch` of these requests, with new tensors. Rows of padding follow the requests' rows and have no
-        slot.
-        """
+        """Return a `ForwardBatch` of these requests, with new tensors. Rows of padding follow theirs and have no slot."""
         return forward_batch(
             mode,
             torch.tensor(self.rows, device=self.pool.device),
@@ -180,17 +151,17 @@ def admit(
     num_draft_tokens: int | None = None,
     topk: int = 1,
 ) -> Requests:
-    """Admit requests to a pool, with slots for their prefixes and new tokens. The arguments are as in `PassLens`. All
-    branches of a request (`topk`) share its row of the pool.
+    """Admit requests to a pool, with slots for all their tokens. All branches of a request (`topk`) share its row of the
+    pool.
     """
-    new_tokens = _new_tokens(q_lens, draft_step)
-    lens = [prefix + new for prefix, new in zip(prefix_lens, new_tokens, strict=True)]
+    lens = _kv_lens(prefix_lens, q_lens, draft_step)
     rows = [row for length in lens[::topk] for row in (pool.add_request(length),) * topk]
     return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step, num_draft_tokens)
 
 
-def _new_tokens(q_lens: Sequence[int], draft_step: int | None) -> tuple[int, ...]:
-    return tuple(q_lens) if draft_step is None else (draft_step + 1,) * len(q_lens)
+def _kv_lens(prefix_lens: Sequence[int], q_lens: Sequence[int], draft_step: int | None) -> tuple[int, ...]:
+    new = q_lens if draft_step is None else (draft_step + 1,) * len(q_lens)
+    return tuple(prefix + tokens for prefix, tokens in zip(prefix_lens, new, strict=True))
 
 
 def forward_batch(
@@ -211,8 +182,7 @@ def forward_batch(
     Args:
         rows: ``req_pool_index`` of each request, [batch_size] int64.
         prefix_lens: tokens of each request before the pass, [batch_size] int64. This tensor becomes the batch's lengths if
-            the
-            mode's lengths do not count new tokens.
+            the mode's lengths do not count new tokens.
         q_lens: query rows of each request.
         slots: slots of the query rows, [sum(q_lens)] int64.
         prefix_lens_cpu: `prefix_lens` on the host; prefills need it.

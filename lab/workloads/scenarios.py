@@ -134,12 +134,8 @@ def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> F
         settings = read_options(options, _LATENT_OPTIONS, numbered, f" of {geometry_name}")
         if index_topk is not None:
             ratio = settings.setdefault("compress_ratio", INDEXED_RATIO)
-            usual = {
-                "page_size": 256,
-                "qk_rope_head_dim": 0,
-                "index_topk": index_topk if ratio == INDEXED_RATIO else None,
-            }
-            settings = usual | settings
+            selected = index_topk if ratio == INDEXED_RATIO else None
+            settings = {"page_size": 256, "qk_rope_head_dim": 0, "index_topk": selected} | settings
         heads, ranks = LATENT_HEADS[geometry_name], settings.pop("tensor_parallel", 1)
         if ranks < 1 or heads % ranks:
             raise ValueError(f"{geometry_name} has {heads} query heads; they do not divide over {ranks} GPUs")
@@ -154,8 +150,10 @@ def _parts(name: str) -> tuple[ForwardMode, str, str, list[str]]:
             "a name is <mode>/<geometry>/<batch>[/<option>...], such as decode/llama-3.1-8b/64q1s4k; this one has "
             f"{len(parts)} of the first three parts"
         )
-    mode_name, geometry_name, batch_text, *options = parts
-    return _mode(mode_name), geometry_name, batch_text, options
+    mode, geometry_name, batch_text, *options = parts
+    if mode not in _MODES:
+        raise ValueError(f"no mode that computes attention is called {mode!r}; there are {', '.join(_MODES)}")
+    return _MODES[mode], geometry_name, batch_text, options
 
 
 @contextlib.contextmanager
@@ -194,12 +192,6 @@ def read_options(
             raise ValueError(f"option {option!r} sets {argument}, and so does one before it: leave one of them out")
         settings[argument] = value
     return settings
-
-
-def _mode(name: str) -> ForwardMode:
-    if name not in _MODES:
-        raise ValueError(f"no mode that computes attention is called {name!r}; there are {', '.join(_MODES)}")
-    return _MODES[name]
 
 
 def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) -> Batch:

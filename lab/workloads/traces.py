@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,13 @@ class TracedRequest:
 
 def own_trace() -> list[TracedRequest]:
     """Return the lab's own small trace. It is synthetic: `lab.workloads.synthetic` draws it."""
-    with as_file(files("lab.workloads") / "data" / "synthetic_chat.jsonl") as path:
-        return read_mooncake(path)
+    return read_mooncake(Path(__file__).parent / "data" / "synthetic_chat.jsonl")
 
 
 def read_trace(path: str | Path) -> list[TracedRequest]:
     """Read a trace: Mooncake's format if the file's name ends in `.jsonl`, Azure's if in `.csv`.
 
     Raises:
-        FileNotFoundError: the file does not exist.
         ValueError: the suffix is neither of these, or the file is malformed; the message names the line.
     """
     readers = {".jsonl": read_mooncake, ".csv": read_azure}
@@ -58,8 +55,7 @@ def read_mooncake(path: str | Path) -> list[TracedRequest]:
 def read_azure(path: str | Path) -> list[TracedRequest]:
     """Read an Azure LLM inference trace of 2023 (Azure/AzurePublicDataset): CSV, in order of arrival.
 
-    The columns are TIMESTAMP, such as 2023-11-16 18:15:46.6805900, ContextTokens and GeneratedTokens. Arrivals are relative
-    to
+    The columns are TIMESTAMP, such as 2023-11-16 18:15:46.6805900, ContextTokens and GeneratedTokens. Arrivals are relative to
     the first row's.
     """
     lines = _lines(path)
@@ -100,10 +96,7 @@ def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -
 def _parse_mooncake(line: str, where: str) -> TracedRequest:
     try:
         row = json.loads(line)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # includes numbers with thousands of digits, and thousands of nested brackets
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of nested brackets
         raise ValueError(f"{where}: not a JSON object ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not a JSON object")
@@ -131,31 +124,23 @@ def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
     values = line.split(",")
     if len(values) != len(AZURE_COLUMNS):
         raise ValueError(f"{where}: {len(values)} values for the columns {','.join(AZURE_COLUMNS)}, got {line!r}")
-    time, *tokens = zip(AZURE_COLUMNS, values, strict=True)
-    for column, value in tokens:
+    for column, value in zip(AZURE_COLUMNS[1:], values[1:], strict=True):
         if re.fullmatch("[0-9]{1,15}", value) is None or int(value) < 1:
             raise ValueError(f"{where}: {column} must be a whole number of at least 1, got {value!r}")
-    return _ticks(*time, where), int(values[1]), int(values[2])
-
-
-def _ticks(column: str, value: str, where: str) -> int:
-    match = _AZURE_TIME.fullmatch(value)
+    match = _AZURE_TIME.fullmatch(values[0])
     try:
-        if match is None:
-            raise ValueError("another format")
         # Python's own parser reads six digits after the second; these times have seven.
-        since_year_1 = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S") - datetime.min
+        since_year_1 = datetime.strptime(match[1] if match else "", "%Y-%m-%d %H:%M:%S") - datetime.min
     except ValueError as error:
-        raise ValueError(
-            f"{where}: {column} must be a time such as 2023-11-16 18:15:46.6805900, got {value!r}"
-        ) from error
-    return (since_year_1.days * 86_400 + since_year_1.seconds) * _TICKS_PER_SECOND + int(match[2])
+        sentence = "must be a time such as 2023-11-16 18:15:46.6805900"
+        raise ValueError(f"{where}: {AZURE_COLUMNS[0]} {sentence}, got {values[0]!r}") from error
+    assert match is not None
+    ticks = (since_year_1.days * 86_400 + since_year_1.seconds) * _TICKS_PER_SECOND + int(match[2])
+    return ticks, int(values[1]), int(values[2])
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the cached tokens (prompt and generated) of each request that runs at `at_ms`: from its arrival, for
-    output_length * `ms_per_token`.
-    """
+    """Return the cached tokens of each request that runs at `at_ms`: from its arrival for output_length * `ms_per_token`."""
     if not 0 < ms_per_token < math.inf:
         raise ValueError(
             f"ms_per_token={ms_per_token} must be finite and more than 0: the time that one generated token takes"

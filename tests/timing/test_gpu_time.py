@@ -16,7 +16,7 @@ from lab.timing.gpu_time import BufferContents, _from_records, _from_samples, _r
 from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_foreign_threads
 from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
 from lab.timing.work import GpuWork
-from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
+from lab.workloads.inputs.redraw import SHORTER_EVERY, SeededRedraw, Seeds
 
 WARM = Method(Clock.GRAPH, L2.WARM)
 ROTATED = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -115,7 +115,7 @@ def test_two_clocks_that_disagree_refuse_the_time() -> None:
             check_clocks(samples, 25.0)
 
 
-class Noted:
+class Noted(SeededRedraw):
     """A redraw that notes what is drawn anew."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Noted:
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
         self.calls.append((arguments["number"], seeds.call))
 
-    def results(self, arguments: Mapping[str, Any], seeds: Any, *, whole: bool) -> None:
+    def results(self, arguments: Mapping[str, Any], seeds: Any, *, whole: bool) -> Any:
         raise AssertionError
 
     def check_of(self, seeds: Any, *, whole: bool) -> Any:

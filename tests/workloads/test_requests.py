@@ -39,7 +39,7 @@ def test_slots_are_those_of_the_newest_tokens() -> None:
 
 def test_a_draft_steps_row_is_the_last_of_the_tokens_after_its_prefix() -> None:
     requests = admit(pool_of(6, 3, 12), PREFIX_LENS, (1, 1, 1), draft_step=2)
-    assert (requests.new_tokens, requests.kv_lens, requests.first_rows) == ((3, 3, 3), (6, 3, 12), (5, 2, 11))
+    assert (requests.kv_lens, requests.first_rows) == ((6, 3, 12), (5, 2, 11))
     assert positions_of(requests.pool, requests.rows, requests.slots()) == [(0, 5), (1, 2), (2, 11)]
 
 

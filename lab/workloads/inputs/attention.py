@@ -113,8 +113,7 @@ class AttentionInputs:
             "seq_lens": self.seq_lens,
             "sinks": self.sinks,
         }
-        if self.scale_factors is not None:
-            named |= dict(zip(("K scale factors", "V scale factors"), self.scale_factors, strict=True))
+        named |= zip(("K scale factors", "V scale factors"), self.scale_factors or (), strict=False)
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def arguments(self) -> dict[str, Any]:
@@ -170,7 +169,16 @@ class AttentionInputs:
                 arguments["q_len_per_req"] = None
         elif case.interface is AttentionCall.DECODE and q_lens[0] > 1:
             arguments["q_len_per_req"] = q_lens[0]
-        arguments |= self._selection_arguments() | self._rank_arguments()
+        if case.top_k:
+            arguments |= self._selection_arguments()
+        if case.rank is not None:
+            ends = torch.tensor(case.all_kv_lens, dtype=torch.int32, device=device)
+            # The ranks' results are merged by their LSEs.
+            arguments |= {"cp_rank": case.rank[0], "cp_world": case.rank[1], "return_lse": True}
+            if case.is_mla:
+                arguments |= {"enable_dcp": True, "causal_seqlens_kv_global": ends, "return_lse_base": "base2"}
+            else:
+                arguments["causal_seqlens_kv_global"] = ends - q_lens[0]
         return arguments | {"workspace_buffer": new_workspace(device)}
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -181,27 +189,17 @@ class AttentionInputs:
     def rules(self, **changes: Any) -> Rules:
         """Return the rules of the expected results, such as scales and window. `changes` replaces fields of `Rules`."""
         case = self.case
-        given: dict[str, Any] = {
-            "bmm1_scale": self.bmm1_scale,
-            "bmm2_scale": self.bmm2_scale,
-            "arithmetic": case.dtype if case.arithmetic is None else case.arithmetic,
-            "out_dtype": self.out_dtype,
-            "window_left": case.window_left,
-            "sinks": self.sinks,
-            "shown": self.shown,
-            "causal": self.causal,
-        }
-        return Rules(**(given | changes))
-
-    def _rank_arguments(self) -> dict[str, Any]:
-        if self.case.rank is None:
-            return {}
-        rank, world = self.case.rank
-        ends = torch.tensor(self.case.all_kv_lens, dtype=torch.int32, device=self.query.device)
-        given = {"cp_rank": rank, "cp_world": world, "return_lse": True}  # the ranks' results are merged by their LSEs
-        if self.case.is_mla:
-            return given | {"enable_dcp": True, "causal_seqlens_kv_global": ends, "return_lse_base": "base2"}
-        return given | {"causal_seqlens_kv_global": ends - self.case.q_lens[0]}
+        own = Rules(
+            bmm1_scale=self.bmm1_scale,
+            bmm2_scale=self.bmm2_scale,
+            arithmetic=case.dtype if case.arithmetic is None else case.arithmetic,
+            out_dtype=self.out_dtype,
+            window_left=case.window_left,
+            sinks=self.sinks,
+            shown=self.shown,
+            causal=self.causal,
+        )
+        return replace(own, **changes)
 
     def truth(self, **changes: Any) -> Truth:
         requests = self.query, list(self.histories), list(self.q_lens), self.rules(**changes)
@@ -218,9 +216,7 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places_with_tail(self, used: Tensor) -> Tensor:
-        """Return `places` in the first `used[row]` columns of each row, and in the others the id of the case's `table_tail`:
-        with TableTail.FOREIGN, the first slot of the next row.
-        """
+        """Return `places` in the first `used[row]` columns of each row, and in the others the case's `table_tail`."""
         places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
         is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
@@ -235,8 +231,6 @@ class AttentionInputs:
 
     def _selection_arguments(self) -> dict[str, Any]:
         case = self.case
-        if not case.top_k:
-            return {}
         used, lens = torch.tensor(keys_up_to_rows(case), device=self.query.device), {}
         if case.top_k_lens:
             used = (self.places() >= 0).sum(dim=1, dtype=torch.int32)
@@ -246,9 +240,7 @@ class AttentionInputs:
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return kv_cache_sf and backend for an NVFP4 cache: for trtllm-gen, with V's scale factors in its order, if
-        `interleaved`; otherwise for XQA, in token order.
-        """
+        """Return kv_cache_sf and backend: of trtllm-gen, with V's in its order, if `interleaved`; else of XQA."""
         assert self.scale_factors is not None
         k, v = self.scale_factors
         if not interleaved:
@@ -271,9 +263,7 @@ def as_one_tensor(stacked: AttentionInputs) -> Tensor:
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
-    """Draw the K and V of a case's requests, store them in shuffled pages of a pool, and return all tensors of the call. The
-    pool's other cells contain the numbers of `Storage.dead`.
-    """
+    """Draw the K and V of a case's requests, store them in shuffled pages of a pool, and return all tensors of the call."""
     query, keys, values, sinks = draw_contents(case, device)
     stored = stored_kv(case.kv_dtype, keys, values)
     size, storage = case.page_size, case.storage
@@ -354,8 +344,8 @@ def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]
 def _block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return page tables, int32 [len(tables), most_pages + spare_columns]: the ids in `tables`, then the case's tail. Tails
-    of TableTail.FOREIGN are from `live`.
+    """Return int32 [len(tables), most_pages + spare_columns]: the ids in `tables`, then the case's tail, foreign ones of
+    `live`.
     """
     width = most_pages + case.storage.spare_columns
     page_id = TAIL_IDS.get(case.storage.table_tail)

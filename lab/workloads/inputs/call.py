@@ -105,9 +105,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return a call with these inputs, and with the optional arguments and results in `forms`: sinks only with Form.SINKS, a
-    mask only with Form.MASK.
-    """
+    """Return a call with the optional arguments and results in `forms`: sinks only with Form.SINKS, a mask with Form.MASK."""
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
     )

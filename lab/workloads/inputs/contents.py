@@ -91,9 +91,7 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Make queries zero, and values one-hot codes of the key's position: position % half in the first half of the elements,
-    position // half in the second. Heads have codes of different sizes.
-    """
+    """Make queries zero, and values one-hot codes of the key's position, in sizes that differ by head."""
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
     values = torch.zeros_like(drawn.values)
@@ -107,9 +105,7 @@ def _counted(drawn: _Drawn) -> _Drawn:
 
 
 def _low(drawn: _Drawn) -> _Drawn:
-    """Make every logit -200,000, or about -100,000 for a float16 query over an e4m3 cache, by the last coordinate, which
-    MLA's values do not include.
-    """
+    """Make every logit -200,000, or about -100,000 for a float16 query over an e4m3 cache, by the last coordinate."""
     query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
     keys[..., -1] = -largest
@@ -130,8 +126,8 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Set key 0's value to zero and its logit to `logit`, and all other logits to 0, by the last coordinate, which must be
-    rotary in MLA, because the others are the values.
+    """Set key 0's value to zero and its logit to `logit`, and all other logits to 0, by the last coordinate: in MLA a rotary
+    one.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
@@ -172,9 +168,7 @@ _SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles in a request: the first and last key, the last keys that the first, a middle and the last
-    row see, the starts of their pages, tiles and windows, and the neighbours of all these.
-    """
+    """Return positions for needles: where a first, a middle and the last row's keys, pages, tiles and windows begin or end."""
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
         edges |= {position, *(position // size * size for size in (page_size, *TILE_SIZES))}
@@ -239,30 +233,19 @@ def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors in which a cache of this dtype stores them: (K, V), or for NVFP4 (K, V, K's scale factors, V's)."""
-    if dtype == E4M3:
-        return quantize_e4m3(keys, E4M3_K_SCALE), quantize_e4m3(values, E4M3_V_SCALE)
     if dtype != NVFP4:
-        return keys.to(dtype), values.to(dtype)
+        return as_stored(keys, E4M3_K_SCALE, dtype), as_stored(values, E4M3_V_SCALE, dtype)
     (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)
     return k, v, k_factors, v_factors
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored K and V as a kernel reads them, before it applies the layer's scales: NVFP4's dequantised with
-    `factors`.
-    """
+    """Return stored K and V as a kernel reads them, before it applies the layer's scales: NVFP4's dequantised."""
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
-def stored_and_read(dtype: torch.dtype, histories: Sequence[History]) -> tuple[list[History], list[History]]:
-    stored = [stored_kv(dtype, *sides) for sides in histories]
-    return stored, [read_kv(*sides) for sides in stored]
-
-
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with a value; None: that of `POISON`. NVFP4, which cannot hold NaN, gets its poison instead of any but
-    0.
-    """
+    """Fill a tensor with a value; None: that of `POISON`, also for NVFP4, which cannot hold NaN, unless the value is 0."""
     if value is None or (storage.dtype == NVFP4 and value != 0):
         value = POISON[storage.dtype]
     storage.fill_(value)
@@ -273,9 +256,7 @@ def fill_dead(pool: Tensor, dead: Dead) -> None:
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill an output tensor with NaN, a huge value and minus this value, in turn, and return it: they show if a kernel does
-    not write an element, adds to it, or takes a maximum with it.
-    """
+    """Fill an output with NaN and huge values, which show if a kernel leaves, adds to or compares an element. Return it."""
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
     turns = values.repeat(-(-buffer.numel() // len(values)))[: buffer.numel()]
@@ -283,9 +264,7 @@ def unwritten(buffer: Tensor) -> Tensor:
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a workspace of zeros, uint8: 8 MiB of semaphores (counters), then scratch; `of_engine`: enough for an engine's
-    batches.
-    """
+    """Return a workspace of zeros, uint8: 8 MiB of semaphores (counters), then scratch; `of_engine`: for large batches."""
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
         # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.

@@ -24,8 +24,8 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A multi-step draft for which K/V lists are written, as data, and the memory layout of its tensors. With a negative
-    `spare_columns` or `spare_capacity`, a tensor is too small.
+    """A multi-step draft for which K/V lists are written, as data. Negative `spare_columns`, `spare_capacity`: too small a
+    tensor.
     """
 
     lens: tuple[int, ...]  # lengths of the prefixes
@@ -75,16 +75,15 @@ class DraftLists:
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device
         generator = torch.Generator().manual_seed(case.seed)
-        num_requests = len(case.lens)
-        rows = torch.randperm(case.num_rows, generator=generator)[:num_requests]
+        rows = torch.randperm(case.num_rows, generator=generator)[: len(case.lens)]
         positions = torch.tensor(case.lens, dtype=torch.int64).repeat_interleave(case.topk)
         if case.positions_differ:
             positions = torch.randint(0, 1000, positions.shape, generator=generator)
-        self._outputs: dict[str, Tensor] = {}  # by name of an output: its whole memory
-        kv_indices = self._output("kv_indices", case.num_steps, max(0, case.most_tokens + case.spare_capacity))
-        kv_indptr = self._output(
-            "kv_indptr", case.num_steps + case.spare_boundaries, num_requests * case.topk + 1 + case.spare_boundaries
-        )
+        most = max(0, case.most_tokens + case.spare_capacity)
+        num_lists, num_steps = len(positions) + 1 + case.spare_boundaries, case.num_steps + case.spare_boundaries
+        indices, kv_indices = self._surrounded("kv_indices", case.num_steps, most)
+        boundaries, kv_indptr = self._surrounded("kv_indptr", num_steps, num_lists)
+        self._outputs = {"kv_indices": indices, "kv_indptr": boundaries}  # the whole memory of each output
         table = self._request_table(generator)
         self.arguments: dict[str, Any] = {
             "req_pool_indices": self._vector("req_pool_indices", rows[:1].expand(len(rows)) if case.repeated else rows),
@@ -118,8 +117,7 @@ class DraftLists:
                 first = tuple(wrong[0].tolist())
                 found.append(
                     f"{len(wrong)} cells of {name} or of the memory around it are wrong, of {expected.numel()}; the first one, "
-                    f"{list(first)}, holds "
-                    f"{int(whole[first])} and should hold {int(expected[first])}"
+                    f"{list(first)}, holds {int(whole[first])} and should hold {int(expected[first])}"
                 )
         return found
 
@@ -142,22 +140,18 @@ class DraftLists:
         in_place(generate_draft_decode_kv_indices)(**given)
         return memory
 
-    def _output(self, name: str, *shape: int) -> Tensor:
-        how: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "filling": POISON}
-        self._outputs[name], part = surrounded(*shape, before=self.case.first_cell, **how)
-        return part
+    def _surrounded(self, name: str, *shape: int, filling: int = POISON, after: int = 8) -> tuple[Tensor, Tensor]:
+        dtype, before = self.case.dtypes[name], self.case.first_cell
+        return surrounded(*shape, dtype=dtype, device=self.device, filling=filling, before=before, after=after)
 
     def _vector(self, name: str, values: Tensor) -> Tensor:
-        shape: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "filling": POISON}
-        _, part = surrounded(len(values), before=self.case.first_cell, **shape)
-        return part.copy_(values)
+        return self._surrounded(name, len(values))[1].copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
         """Return ``req_to_token``, whose cells all differ: slots, or page ids in tables of pages; virtual ones may be -1."""
-        case, dtype = self.case, self.case.dtypes["req_to_token"]
-        num_columns = max(1, case.longest_row + case.spare_columns)
-        shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "filling": FOREIGN}
-        _, part = surrounded(case.num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
+        case = self.case
+        shape = case.num_rows, max(1, case.longest_row + case.spare_columns)
+        _, part = self._surrounded("req_to_token", *shape, filling=FOREIGN, after=case.row_gap)
         part = Layout.FAR_APART.of(part) if case.far_rows else part
         entries = torch.randperm(part.numel(), generator=generator).view(part.shape) + 1
         if case.translated:
@@ -172,8 +166,8 @@ class DraftLists:
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return the number to add to the entries of `source` so that slots exceed 32 bits; 0 if the dtypes are too small.
-        An entry stands for `tokens` slots.
+        """Return what to add to entries of `source`, which stand for `tokens` slots, so that slots exceed 32 bits, if they
+        can.
         """
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most

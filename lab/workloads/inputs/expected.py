@@ -1,7 +1,6 @@
 """Expected results that are computed at their first use and stored as bytes, so that no kernel can find them as a tensor."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,9 +17,7 @@ SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
 
 
 class LateTruth:
-    """A `Truth` that `make` computes when an attribute is first used, and that is kept as bytes. The tensors `made_from`,
-    which `make` reads, must not change.
-    """
+    """A `Truth` that `make` computes when an attribute is first used, and that is kept as bytes."""
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
         self._make, self._made_from, self._sums = make, made_from, _sums(made_from)
@@ -30,9 +27,7 @@ class LateTruth:
         return getattr(self.made(), name)
 
     def made(self) -> Truth:
-        """Compute the expected results, or restore them. Raise ChangedBindingsError if a tensor in `made_from` was written
-        to.
-        """
+        """Compute the expected results, or restore them. Raise ChangedBindingsError if a tensor in `made_from` changed."""
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
         if self._kept is not None:
@@ -40,7 +35,7 @@ class LateTruth:
             return Truth(**{name: _restored(value, device) for name, value in self._kept.items()})
         truth = self._make()
         if truth.expected.numel() <= MOST_KEPT_ELEMENTS:
-            self._kept = {each.name: _without_tensor(getattr(truth, each.name)) for each in fields(truth)}
+            self._kept = {name: _without_tensor(value) for name, value in vars(truth).items()}
         return truth
 
 
@@ -83,22 +78,16 @@ def _restored(value: Any, device: torch.device) -> Any:
     if not isinstance(value, tuple):
         return value
     dtype, shape, data = value
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)
-        if data
-        else torch.empty(shape, dtype=dtype, device=device)
-    )
+    if not data:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)
 
 
 def _sums(tensors: list[Tensor]) -> list[int]:
-    sums = [each.sum(dtype=torch.int64) for each in _as_integers(tensors)]
-    return torch.stack(sums).tolist() if sums else []
-
-
-def _as_integers(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the bits of all tensors as integer tensors. Small tensors, which may be thousands in a batch, are concatenated."""
     all_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
-    small = [each for each in all_bytes if len(each) <= SMALL_BYTES]
-    together = [torch.cat(small)] if small else []
-    for each in (*together, *(each for each in all_bytes if len(each) > SMALL_BYTES)):
-        yield each.view(torch.int64) if len(each) % 8 == 0 and each.storage_offset() % 8 == 0 else each
+    parts = [each for each in all_bytes if len(each) > SMALL_BYTES]
+    if small := [each for each in all_bytes if len(each) <= SMALL_BYTES]:  # may be thousands in a batch
+        parts.append(torch.cat(small))
+    in_words = (len(each) % 8 == 0 and each.storage_offset() % 8 == 0 for each in parts)
+    integers = [each.view(torch.int64) if words else each for each, words in zip(parts, in_words, strict=True)]
+    return torch.stack([each.sum(dtype=torch.int64) for each in integers]).tolist() if parts else []

@@ -41,13 +41,11 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
     """Return a sentence on the first error in one rank's rows and metadata in a context-parallel extend; "" if none."""
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
+    padded = -(-widest // (2 * num_ranks)) * 2 * num_ranks
     pairs: Pairs = {
         "rows": (shard.rows.tolist(), rows),
         "max_seq_len_q": (shard.metadata.max_seq_len_q, expected.max_seq_len_q),
-        "num_padded_rows, the rank with the most rows and up to a multiple,": (
-            shard.num_padded_rows,
-            next(count for count in range(0, widest + 2 * num_ranks, 2 * num_ranks) if count >= widest),
-        ),
+        "num_padded_rows, the rank with the most rows and up to a multiple,": (shard.num_padded_rows, padded),
     }
     return _first_difference(pairs) or wrong_metadata(batch, pool, shard.metadata, expected)
 
@@ -55,9 +53,7 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first wrong metadata cell among those that belong to requests; "" if there is none. The
-    metadata may be that of a larger batch. `expected` None: computed for the whole batch.
-    """
+    """Return a sentence about the first wrong cell among those of the batch's requests, also if it was padded; "" if none."""
     expected = forward_metadata(batch, pool) if expected is None else expected
     pairs = {
         **_leading("cache_seqlens", metadata.cache_seqlens_int32, expected.cache_seqlens),
@@ -82,25 +78,18 @@ def wrong_metadata(
 
 
 def wrong_eager_metadata(
-    batch: ForwardBatch,
-    pool: KVPool,
-    metadata: TRTLLMMHAMetadata,
-    *,
-    expand_encoder_only_verify: bool | None = None,
+    batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, *, expand_encoder_only_verify: bool | None = None
 ) -> str:
     """Return a sentence about the first error in the metadata of a pass without a graph: cells, shapes, dtypes or
-    `max_seq_len_q`; "" if there is none. With `expand_encoder_only_verify`, the argument with which the metadata was built,
-    the shapes of the encoder's lengths and table are compared too.
+    `max_seq_len_q`; "" if none. `expand_encoder_only_verify` None, if unknown: the encoder's shapes are not compared.
     """
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
     tables = ("page_table", "swa_page_table") if has_swa else ("page_table",)
     found = {name: getattr(metadata, name) for name in (*lengths, *tables)}
-    wrong = [
-        name for name, tensor in found.items() if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32
-    ]
-    if wrong:
-        return f"{wrong[0]} is not an int32 tensor"
+    for name, tensor in found.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
+            return f"{name} is not an int32 tensor"
     max_seq_len_q = forward_metadata(batch, pool).max_seq_len_q
     if batch.forward_mode.query_rows.are_bounded and batch.extend_seq_lens_cpu is None:
         assert batch.spec_info is not None
@@ -116,25 +105,19 @@ def wrong_eager_metadata(
         "there being a swa_out_cache_loc": (locations is not None, has_swa),
     }
     if locations is not None:
-        pairs["dtype and shape of swa_out_cache_loc"] = (
-            (locations.dtype, list(locations.shape)),
-            (torch.int64, [batch.num_tokens]),
-        )
+        got = locations.dtype, list(locations.shape)
+        pairs["dtype and shape of swa_out_cache_loc"] = got, (torch.int64, [batch.num_tokens])
     if expand_encoder_only_verify is not None:
         has_rows = expand_encoder_only_verify and batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS
         shapes = ([batch.num_tokens], [batch.num_tokens, shape[1]]) if has_rows else (None, None)
         of_rows = metadata.encoder_cache_seqlens, metadata.encoder_page_table
-        pairs["the shapes of encoder_cache_seqlens and encoder_page_table"] = (
-            tuple(None if each is None else list(each.shape) for each in of_rows),
-            shapes,
-        )
+        found_shapes = tuple(None if each is None else list(each.shape) for each in of_rows)
+        pairs["the shapes of encoder_cache_seqlens and encoder_page_table"] = found_shapes, shapes
     return _first_difference(pairs) or wrong_metadata(batch, pool, metadata)
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Return a sentence about the first page-table cell after a request's pages that does not hold page 0, the sink; "" if
-    none.
-    """
+    """Return a sentence about the first table cell after a request's pages that is not page 0, the sink; "" if none."""
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
         for request, pages in enumerate(rows):
@@ -151,9 +134,7 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error in the MLA backend's metadata; "" if there is none. `block` has the rows per
-    request with which a graph was captured; None for an eager pass.
-    """
+    """Return a sentence about the first error, "" if none. `block`: the rows per request of a graph; None: an eager pass."""
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
     pairs = {
         **_leading("seq_lens_k", metadata.seq_lens_k, expected.seq_lens_k),
@@ -172,9 +153,7 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the MLA metadata of a pass without a graph: dtypes, cells, table tails, bounds,
-    layout. After a wrong cell the rest is not compared.
-    """
+    """Yield a sentence for each error in the MLA metadata of an eager pass. After a wrong cell the rest is not compared."""
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
             yield f"{name} is {dtype}, not torch.int32"
@@ -227,9 +206,7 @@ def wrong_dsv4_metadata(
     compress_ratio: int | None = None,
     topk_indices: torch.Tensor | None = None,
 ) -> str:
-    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek-V4; "" if there is none.
-    `compress_ratio` None: 0 for a draft model, else 128.
-    """
+    """Return a sentence about the first error, "" if none. `compress_ratio` None: 0 for a draft model, else 128."""
     mode = batch.forward_mode
     if compress_ratio is None:
         is_draft = mode.extends_draft or (mode.query_rows is QueryRows.ONE and batch.spec_info is not None)
@@ -276,9 +253,7 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield a sentence about the first error, if any, in what `build_mla_prefill_metadata` built with the other arguments.
-    `in_prefill_graph`: the prefill is captured in a CUDA graph.
-    """
+    """Yield a sentence about the first error, if any, in what `build_mla_prefill_metadata` built with these arguments."""
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
     pairs = {

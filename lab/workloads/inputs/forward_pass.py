@@ -32,7 +32,6 @@ from lab.workloads.inputs.contents import (
     fill,
     needle_positions,
     read_kv,
-    stored_and_read,
     stored_kv,
     unwritten,
 )
@@ -46,9 +45,7 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 @dataclass(frozen=True, eq=False)
 class EnginePass:
-    """A forward pass that is ready to run: an engine's pool, cache, batch and metadata, and the histories (each request's
-    tokens) that the cache stores. Each backend has a subclass.
-    """
+    """A forward pass that is ready to run, and each request's tokens (histories). Each backend has a subclass."""
 
     case: Any  #: the pass as data
     pool: KVPool
@@ -90,9 +87,7 @@ class EnginePass:
         }
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Prepare the calls that the engine's backend makes with an implementation, and return a function that makes them.
-        `arguments` are those of `lab.metadata.engine.backend.Backend.prepare_attention`.
-        """
+        """Return a function that makes the backend's calls. `arguments` are those of `Backend.prepare_attention`."""
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
 
@@ -208,9 +203,7 @@ class BlockSparsePass(SelectingPass, ForwardPass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of query rows that see only keys up to their own token, in the pages `topk_pages` from
-    `draw_pages`. The layer must have no sinks and no window. The other arguments are as in `mha_truth`.
-    """
+    """Return the expected results of rows that see keys up to their own token, in the pages `topk_pages` from `draw_pages`."""
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):
         for length in range(len(keys) - q_len + 1, len(keys) + 1):
@@ -254,16 +247,15 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Build the forward pass of a case. Its cache has the requests' histories, and huge values in all other cells.
-    `build_metadata` builds the metadata; None stands for the builder of the case's backend.
-    """
+    """Build the forward pass of a case. All other cells of its cache are huge. `build_metadata` None: the backend's builder."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
     sides = (model.head_dim, model.head_dim)
     query, drawn = draw_histories(
         case, generator, limits_of(case), model.num_qo_heads, model.num_kv_heads, sides, model.softmax_scale
     )
-    stored, histories = stored_and_read(case.kv_dtype, drawn)
+    stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
+    histories = [read_kv(*sides) for sides in stored]
     layer, width = new_layer(case, device, generator), stored_width(case)
     pool = new_poisonable_pool(case, device)
     heads, window = model.num_kv_heads, case.sliding_window

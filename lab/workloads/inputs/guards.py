@@ -14,9 +14,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embedded(tensor: Tensor, value: float) -> Tensor:
-    """Return a contiguous copy of a tensor inside a vector whose other elements are `value`, at an address that is no
-    multiple of 16 bytes.
-    """
+    """Return a copy of a tensor inside a vector filled with `value`, at an address that is no multiple of 16 bytes."""
     how: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device, "filling": value}
     _, part = surrounded(tensor.numel(), before=AROUND, after=AROUND, **how)
     return part.view(tensor.shape).copy_(tensor)
@@ -35,8 +33,8 @@ def surrounded(
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """Copy a tensor into a buffer between two guard regions. Return (the copy, the whole buffer as uint8). The copy begins
-    `at_byte` bytes after an address with an allocation's alignment.
+    """Return (copy of a tensor between two guard regions, the whole buffer as uint8). The copy is `at_byte` bytes off
+    alignment.
     """
     size = tensor.nbytes
     room = size + 2 * GUARD_BYTES + at_byte

@@ -47,12 +47,7 @@ def with_bits_after(packed: Tensor) -> Tensor:
 
 def tree(q_len: int) -> Tensor:
     """Return the mask of a binary tree of draft tokens, bool [q_len, q_len]: each row sees itself and its ancestors."""
-    shown = torch.zeros(q_len, q_len, dtype=torch.bool)
-    for row in range(q_len):
-        token = row
-        while True:
-            shown[row, token] = True
-            if token == 0:
-                break
-            token = (token - 1) // 2
+    shown = torch.eye(q_len, dtype=torch.bool)
+    for row in range(1, q_len):
+        shown[row] |= shown[(row - 1) // 2]  # its parent's row
     return shown

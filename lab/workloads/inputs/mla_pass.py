@@ -177,9 +177,7 @@ def _selected_entries(
 
 
 def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata | None = None) -> MLAPass:
-    """Build the forward pass of a case. Its cache has the requests' histories, and huge values in all other cells.
-    `build_metadata` builds the metadata; None stands for the lab's builder for the case.
-    """
+    """Build the forward pass of a case. All other cells of its cache are huge. `build_metadata` None: the lab's builder."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     widths = [width for (width,) in case.token_shapes]
     query, drawn = draw_histories(case, generator, limits_of(case), case.num_qo_heads, 1, widths, case.softmax_scale)

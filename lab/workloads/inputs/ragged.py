@@ -58,9 +58,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs with the same query rows over other keys and values. Unless `causal`, each row sees all keys of its
-        request.
-        """
+        """Return inputs over other keys and values. Unless `causal`, each row sees all keys of its request."""
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self) -> dict[str, Any]:

@@ -34,9 +34,7 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """`tokens` gives K, V, pages and which cached tokens a call replaces; `call` gives queries, lengths and the
-    replacements.
-    """
+    """`tokens` gives K, V, pages and which cached tokens a call replaces; `call` gives queries, lengths and replacements."""
 
     tokens: int
     call: int
@@ -55,7 +53,7 @@ def touched(seed: int, count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SeededRedraw:
-    """Draws new contents into the tensors of timed calls, and judges the outputs: implements `lab.timing.work.Redraw`."""
+    """Draws new contents into the tensors of timed calls (`arguments`, as in `GpuWork`) from seeds, and judges the outputs."""
 
     forward: Any  #: the pass, or the recorded call
     keeps_metadata: bool = False  #: page ids and lengths must not change, because the host planned calls from them
@@ -74,6 +72,14 @@ class SeededRedraw:
         """Return the arguments of the pass without `out`, with its original page ids and lengths."""
         raise NotImplementedError
 
+    def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
+        """Draw new K and V from the seed, and write them to other pages of the pool than before."""
+        raise NotImplementedError
+
+    def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
+        """Draw new queries, replace some cached tokens, and fill the output with NaN. Some seeds also shorten the requests."""
+        raise NotImplementedError
+
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
         """Return the expected results of these requests' rows if the inputs are drawn from these seeds."""
         raise NotImplementedError
@@ -84,9 +90,7 @@ class SeededRedraw:
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that raises AssertionError if rows from `results`, for these seeds and the same `whole`, are
-        wrong.
-        """
+        """Return a function that raises AssertionError for wrong rows from `results` with these seeds and this `whole`."""
         truth = made(self.truth(seeds, self._judged(seeds, whole)))
 
         def check(results: Tensor) -> None:
@@ -132,19 +136,22 @@ class PassRedraw(SeededRedraw):
     def first_set(self) -> dict[str, Any]:
         own = self.forward.arguments(self.forward.query)
         inputs = {name: value for name, value in own.items() if name != "out"}
-        return self._restored(copy.deepcopy(inputs)) if self.keeps_metadata else inputs
-
-    def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        for name, tensor in self._metadata.items():
-            getattr(inputs["metadata"], name).copy_(tensor)
-        self._write_lengths(inputs["metadata"], ())
+        if self.keeps_metadata:
+            inputs = copy.deepcopy(inputs)
+            for name, tensor in self._metadata.items():
+                getattr(inputs["metadata"], name).copy_(tensor)
+            self._write_lengths(inputs["metadata"], ())
         return inputs
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw new K and V from the seed, and write them into the cache, in other pages than before."""
         cache = arguments["cache"]
-        if self._moves:
-            self._move_pages(arguments["metadata"], seed)
+        for name, table in self._metadata.items() if self._moves else ():
+            # Only the tables of the cache's own pool have its pages.
+            if name in TABLES and (name == "swa_page_table" or self.forward.case.window_left < 0):
+                pages = self._pages(seed)
+                known = pages[table.clamp(0, len(pages) - 1).long()].int()
+                moved = torch.where((table < 0) | (table >= len(pages)), table, known)
+                getattr(arguments["metadata"], name).copy_(moved)
         fill(cache.storage)
         if isinstance(cache, NVFP4KVCache):
             fill(cache.scale_factors)
@@ -152,7 +159,6 @@ class PassRedraw(SeededRedraw):
         cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw new queries, replace some cached tokens, and fill the output with NaN. Some seeds also shorten the requests."""
         rows = sum(self.forward.case.q_lens)
         arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
         places = self._touched(seeds.tokens)
@@ -164,7 +170,12 @@ class PassRedraw(SeededRedraw):
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
         query = self.forward.rows_of_requests(self.forward.query)
         drawn = torch.empty_like(query).normal_(generator=self._generator(seeds.call))
-        histories = self._histories(self._tokens(seeds), requests, self._shorter(seeds.call))
+        lens, shorter = self.forward.case.kv_lens, self._shorter(seeds.call)
+        topk = self.forward.case.topk
+        sides = [side.split(lens[::topk]) for side in self.forward.read(*self._tokens(seeds))]
+        histories = [
+            tuple(side[request // topk][: lens[request] - shorter[request]] for side in sides) for request in requests
+        ]
         return self.forward.truth_of(self._rows(drawn, requests), histories, requests)
 
     @functools.cached_property
@@ -185,24 +196,17 @@ class PassRedraw(SeededRedraw):
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0
+        # The pages before a request's window were evicted, but DSV4 caches entries of all tokens.
+        window_left = -1 if isinstance(forward.cache, DSV4Cache) else case.window_left
         for request in range(0, len(case.q_lens), case.topk):
-            kept, kv_len = self._first_kept(request), case.kv_lens[request]
+            before = max(0, case.first_rows[request] - window_left) if window_left >= 0 else 0
+            kept, kv_len = before // case.page_size * case.page_size, case.kv_lens[request]
             slots.append(forward.pool.slots(rows[request], kept, kv_len))
             tokens.append(torch.arange(first + kept, first + kv_len, device=slots[-1].device))
             first += kv_len
         every, pool = torch.cat(slots), forward.pool
-        every = pool.physical_slots(every) if self._window_left < 0 else pool.swa_slots(every)
+        every = pool.physical_slots(every) if window_left < 0 else pool.swa_slots(every)
         return every, None if len(every) == first else torch.cat(tokens)
-
-    @property
-    def _window_left(self) -> int:
-        return -1 if isinstance(self.forward.cache, DSV4Cache) else self.forward.case.window_left
-
-    def _first_kept(self, request: int) -> int:
-        """Return the position of a request's first token that is cached. The pages before its window were evicted."""
-        case, window_left = self.forward.case, self._window_left
-        before = max(0, case.first_rows[request] - window_left) if window_left >= 0 else 0
-        return int(before // case.page_size * case.page_size)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:
         """Draw K and V, or latent entries, of `count` tokens (None: all tokens) in the cache's dtype."""
@@ -237,14 +241,6 @@ class PassRedraw(SeededRedraw):
         pages[0] = 0
         return pages
 
-    def _histories(self, stored: Sequence[Tensor], requests: Sequence[int], shorter: Sequence[int]) -> list[History]:
-        case = self.forward.case
-        sides = [side.split(case.kv_lens[:: case.topk]) for side in self.forward.read(*stored)]
-        return [
-            tuple(side[request // case.topk][: case.kv_lens[request] - shorter[request]] for side in sides)
-            for request in requests
-        ]
-
     def _shorter(self, seed: int) -> list[int]:
         """Return for each request how many tokens shorter it is than in the case."""
         case = self.forward.case
@@ -257,13 +253,6 @@ class PassRedraw(SeededRedraw):
                 most = min(most, max(0, case.first_rows[request] - case.window_left) % case.page_size)
             found.append(found[-1] if request % case.topk else dice.randint(0, most))
         return found
-
-    def _move_pages(self, metadata: Any, seed: int) -> None:
-        pages = self._pages(seed)
-        for name, table in ((name, self._metadata[name]) for name in TABLES if name in self._metadata):
-            if name == "swa_page_table" or self.forward.case.window_left < 0:  # the tables of the cache's own pool
-                known = pages[table.clamp(0, len(pages) - 1).long()].int()
-                getattr(metadata, name).copy_(torch.where((table < 0) | (table >= len(pages)), table, known))
 
     def _write_lengths(self, metadata: Any, shorter: Sequence[int]) -> None:
         for name in (name for name in LENGTHS if name in self._metadata):

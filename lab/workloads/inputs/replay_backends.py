@@ -27,23 +27,10 @@ from lab.workloads.inputs.expected_metadata import (
     wrong_mla_metadata,
 )
 from lab.workloads.inputs.forward_pass import block_sparse_truth, mha_truth
-from lab.workloads.inputs.mla_pass import (
-    draw_groups,
-    draw_positions,
-    mla_truth,
-    new_mla_layer,
-)
-from lab.workloads.inputs.replay_fixture import (
-    DTYPE,
-    HUGE,
-    SIZES,
-    Cells,
-    ReplayedPass,
-    ReplayFixture,
-    RunnerFactory,
-)
+from lab.workloads.inputs.mla_pass import draw_groups, draw_positions, mla_truth, new_mla_layer
+from lab.workloads.inputs.replay_fixture import DTYPE, HUGE, SIZES, Cells, ReplayedPass, ReplayFixture, RunnerFactory
 from lab.workloads.inputs.selection import draw_pages
-from lab.workloads.requests import History, Requests
+from lab.workloads.requests import History
 
 
 class MHAReplayFixture(ReplayFixture):
@@ -150,11 +137,10 @@ class MLAReplayFixture(ReplayFixture):
             uniform["steps of cu_seqlens_q"] = (metadata.cu_seqlens_q[count:].diff(), self.width)
         return uniform
 
-    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
+    def _buffers(self, rows: int) -> dict[str, Tensor]:
         if self.padded_query is None:
             self.padded_query = self.query.new_zeros(max(SIZES), self.width, *self.query.shape[1:])
-        query, out = self.query[: view.num_tokens], self.out[: view.num_tokens]
-        return self._prepare(view, metadata, query, out, padded_query=self.padded_query)
+        return {"padded_query": self.padded_query}
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
         return mla_truth(query, query.dtype, seen, q_lens, self.layer, self.selected)
@@ -196,9 +182,8 @@ class SelectingFixture(ReplayFixture):
         topk_indices = self._of_indexer(buffers["topk_indices"] if buffers else self.selected)
         return super()._prepare(batch, metadata, query, out, topk_indices=topk_indices)
 
-    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
-        rows = view.num_tokens
-        return self._prepare(view, metadata, self.query[:rows], self.out[:rows], topk_indices=self.topk_indices[:rows])
+    def _buffers(self, rows: int) -> dict[str, Tensor]:
+        return {"topk_indices": self.topk_indices[:rows]}
 
     def _padded_lens(self, batch: ForwardBatch, metadata: Any, length: int, least: int = 0) -> Cells:
         rows, width = batch.num_tokens, self.width
@@ -274,9 +259,6 @@ class DSV4ReplayFixture(DSAReplayFixture):
 
     def _new_cache(self) -> Any:
         return DSV4Cache.over(self.pool, self.case.head_dim, DTYPE, self.case.compress_ratio or 0)
-
-    def _write(self, admitted: Requests) -> None:
-        admitted.write(self.cache, self.histories)
 
     def _pages_0(self) -> tuple[Tensor, ...]:
         return self.cache.window.storage[0], self.cache.compressed.storage[0]

@@ -19,10 +19,11 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.references.errors import Truth
 from lab.workloads.graph_case import ReplayCase
 from lab.workloads.inputs.expected import made
-from lab.workloads.requests import History, Requests, admit, forward_batch, new_pool
+from lab.workloads.requests import History, admit, forward_batch, new_pool
 
 SIZES = (2, 4)  # captured batch sizes
 NUM_REQUESTS = max(SIZES) + 1  # one more than the largest captured size: only an eager pass can have all requests
@@ -35,9 +36,7 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """One pass that a fixture has run: its query, its output and its metadata, without padding rows. After a replay,
-    `metadata` and `view` are the runner's buffers, which the next replay overwrites.
-    """
+    """One pass that a fixture has run, without padding rows. The next replay overwrites `metadata` and `view` of a replay."""
 
     query: Tensor  #: [num_rows, num_qo_heads, head_dim]
     out: Tensor  #: [num_rows, num_qo_heads, out_head_dim]
@@ -56,9 +55,7 @@ RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunn
 
 
 class ReplayFixture:
-    """Runs graph replays and eager passes of one layer, and checks them. It has a pool, requests with histories, a cache,
-    and a runner that captures (on a CPU: simulates it) and replays graphs. Each backend has a subclass.
-    """
+    """Runs graph replays (on a CPU: simulated) and eager passes of one layer, and checks them. Each backend has a subclass."""
 
     layer: Any
     cache: Any
@@ -87,7 +84,8 @@ class ReplayFixture:
         self.histories: list[History] = [
             tuple(self._randn(case.max_context_len, *shape) for shape in case.token_shapes) for _ in self.rows
         ]
-        self._write(admitted)
+        in_swa_pool = case.sliding_window and not isinstance(self.cache, DSV4Cache)
+        admitted.write(self.cache, self.histories, sliding_window=in_swa_pool)
         self.query = self._randn(max(SIZES) * self.width, *case.query_shape)
         self.out = torch.zeros(len(self.query), *case.out_shape, dtype=DTYPE, device=device)
         self.runner = make(self.backend, case, self.pool, SIZES, self._body)
@@ -188,9 +186,6 @@ class ReplayFixture:
     def _new_cache(self) -> Any:
         raise NotImplementedError
 
-    def _write(self, admitted: Requests) -> None:
-        admitted.write(self.cache, self.histories, sliding_window=self.case.sliding_window)
-
     def _uncounted(self) -> int:
         """Return how many tokens of a request `seq_lens` does not count in the fixture's mode, such as drafted tokens."""
         return uncounted_tokens(self.runner.inputs.view(1))
@@ -204,9 +199,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return by name the metadata cells of padding requests, which have `length` tokens in `pages` pages, each with the
-        value that it must have. `batch` is the batch without padding.
-        """
+        """Return metadata cells of padding requests, which have `length` tokens, and the value that each must have."""
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
@@ -223,7 +216,12 @@ class ReplayFixture:
         return call
 
     def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
-        return self._prepare(view, metadata, self.query[: view.num_tokens], self.out[: view.num_tokens])
+        rows = view.num_tokens
+        return self._prepare(view, metadata, self.query[:rows], self.out[:rows], **self._buffers(rows))
+
+    def _buffers(self, rows: int) -> dict[str, Tensor]:
+        """Return further buffers of a graph with this number of rows, by the names of `prepare_attention`'s arguments."""
+        return {}
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)

@@ -31,9 +31,7 @@ def keys_up_to_rows(case: AttentionCase) -> list[int]:
 
 
 def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return for each request the keys that its rows see on the case's context-parallel rank: int64 [q_len, kv_len], indices
-    among the rank's keys, -1 for none.
-    """
+    """Return the keys that each request's rows see on its rank: int64 [q_len, kv_len], indices of its keys, -1 for none."""
     rank, world = case.rank or (0, 1)
     seen = []
     for end, kv_len, q_len in zip(case.all_kv_lens, case.kv_lens, case.q_lens, strict=True):
@@ -86,7 +84,8 @@ def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> li
     elif case.entries is Entries.TWICE:
         chosen = rng.sample(rng.sample(keys, (used + 1) // 2) * 2, used)
     elif case.entries is Entries.EDGES:
-        edges = _edges(num_keys, case.page_size)
+        starts = range(0, num_keys, case.page_size)  # of pages
+        edges = sorted({num_keys - 1, *starts, *(start - 1 for start in starts if start)})
         chosen = rng.sample(edges, min(len(edges), used))
     else:
         most = 1 if case.entries is Entries.ONE else used
@@ -100,8 +99,3 @@ def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> li
     for column, position in zip(places, chosen, strict=True):
         found[column] = position
     return found
-
-
-def _edges(num_keys: int, page_size: int) -> list[int]:
-    starts = range(0, num_keys, page_size)
-    return sorted({num_keys - 1, *starts, *(start - 1 for start in starts if start)})

@@ -25,9 +25,7 @@ def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return a copy of a tensor in which `gap` elements of memory follow each index of `axis`. If the elements are floats,
-    every second element outside the tensor is NaN, and the others are large.
-    """
+    """Return a copy with `gap` elements after each index of `axis`, in memory that is large and, if of floats, half NaN."""
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
     for each in reversed(range(tensor.dim() - 1)):
