@@ -46,25 +46,18 @@ MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one ba
 class Setting:
     """The decode requests whose errors are measured, and the cache that stores their K and V. Dtypes are names of
     `lab.ranges.DTYPES`. Raises ValueError for an unknown name, and a number out of range.
-
-    Attributes:
-        kv, scale: dtype of the cache, and the name of its scale in `SCALES`.
-        keys, values, v_std: number of keys of a request, the distribution of K and V (a name in `VALUES`), and a factor of
-            V. Not used for recorded requests.
-        query: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised.
-        out, arithmetic: dtypes of the output and of the operands of Q·K^T and of P·V; "" for the dtype of the query.
     """
 
-    kv: str
-    keys: int = 1024
-    scale: str = "amax"
-    values: str = "normal"
-    v_std: float = 1.0
-    query: str = ""
-    out: str = ""
-    arithmetic: str = ""
+    kv: str  #: dtype of the cache
+    keys: int = 1024  #: of a request; not used for recorded requests, as `values` and `v_std`
+    scale: str = "amax"  #: of the cache, a name in `SCALES`
+    values: str = "normal"  #: the distribution of K and V, a name in `VALUES`
+    v_std: float = 1.0  #: a factor of V
+    query: str = ""  #: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised
+    out: str = ""  #: dtype of the output; "" for the query's
+    arithmetic: str = ""  #: dtype of the operands of Q·K^T and of P·V; "" for the query's
     head_dim: int = 64
-    group: int = 8
+    group: int = 8  #: query heads per K/V head
 
     def __post_init__(self) -> None:
         known = {"kv": tuple(DTYPES), "scale": tuple(SCALES), "values": VALUES}
@@ -209,18 +202,13 @@ def budget(
 
 @dataclass(frozen=True)
 class Explanation:
-    """The verdict on a failed test, as `explain` returns it.
+    """The verdict on a failed test, as `explain` returns it."""
 
-    Attributes:
-        verdict: "noise", "bug" or "cannot be told".
-        numbers: "simulated": number of simulated elements; "mean", "mean_at_bound": mean number of mismatches in a test of
-            this size, of a right kernel and of a kernel whose errors equal the judge's bound; "probability": of the test's
-            mismatches; "largest": the largest simulated difference; "judge_allows": the largest difference that the judge
-            allows.
-    """
-
-    verdict: str
+    verdict: str  #: "noise", "bug" or "cannot be told"
     reason: str
+    #: "simulated": simulated elements; "mean", "mean_at_bound": mean number of mismatches in a test of this size, of a right
+    #: kernel and of one whose errors equal the judge's bound; "probability": of the test's mismatches; "largest": the largest
+    #: simulated difference; "judge_allows": the largest difference that the judge allows
     numbers: Mapping[str, float]
 
 

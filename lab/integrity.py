@@ -114,7 +114,6 @@ class Bindings:
         ]
 
     def check(self) -> None:
-        """Raise ChangedBindingsError if a function, constant or setting has changed since `bindings` recorded it."""
         if changed := self.changes():
             raise ChangedBindingsError(in_words(changed))
 
@@ -243,7 +242,6 @@ def _items(constant: Any) -> tuple[Any, ...]:
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the settings of this process and thread that can change a result, such as allow_tf32."""
     yield "torch's default dtype", torch.get_default_dtype()
     yield "torch's default device", str(torch.get_default_device())
     yield "torch's grad mode", torch.is_grad_enabled()

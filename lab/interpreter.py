@@ -69,7 +69,6 @@ def quicken() -> None:
 
 @functools.cache  # once in a process
 def _change(interpreter: Any) -> None:
-    """Replace the interpreter's functions that repeat work. Do nothing if the Triton version lacks one of these functions."""
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if builder is not None and options is not None and not options.debug:

@@ -29,7 +29,6 @@ class Kind:
     metavar: str = "N,N,..."  # placeholder of the values in a help text
 
     def read(self, text: str) -> Any:
-        """Parse the text of one value. Raise ValueError for a value that is not permitted."""
         try:
             value = self.parse(text) if str(text).isascii() else None  # int() takes the digits of all scripts
         except ValueError:

@@ -34,21 +34,16 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """One forward pass, or one recorded call, that is timed on several implementations, which read the same input tensors.
-
-    Attributes:
-        plain: draws new contents for implementations that read lengths and page ids from the GPU.
-        planned: draws new contents for implementations that plan on the host. It has its own tensors, and does not change
-            page ids and lengths.
-    """
+    """One forward pass, or one recorded call, that is timed on several implementations, which read the same input tensors."""
 
     forward: EnginePass | RecordedPass
+    #: draws new contents for implementations that read lengths and page ids from the GPU
     plain: PassRedraw | CallRedraw
+    #: draws new contents, without other page ids and lengths, on its own tensors, for implementations that plan on the host
     planned: PassRedraw | CallRedraw
 
     @classmethod
     def of(cls, case: TimedCase, device: torch.device) -> "TimedPasses":
-        """Return the `TimedPasses` of a case's pass or of a recorded call. Raises RecordingError if the call cannot be read."""
         if isinstance(case, ForwardCase):
             return cls.over(build_forward(case, device))
         if isinstance(case, MLACase):
@@ -145,7 +140,6 @@ def time_interleaved(
 
 
 def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
-    """Return the fields of a recorded row that describe a pass: mode, geometry or MLA's sizes, batch, dtypes and work."""
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),

@@ -63,31 +63,18 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Samples of one call's GPU time in microseconds, with the conditions of the measurement.
+    """Samples of one call's GPU time, with the conditions of the measurement. Raises ValueError unless all are positive."""
 
-    Attributes:
-        samples_us: time per call; one sample is one replay, or one eager call for the events clock.
-        method: the clock and the state of L2.
-        launches: number of kernels, copies and fills of one call.
-        calls_per_sample: number of calls in one replay of the CUDA graph.
-        buffer_copies: number of copies of the call's tensors that consecutive calls used in turn.
-        kernels: names of the kernels; recorded by CUPTI only.
-        busy_us: median time per call during which at least one activity ran, without gaps; recorded by CUPTI only.
-        device: clocks, power and throttling during the measurement; calls with interleaved samples share this object.
-        contents_seed: seed of the tensors' contents; with this seed `measure_interleaved` draws the same contents again.
-
-    Raises:
-        ValueError: there are no samples, or a sample is not a positive number.
-    """
-
-    samples_us: tuple[float, ...]
+    samples_us: tuple[float, ...]  #: time per call; one sample is one replay, or one eager call for the events clock
     method: Method
-    launches: int
-    calls_per_sample: int = 1
-    buffer_copies: int = 1
-    kernels: tuple[str, ...] = ()
-    busy_us: float | None = None
+    launches: int  #: number of kernels, copies and fills of one call
+    calls_per_sample: int = 1  #: number of calls in one replay of the CUDA graph
+    buffer_copies: int = 1  #: number of copies of the call's tensors that consecutive calls used in turn
+    kernels: tuple[str, ...] = ()  #: names of the kernels of one replay, by CUPTI only
+    busy_us: float | None = None  #: time per call during which the GPU ran something, by CUPTI only
+    #: clocks, power and throttling during the measurement; calls with interleaved samples share this object
     device: DeviceState = field(default_factory=DeviceState)
+    #: seed of the tensors' contents; with this seed `measure_interleaved` draws the same contents again
     contents_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,7 +91,6 @@ class GpuTime:
 
     @property
     def iqr_us(self) -> float:
-        """Return the interquartile range: the spread of the middle half of the samples."""
         return interquartile_range(self.samples_us)
 
 
@@ -122,7 +108,6 @@ def rounded_us(samples_us: Sequence[float]) -> list[float]:
 
 
 def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
-    """Measure the GPU time of one call from `samples` samples. Raises the errors of `measure_interleaved`."""
     return measure_interleaved({"": work}, method, samples)[""]
 
 
@@ -253,7 +238,6 @@ class BufferContents:
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
 
     def chosen(self, turn: int, buffers: Sequence[GpuWork]) -> int:
-        """Return the index of the buffer whose results are judged in this turn."""
         return self._dice(turn).randrange(len(buffers))
 
     def _dice(self, turn: int) -> random.Random:
@@ -272,8 +256,6 @@ def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferCont
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A copy of some results of one timed sample. It is judged after the last sample of all calls."""
-
     name: str  # the call
     redraw: SeededRedraw
     seeds: Seeds  # of the sample's inputs

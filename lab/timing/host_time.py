@@ -60,6 +60,5 @@ def host_time(
 
 
 def drain() -> None:
-    """Wait until the current GPU is idle; return at once if this process has not used a GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -50,29 +50,21 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A measured time, compared with the least time that the work can take.
+    """A measured time, compared with the least time that the work can take."""
 
-    Attributes:
-        bandwidth_percent, matrix_rate_percent: the reached rates in percent of the rates measured on this GPU in this run.
-        floor_us: the longer of bytes over measured bandwidth and operations over measured matrix rate.
-        floor_bound: "memory" or "matrix": the part of the work that sets the floor.
-        floor_percent: floor over median in percent; 100 at the limit.
-    """
-
-    bandwidth_gbps: float
+    bandwidth_gbps: float  #: 10**9 bytes per second
     rate_tflops: float
-    bandwidth_percent: float
-    matrix_rate_percent: float
-    floor_us: float
-    floor_bound: str
-    floor_percent: float
+    bandwidth_percent: float  #: of the bandwidth measured on this GPU in this run
+    matrix_rate_percent: float  #: of the matrix rate measured on this GPU in this run
+    floor_us: float  #: the longer of bytes over measured bandwidth and operations over measured matrix rate
+    floor_bound: str  #: "memory" or "matrix": the part of the work that sets the floor
+    floor_percent: float  #: floor over median in percent; 100 at the limit
 
     def facts(self) -> dict[str, Any]:
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Compare a time with the work that a call must do: `bytes_moved` bytes and `operations` floating-point operations."""
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(
@@ -113,7 +105,6 @@ def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> 
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure the memory and the matrix rate of this GPU, in about three seconds."""
     bandwidth_gbps = COPY_BYTES / measure(negation(COPY_BYTES, device), CEILING_METHOD).median_us / 1e3
     # The data is random, because zeros are faster than any real data (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))

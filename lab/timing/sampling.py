@@ -126,7 +126,6 @@ def refuse_foreign_threads() -> None:
 
 
 def driver() -> Any:
-    """Return the module `cuda.bindings.driver`; raise RuntimeError if it is not installed."""
     try:
         from cuda.bindings import driver  # comes with torch's CUDA wheels
     except ImportError as error:

@@ -27,14 +27,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule that decides whether a change is faster or slower. Raises ValueError for numbers out of range.
+    """The rule that decides whether a change is faster or slower. Raises ValueError for numbers out of range."""
 
-    Attributes:
-        minimum_effect_percent: a smaller change of the median is ignored; at least 0.
-        significance: significance level of the rank test and error probability of the interval; above 0, at most 0.5.
-    """
-
-    minimum_effect_percent: float = 3.0
+    minimum_effect_percent: float = 3.0  #: a smaller change of the median is ignored; at least 0
+    #: significance level of the rank test and error probability of the interval; above 0, at most 0.5
     significance: float = 0.01
 
     def __post_init__(self) -> None:
@@ -53,8 +49,6 @@ INTERLEAVED = Rule(minimum_effect_percent=1.0)  # variants that are interleaved 
 
 
 class Speed(enum.Enum):
-    """Whether the second set of samples is faster or slower than the first."""
-
     FASTER = "faster"
     SLOWER = "slower"
     SAME = "same"
@@ -75,7 +69,6 @@ class Times:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> "Times":
-        """Return the `Times` of a recorded row: from its `samples_us`, or else from its `median_us` and `iqr_us`."""
         return cls.of(row["samples_us"]) if row.get("samples_us") else cls(row["median_us"], row["iqr_us"])
 
     @property
@@ -91,23 +84,16 @@ class Times:
 
 @dataclass(frozen=True)
 class SampleComparison:
-    """The result of comparing two sets of time samples: a verdict (`speed`), and the change of the median time.
-
-    Attributes:
-        before_us, after_us: the medians.
-        effect_percent: the second median over the first, minus 1, in percent; positive is slower.
-        interval_percent: confidence interval of the effect, at confidence 1 - significance; None with too few samples.
-        p_value: p-value of the two-sided rank test; None without samples.
-        reason: the reason for UNSURE, in words; empty for other verdicts.
-    """
+    """The result of comparing two sets of time samples: a verdict (`speed`), and the change of the median time."""
 
     speed: Speed
-    before_us: float
+    before_us: float  #: the median
     after_us: float
-    effect_percent: float
+    effect_percent: float  #: the second median over the first, minus 1, in percent; positive is slower
+    #: confidence interval of the effect, at confidence 1 - significance; None with too few samples
     interval_percent: tuple[float, float] | None
-    p_value: float | None
-    reason: str = ""
+    p_value: float | None  #: of the two-sided rank test; None without samples
+    reason: str = ""  #: the reason for UNSURE, in words; empty for other verdicts
 
     @property
     def ratio(self) -> float:

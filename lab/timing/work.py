@@ -13,34 +13,26 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, eq=False)
 class GpuWork:
-    """A call to be timed, with its tensors and lower bounds of the bytes that it moves and the operations that it does.
+    """A call to be timed, with its tensors and lower bounds of the bytes that it moves and the operations that it does."""
 
-    Attributes:
-        prepare: takes the arguments, does the preparation that is not timed, and returns the timed call.
-        arguments: all tensors that the call reads or writes, also nested ones. A tensor in a closure would not be copied, and
-            would stay in L2 during rotation.
-        bytes_moved: bytes of device memory that must move at least once.
-        operations: floating-point operations that the call must do; 0 for a negligible number.
-        check: takes the arguments after a call, raises an error if the results are wrong, and overwrites the results. It is
-            called on every set of buffers, before and after the samples.
-        redraw: draws other inputs for each sample and checks results, instead of `check`. `out` is then an argument, and calls
-            with the same `SeededRedraw` share all other tensors.
-    """
-
+    #: takes the arguments, does the preparation that is not timed, and returns the timed call
     prepare: Callable[..., Call]
+    #: all tensors that the call reads or writes, also nested ones. One in a closure would stay in L2 during rotation
     arguments: Mapping[str, Any]
-    bytes_moved: int
-    operations: int = 0
+    bytes_moved: int  #: bytes of device memory that must move at least once
+    operations: int = 0  #: floating-point operations that the call must do; 0 for a negligible number
+    #: takes the arguments after a call, raises an error if the results are wrong, and overwrites the results; called on every
+    #: set of buffers, before and after the samples
     check: Callable[[Mapping[str, Any]], None] | None = None
+    #: draws other inputs for each sample and checks results, instead of `check`. `out` is then an argument, and calls with the
+    #: same object share all other tensors
     redraw: SeededRedraw | None = None
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
-        """Return the `GpuWork` of a function that needs no preparation and takes `arguments` as keyword arguments."""
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """Return this timed call and `count` - 1 copies of it, each on its own tensors."""
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":

@@ -38,7 +38,6 @@ class GroupedLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one token's key and value, [num_kv_heads, head_dim] each."""
         return ((self.model.num_kv_heads, self.model.head_dim),) * 2
 
 
@@ -259,7 +258,6 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of one read of each visible key and value, one read of each query, and one write of each output."""
         model = self.model
         kv_bytes = 2 * self.visible_keys * model.num_kv_heads * model.head_dim * self.kv_dtype.itemsize
         if self.kv_dtype == NVFP4:

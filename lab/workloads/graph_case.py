@@ -53,8 +53,6 @@ class ReplayCase:
 
 @dataclass(frozen=True, repr=False)
 class GraphCase(GroupedLayer, ReplayCase):
-    """A sequence of CUDA graph replays of the MHA backend (paged K and V)."""
-
     geometry: str = "tiny"  #: a name of `lab.workloads.GEOMETRIES`
     sliding_window: bool = False  #: the layer has a sliding window and a pool of its own
     decode_splits: int = 1  #: calls into which the engine divides a decode call, with requests sorted by length

@@ -51,7 +51,6 @@ class LatentLayer:
 
     @property
     def head_dim(self) -> int:
-        """Return the number of elements of a query head, and of a cache entry."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -156,7 +155,6 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the number of keys that the last row of each request sees: in a draft step with MLA only the prefix."""
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
@@ -189,6 +187,5 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of one read of each visible latent entry and each query, and one write of each output."""
         rows = sum(self.q_lens) * self.num_qo_heads * (self.head_dim + self.kv_lora_rank) * self.dtype.itemsize
         return self.visible_keys * self.head_dim * self.kv_dtype.itemsize + rows

@@ -74,7 +74,6 @@ class PassCase(PassLens):
         )
 
     def check_requests(self) -> None:
-        """Raise ValueError unless the forward mode computes attention, and allows these lengths, rows and this draft step."""
         if self.mode not in ATTENDING_MODES:
             raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
         if len(self.prefix_lens) != len(self.q_lens):

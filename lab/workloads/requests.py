@@ -62,7 +62,6 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        """Return the cache slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft."""
         return torch.cat(
             [self.pool.slots(*each) for each in zip(self.rows, self.first_written, self.kv_lens, strict=True)]
         )

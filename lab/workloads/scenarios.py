@@ -158,7 +158,6 @@ def _parts(name: str) -> tuple[ForwardMode, str, str, list[str]]:
 
 @contextlib.contextmanager
 def naming_scenario(name: str) -> Iterator[None]:
-    """In the `with` block, put the scenario's name before the message of each ValueError."""
     try:
         yield
     except ValueError as error:

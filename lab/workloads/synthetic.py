@@ -23,7 +23,6 @@ MEAN_GAP_MS = 50.0
 
 
 def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[TracedRequest]:
-    """Draw the trace: its requests in order of arrival, at whole milliseconds."""
     random = Random(seed)
     requests, arrival_ms = [], 0.0
     for _ in range(num_requests):
@@ -41,7 +40,6 @@ def _log_normal(uniform: float, median: float, sigma: float, least: int, most: i
 
 
 def as_mooncake(requests: Sequence[TracedRequest]) -> str:
-    """Return requests in the format that `read_mooncake` reads, with arrivals at whole milliseconds."""
     rows = (
         {"timestamp": round(each.arrival_ms), "input_length": each.input_length, "output_length": each.output_length}
         for each in requests

@@ -27,7 +27,6 @@ class TracedRequest:
 
 
 def own_trace() -> list[TracedRequest]:
-    """Return the lab's own small trace. It is synthetic: `lab.workloads.synthetic` draws it."""
     return read_mooncake(Path(__file__).parent / "data" / "synthetic_chat.jsonl")
 
 

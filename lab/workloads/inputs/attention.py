@@ -104,7 +104,6 @@ class AttentionInputs:
         return self.block_tables.shape[-1] * self.case.page_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel must not change, by their names in reports."""
         named = {
             "query": self.query,
             "K cache": self.k_pages,
@@ -187,7 +186,6 @@ class AttentionInputs:
         return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the rules of the expected results, such as scales and window. `changes` replaces fields of `Rules`."""
         case = self.case
         own = Rules(
             bmm1_scale=self.bmm1_scale,
@@ -258,7 +256,6 @@ def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def as_one_tensor(stacked: AttentionInputs) -> Tensor:
-    """Return a copy of all pages as one tensor, [num_pages, 2, ...]: for each page K, then V."""
     return torch.stack((stacked.k_pages, stacked.v_pages), dim=1)
 
 
@@ -318,7 +315,6 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
 
 
 def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
-    """Return uninitialised pages of K and of V; of MLA only those of both."""
     new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
     if case.is_mla:
         return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]

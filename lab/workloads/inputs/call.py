@@ -46,7 +46,6 @@ class BuiltCall:
 
     @property
     def rows(self) -> int:
-        """Return the number of query rows that belong to requests. Padding rows may follow them."""
         return sum(self.inputs.q_lens)
 
     @property

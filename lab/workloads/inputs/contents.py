@@ -114,7 +114,6 @@ def _low(drawn: _Drawn) -> _Drawn:
 
 
 def _tall(drawn: _Drawn) -> _Drawn:
-    """Make logits rise with the key's position from 0 to 512, by 8 every 64 keys. With e4m3 keys some steps are equal."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     query, keys = 0.25 * drawn.query, drawn.keys.clone()
     # Keys are then at most 13 for heads of up to 128, which e4m3 represents with its scale
@@ -148,7 +147,6 @@ def _loud(drawn: _Drawn) -> _Drawn:
 
 
 def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
-    """Multiply the values by `factor`. In MLA they are in the keys, and a `factor` above 1 also divides the query."""
     if drawn.case.is_mla:
         return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
     return replace(drawn, values=drawn.values * factor)

@@ -103,7 +103,6 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Call `write`. Return a sentence for each changed input, and for each output that is wrong."""
         for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
@@ -175,7 +174,6 @@ class DraftLists:
 
 
 def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu") -> None:
-    """Raise AssertionError if `write` writes other lists than the reference does, or writes to other memory."""
     wrongs = DraftLists(case, device).wrongs(write)
     assert not wrongs, f"{'; '.join(wrongs)}: {case}"
 

@@ -40,7 +40,6 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return expected results as a `Truth`: compute those of a `LateTruth`."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 

@@ -177,7 +177,15 @@ def wrong_eager_mla_metadata(
         if metadata.max_seq_len_k > known + max(counted, metadata.max_seq_len_q):
             yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
     if batch.forward_mode.query_rows.in_extend_seq_lens:
-        yield from _wrong_rows(batch, metadata)
+        q_lens = [query_length(batch, request) for request in range(batch.batch_size)]
+        pairs: Pairs = {
+            "seq_lens_q": (None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist(), q_lens),
+            "sum_seq_lens_q": (metadata.sum_seq_lens_q, batch.num_tokens if is_ragged else sum(q_lens)),
+        }
+        if wrong := _first_difference(pairs):
+            yield wrong
+        if metadata.query_layout is QueryLayout.VIEW and (is_ragged or len(set(q_lens)) > 1):
+            yield f"rows of {q_lens} are viewed as equally many"
 
 
 def wrong_block_sparse_metadata(
@@ -235,15 +243,12 @@ def wrong_dsv4_metadata(
 
 
 def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
-    """Return a sentence about the first tensor that is missing or has a wrong number of rows; "" if there is none."""
     tables = ("seq_lens", "window", "page_table")
     for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):
         if not isinstance(getattr(metadata, name), torch.Tensor):
             return f"{name} is {getattr(metadata, name)}, not a tensor"
-    count = max(rows, len(metadata.seq_lens))
-    return _first_difference(
-        {f"the number of rows of {name}": (len(getattr(metadata, name)), count) for name in tables}
-    )
+    counts, count = {name: len(getattr(metadata, name)) for name in tables}, max(rows, len(metadata.seq_lens))
+    return _first_difference({f"the number of rows of {name}": (found, count) for name, found in counts.items()})
 
 
 def wrong_mla_prefill_metadata(
@@ -256,32 +261,16 @@ def wrong_mla_prefill_metadata(
     """Yield a sentence about the first error, if any, in what `build_mla_prefill_metadata` built with these arguments."""
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
+    falls_back = in_prefill_graph or (disable_chunked_prefix_cache and has_prefix)
     pairs = {
         "dtypes of seq_lens and cum_seq_lens": ({metadata.seq_lens.dtype, metadata.cum_seq_lens.dtype}, {torch.int32}),
         "seq_lens": (metadata.seq_lens.tolist(), rows),
         "cum_seq_lens": (metadata.cum_seq_lens.tolist(), list(itertools.accumulate(rows, initial=0))),
         "max_seq_len": (metadata.max_seq_len, max(rows, default=0)),
-        "fallback_to_flashinfer_impl": (
-            metadata.fallback_to_flashinfer_impl,
-            in_prefill_graph or (disable_chunked_prefix_cache and has_prefix),
-        ),
+        "fallback_to_flashinfer_impl": (metadata.fallback_to_flashinfer_impl, falls_back),
     }
     if wrong := _first_difference(pairs):
         yield wrong
-
-
-def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    is_ragged_verify = batch.forward_mode.query_rows.are_bounded
-    rows = [query_length(batch, request) for request in range(batch.batch_size)]
-    found = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
-    pairs = {
-        "seq_lens_q": (found, rows),
-        "sum_seq_lens_q": (metadata.sum_seq_lens_q, batch.num_tokens if is_ragged_verify else sum(rows)),
-    }
-    if wrong := _first_difference(pairs):
-        yield wrong
-    if metadata.query_layout is QueryLayout.VIEW and (is_ragged_verify or len(set(rows)) > 1):
-        yield f"rows of {rows} are viewed as equally many"
 
 
 Pairs = dict[str, tuple[Any, Any]]  # name -> (actual value, expected value)

@@ -75,7 +75,6 @@ class EnginePass:
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        """Return the keyword arguments of `prepare`, without the implementation. `out` is an output from `new_out`."""
         return {
             "batch": self.batch,
             "metadata": self.metadata,
@@ -96,11 +95,9 @@ class EnginePass:
         return unwritten(self.query.new_empty((len(self.query), *self.case.out_shape)))
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
-        """Return the rows of an output that belong to requests, without padding rows."""
         return out[: sum(self.case.q_lens)]
 
     def run(self, implementation: Any, out: Tensor) -> None:
-        """Prepare the attention calls of the pass with an implementation, and make them once. They write `out`."""
         self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
@@ -135,8 +132,6 @@ class SelectingPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass(EnginePass):
-    """A forward pass of the MHA backend, whose cache has paged K and V."""
-
     case: ForwardCase
     metadata: TRTLLMMHAMetadata
     layer: AttentionLayer
@@ -272,7 +267,6 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
 
 
 def with_padding_rows(query: Tensor, count: int) -> Tensor:
-    """Return the query followed by `count` rows of NaN."""
     return torch.cat([query, query.new_full((count, *query.shape[1:]), float("nan"))])
 
 
@@ -282,7 +276,6 @@ def stored_width(case: ForwardCase) -> int:
 
 
 def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
-    """Return the cache, with scale factors if it is NVFP4."""
     return NVFP4KVCache.over(cache, trtllm_gen=case.query_dtype == E4M3) if case.kv_dtype == NVFP4 else cache
 
 
@@ -345,7 +338,6 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return the positions of the needles in each request; None if the case has none."""
     if case.contents is not Contents.NEEDLES:
         return None
     return [
@@ -355,7 +347,6 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
 
 
 def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
-    """Return the attention layer of a case. It has scales for K and V even if the cache is not quantised."""
     model = case.model
     sinks = None
     if model.has_sinks and not case.block_sparse:

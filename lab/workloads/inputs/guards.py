@@ -45,14 +45,12 @@ def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
-    """Yield a sentence for each guard region of a buffer from `guarded` that was written. `what` names the tensor."""
     for side, guard in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
         if not bool((guard == GUARD_BYTE).all()):
             yield f"it wrote {side} {what}"
 
 
 def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a sentence for each tensor whose bits differ from its earlier copy in `before`."""
     for name, tensor in tensors.items():
         if not same_bits(tensor, before[name]):
             yield f"it changed its {name}"

@@ -219,7 +219,6 @@ def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLA
 
 
 def new_mla_layer(case: LatentLayer, generator: torch.Generator) -> MLALayer:
-    """Return the layer of a case. The generator draws DeepSeek-V4's sinks."""
     layer = MLALayer(
         softmax_scale=case.softmax_scale,
         k_scale=E4M3_K_SCALE,  # a checkpoint may have a scale for any dtype of the cache

@@ -98,7 +98,6 @@ class RaggedInputs:
 
 
 def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
-    """Draw the query rows, keys and values of a case, and return them as the inputs of a call."""
     needles = [_limits(case, request) for request in range(len(case.q_lens))]
     query, histories = draw_histories(
         case,
@@ -115,12 +114,10 @@ def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
 
 
 def padded(rows: Tensor, value: float = PADDED) -> Tensor:
-    """Return the rows followed by `PADDING` padding rows that are filled with `value`."""
     return torch.cat((rows, torch.full((PADDING, *rows.shape[1:]), value, device=rows.device).to(rows.dtype)))
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:
-    """Return positions of a request for needles: the first and last keys that rows see, and the ends of prefix chunks."""
     kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
     ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
     return ends | set(needle_positions(kv_len, case.q_lens[request], TILE, case.window_left))

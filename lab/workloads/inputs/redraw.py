@@ -81,7 +81,6 @@ class SeededRedraw:
         raise NotImplementedError
 
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
-        """Return the expected results of these requests' rows if the inputs are drawn from these seeds."""
         raise NotImplementedError
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
@@ -126,8 +125,6 @@ class SeededRedraw:
 
 @dataclass(frozen=True, eq=False)
 class PassRedraw(SeededRedraw):
-    """Draws new queries, K and V, page ids and lengths for a forward pass."""
-
     forward: EnginePass
 
     def __post_init__(self) -> None:
@@ -180,7 +177,6 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _moves(self) -> bool:
-        """Return True if page ids and lengths are drawn anew: in a dense pass on one rank without `keeps_metadata`."""
         return not self.keeps_metadata and isinstance(
             self.forward.metadata, TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
         )
@@ -217,7 +213,6 @@ class PassRedraw(SeededRedraw):
         return forward.stored(*(draw(total, *shape) for shape in case.token_shapes))
 
     def _tokens(self, seeds: Seeds) -> History:
-        """Return K and V (or latent entries) of all tokens in the cache's dtype, after a call replaced some of them."""
         (_, tokens), places = self._slots, self._touched(seeds.tokens)
         sides, changed = self._drawn(seeds.tokens), self._drawn(seeds.call + 1, len(places))
         for side, new in zip(sides, changed, strict=True):
@@ -242,7 +237,6 @@ class PassRedraw(SeededRedraw):
         return pages
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return for each request how many tokens shorter it is than in the case."""
         case = self.forward.case
         if not self._moves or seed % SHORTER_EVERY or "encoder_page_table" in self._metadata:
             return [0] * len(case.q_lens)

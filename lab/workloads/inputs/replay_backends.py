@@ -34,8 +34,6 @@ from lab.workloads.requests import History
 
 
 class MHAReplayFixture(ReplayFixture):
-    """Runs graph replays of the MHA backend: grouped queries over paged K and V, with or without a sliding window."""
-
     case: GraphCase
     layer: AttentionLayer
     cache: PagedKVCache
@@ -87,8 +85,6 @@ class MHAReplayFixture(ReplayFixture):
 
 
 class MLAReplayFixture(ReplayFixture):
-    """Runs graph replays of the MLA backend, whose cache has latent entries in place of K and V."""
-
     case: MLAGraphCase
     layer: MLALayer
     cache: PagedLatentCache
@@ -153,7 +149,6 @@ class SelectingFixture(ReplayFixture):
 
     @functools.cached_property
     def topk_indices(self) -> Tensor:
-        """Return the buffer from which the graphs read each row's selection."""
         return torch.full((max(SIZES) * self.width, *self._columns()), -1, dtype=torch.int32, device=self.device)
 
     def _columns(self) -> tuple[int, ...]:
@@ -194,8 +189,6 @@ class SelectingFixture(ReplayFixture):
 
 
 class BlockSparseReplayFixture(SelectingFixture, MHAReplayFixture):
-    """Runs graph replays of MiniMax-M3. Each pass draws the pages that each K/V head of its rows sees."""
-
     tables = ("page_table",)
     rewritten = ("query_seq_lens", "seq_lens")
 
@@ -224,8 +217,6 @@ class BlockSparseReplayFixture(SelectingFixture, MHAReplayFixture):
 
 
 class DSAReplayFixture(SelectingFixture, MLAReplayFixture):
-    """Runs graph replays of DeepSeek sparse attention. Each pass draws the positions that its rows see."""
-
     selected: Tensor
     tables: tuple[str, ...] = ("page_table_1",)
     rewritten = ("seq_lens",)
@@ -248,8 +239,6 @@ class DSAReplayFixture(SelectingFixture, MLAReplayFixture):
 
 
 class DSV4ReplayFixture(DSAReplayFixture):
-    """Runs graph replays of DeepSeek-V4. Each pass draws the groups of tokens whose compressed entries its rows see."""
-
     layer: DSV4Layer
     cache: Any
     tables: tuple[str, ...] = ("window", "page_table")

@@ -92,7 +92,6 @@ class ReplayFixture:
 
     @property
     def width(self) -> int:
-        """Return the largest number of query rows of a request, which a padding request has."""
         width: int = self.case.mode.num_tokens_per_req
         return width
 
@@ -137,7 +136,6 @@ class ReplayFixture:
         return ReplayedPass(self.query[:rows].clone(), self.out[:rows].clone(), captured.metadata, captured.view)
 
     def eager(self, batch: ForwardBatch) -> ReplayedPass:
-        """Run a batch without a graph. Metadata, query and output are new tensors."""
         metadata = self.runner.eager(batch)
         query = self._randn(batch.num_tokens, *self.query.shape[1:])
         out = torch.full((len(query), *self.out.shape[1:]), float("nan"), dtype=DTYPE, device=self.device)
@@ -156,7 +154,6 @@ class ReplayFixture:
                 filled.fill_(0 if name in self.tables else POISONED_LENGTH)
 
     def wrongs(self, batch: ForwardBatch, result: ReplayedPass) -> Iterator[str]:
-        """Yield a sentence for each error in a pass: first in the metadata, then in the padding, then in the output."""
         if wrong := self._wrong_metadata(batch, result):
             yield wrong
         if result.view is not None:
@@ -195,7 +192,6 @@ class ReplayFixture:
         return (metadata.buffers,) if isinstance(metadata, GraphMetadata) else tuple(metadata.metadata.values())
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
-        """Return a sentence about the first error in the metadata of a pass; "" if there is none."""
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
@@ -203,7 +199,6 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
-        """Return the expected results of the query rows. `seen` has the tokens that each request's rows may see."""
         raise NotImplementedError
 
     def _prepare(

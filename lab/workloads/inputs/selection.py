@@ -72,7 +72,6 @@ def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Gene
 
 
 def _row(case: AttentionCase, rng: random.Random, row: int, num_keys: int) -> list[int]:
-    """Return the positions, -1 for none, that one row selects in its `top_k` columns among its first `num_keys` keys."""
     used = min(case.top_k, num_keys)
     if used == 0 or (case.entries is Entries.NONE and (row + case.seed) % 2 == 0):
         return [-1] * case.top_k

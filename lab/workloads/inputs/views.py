@@ -34,7 +34,6 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return a contiguous copy that begins `offset_bytes` after the start of its own storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
