@@ -35,11 +35,17 @@ import torch
 
 import lab
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, SpecInfo
-from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStream, verify_metadata_under
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.metadata import MetadataBuilder
+from lab.metadata.speculation.plan_stream import (
+    ChainVerify,
+    FixUp,
+    PlannedVerify,
+    PlanStream,
+    TreeMaskVerify,
+    verify_metadata_under,
+)
 from lab.metadata.speculation.verify_mask import pack_tree_mask
-from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from studies.pictures.plan_stream import dependence_figure, saved_figure, savings_of_overlap, two_lane_figure
 from studies.plan_stream import PlanLoopSettings, measure_plannings
 

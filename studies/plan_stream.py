@@ -40,11 +40,18 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStart, PlanStream, VerifyBuffers
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.metadata import MetadataBuilder, build_mha_metadata
+from lab.metadata.speculation.plan_stream import (
+    ChainVerify,
+    FixUp,
+    PlannedVerify,
+    PlanStart,
+    PlanStream,
+    TreeMaskVerify,
+    VerifyBuffers,
+)
 from lab.metadata.speculation.verify_mask import pack_tree_mask
-from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.named_enum import NamedEnum
 from lab.reports.tables import Table, number
 from lab.timing.host_time import METHOD as HOST_METHOD

@@ -149,7 +149,7 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "return self.seq_lens.shape[ -1]",
     ): "seq_lens has one dimension",
     (
-        "lab/metadata/speculation/verify_plan.py",
+        "lab/metadata/speculation/plan_stream.py",
         "self.parents = chain.repeat(max(batch_sizes, default=0), 1)",
         "self.parents = chain.repeat(max(batch_sizes, default= 1), 1)",
     ): "no sizes are refused afterwards",

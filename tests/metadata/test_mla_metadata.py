@@ -268,16 +268,15 @@ def test_the_arguments_of_the_call(case: Case, longest: int, rows: int) -> None:
     """Its bound has the query rows on top in verification and draft extend, and only there."""
     batch, pool = build_mla(replace(case, host_seq_lens=True))
     metadata = build_mla_decode_metadata(batch, pool, MLA_WITH_OFFSET)
-    cache, counters = pool.new_latent_cache(RANK + ROPE, torch.float8_e4m3fn), torch.zeros(8)
+    cache = pool.new_latent_cache(RANK + ROPE, torch.float8_e4m3fn)
     query = torch.randn(batch.num_tokens, HEADS, RANK + ROPE).half()
     dense = mla_query(metadata, query)
     layer = replace(LAYER, k_scale=0.5)
-    got = mla_call_arguments(batch, metadata, layer, dense, cache, counters)
+    got = mla_call_arguments(batch, metadata, layer, dense, cache)
     assert dense.shape == (2, max(rows, 1), HEADS, RANK + ROPE)
     assert got["max_seq_len"] == longest + rows == mla_max_seq_len(batch.forward_mode, metadata)
     assert got["seq_lens"] is metadata.seq_lens_k
     assert got["block_tables"] is metadata.block_kv_indices
-    assert got["multi_ctas_kv_counter_buffer"] is counters
     assert (got["bmm1_scale"], got["bmm2_scale"]) == (0.2, 0.5)
     assert (got["qk_nope_head_dim"], got["kv_lora_rank"], got["qk_rope_head_dim"]) == (6, RANK, ROPE)
     assert got["kv_cache"].shape == (pool.num_pages, 1, 32, RANK + ROPE)

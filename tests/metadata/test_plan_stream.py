@@ -17,21 +17,22 @@ from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.plan_stream import (
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.metadata import MetadataBuilder
+from lab.metadata.mla.backend import TRTLLMMLABackend
+from lab.metadata.speculation.plan_stream import (
+    ChainVerify,
     FixUp,
     PlannedVerify,
     PlanStart,
     PlanStream,
+    TreeMaskVerify,
     VerifyBackend,
     VerifyBuffers,
     _Moment,
     verify_metadata_under,
 )
-from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.metadata import MetadataBuilder
-from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.speculation.verify_mask import pack_tree_mask
-from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.references.forward_metadata import forward_metadata
 from tests.cases import pack_mask, seen_keys

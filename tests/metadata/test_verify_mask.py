@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lab.metadata import KVPool
 from lab.metadata.mla.backend import TRTLLMMLABackend
+from lab.metadata.speculation.plan_stream import ChainVerify
 from lab.metadata.speculation.verify_mask import (
     VerifyMask,
     VerifyMaskForm,
@@ -18,7 +19,6 @@ from lab.metadata.speculation.verify_mask import (
     verify_mask_cells,
     write_chain_mask,
 )
-from lab.metadata.speculation.verify_plan import ChainVerify
 from tests.metadata.host_reads import ForbidHostReads
 
 FULL, QLEN_ONLY = VerifyMaskForm.FULL, VerifyMaskForm.QLEN_ONLY
@@ -71,11 +71,6 @@ def test_the_draft_stage_fills_the_buffer_itself_and_no_positions(form: VerifyMa
     ):
         assert allocate(form, **nothing) is None
     assert buffers_of_draft(None) == [None, None]
-
-
-@pytest.mark.parametrize(("batch_size", "fits"), [(0, True), (2, True), (3, True), (4, False)])
-def test_fits_up_to_the_largest_batch(batch_size: int, fits: bool) -> None:
-    assert allocate(QLEN_ONLY).fits(batch_size) is fits
 
 
 def test_cells_of_a_step_by_hand() -> None:

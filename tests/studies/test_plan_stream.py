@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.metadata.engine.plan_stream import PlannedVerify, PlanStart, VerifyBackend
 from lab.metadata.mha.metadata import MetadataBuilder
+from lab.metadata.speculation.plan_stream import PlannedVerify, PlanStart, VerifyBackend
 from studies.iteration_profile import Phase, iteration_facts, two_lanes
 from studies.plan_stream import (
     VARIANTS,

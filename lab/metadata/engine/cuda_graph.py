@@ -68,9 +68,6 @@ class GraphRunner(Generic[MetadataT]):
             called twice: once to warm up, and once in the capture.
         padded_seq_len: length of the requests that pad a batch to a captured size.
         metadata: buffers with room for the largest size; None: the backend makes them.
-
-    Raises:
-        ValueError: there is no size, or a size is below 1.
     """
 
     def __init__(

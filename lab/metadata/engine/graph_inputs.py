@@ -154,21 +154,17 @@ class StaticInputs:
                 f"{width} rows for each: run it eagerly"
             )
         if mode.forward_mode.query_rows.are_unequal_drafts:
-            self._check_rows(batch)
+            places = {"extend_seq_lens": "the device (extend_seq_lens)"}
+            if not mode.forward_mode.query_rows.are_bounded:  # else as in SGLang's `from_verify_lens_device`
+                places["extend_seq_lens_cpu"] = "on the host (extend_seq_lens_cpu)"
+            for name in places:
+                if getattr(batch, name) is None:
+                    raise ValueError(
+                        f"{name} is None: {batch.forward_mode!r} needs the rows of each of the {batch.batch_size} "
+                        f"requests, on {' and '.join(places.values())}"
+                    )
         name, rows = "extend_seq_lens_cpu", list(batch.extend_seq_lens_cpu or ())
         if mode.forward_mode.query_rows.are_bounded and batch.extend_seq_lens_cpu is None:
             name, rows = "SpecInfo.num_draft_tokens", [max_query_rows(batch)]
         if max(rows, default=0) > width:
             raise ValueError(f"{name}={rows} has more than the {width} rows of a request")
-
-    @staticmethod
-    def _check_rows(batch: ForwardBatch) -> None:
-        places = {"extend_seq_lens": "the device (extend_seq_lens)"}
-        if not batch.forward_mode.query_rows.are_bounded:
-            places["extend_seq_lens_cpu"] = "on the host (extend_seq_lens_cpu)"
-        for name in places:
-            if getattr(batch, name) is None:
-                raise ValueError(
-                    f"{name} is None: {batch.forward_mode!r} needs the rows of each of the {batch.batch_size} "
-                    f"requests, on {' and '.join(places.values())}"
-                )

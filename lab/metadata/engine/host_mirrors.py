@@ -29,9 +29,6 @@ class LengthMirror:
     """Copies a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True.
 
     The copy runs on its own stream into pinned memory, after the work that is on the current stream when `read` is called.
-
-    Raises:
-        ValueError: ``max_batch_size`` is below 1, or the device is neither a CUDA device nor the CPU.
     """
 
     def __init__(self, max_batch_size: int, device: torch.device | str = "cuda") -> None:

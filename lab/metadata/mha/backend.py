@@ -126,10 +126,6 @@ def call_arguments(
     Args:
         query: ``[num_tokens, num_qo_heads, head_dim]``, the query rows of the whole batch.
         max_context_len: upper bound of the number of keys of a request.
-
-    Raises:
-        ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
-            have different numbers of rows, or the layer is encoder-only and the decode call would be causal.
     """
     requests = planned.requests
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -242,12 +238,10 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
         call: DECODE or CONTEXT.
         kv_dtype: the cache's dtype; uint8 is NVFP4.
         trtllm_gen: FlashInfer's trtllm-gen runs the call (SM100, SM103); else XQA or fmha_v2.
-
-    Raises:
-        ValueError: a context call over NVFP4 without trtllm-gen. SGLang refuses this configuration when it starts.
     """
     if kv_dtype == NVFP4:
         if not trtllm_gen and call is AttentionCall.CONTEXT:
+            # SGLang refuses this configuration when it starts.
             raise ValueError("fmha_v2 does not read an NVFP4 cache: prefill with another backend, or on SM100 or SM103")
         return CallDtypes(E4M3, E4M3) if trtllm_gen else CallDtypes(dtype, dtype)
     is_cast = kv_dtype == E4M3 and (trtllm_gen or call is AttentionCall.CONTEXT)
@@ -262,9 +256,6 @@ class CallSettings:
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of decode and context calls
             (``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR``, ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``);
             None skips nothing. `AttentionProblem.skip_softmax` describes this approximation.
-
-    Raises:
-        TypeError, ValueError: `decode_splits` is not an int, or below 1.
     """
 
     #: of decode calls, made by `lab.metadata.allocate_multi_ctas_kv_counters`. SGLang allocates it for
@@ -277,9 +268,6 @@ class CallSettings:
 
     def __post_init__(self) -> None:
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
-
-    def implementation(self, implementation: Any) -> Any:
-        return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:
         is_decode = call is AttentionCall.DECODE
@@ -350,7 +338,9 @@ class TRTLLMMHABackend:
         dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
         given, steps = cast_to(dtypes.query, query)
         result = out if dtypes.out == out.dtype else torch.empty_like(out, dtype=dtypes.out)
-        implementation = self.settings.implementation(self.implementation)
+        implementation, splits = self.implementation, self.settings.decode_splits
+        if splits > 1:
+            implementation = DecodeSplit(implementation, splits)
         for planned in self.plan_calls(batch, layer, dtypes.query, kv_dtype) if plan is None else plan:
             arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
             arguments |= self.settings.arguments(planned.call)

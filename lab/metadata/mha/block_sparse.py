@@ -56,10 +56,6 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
 
     Row j of a verification, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its own
     page, and earlier pages, which are full. Each of `num_kv_heads` selects its own pages.
-
-    Raises:
-        ValueError: the mode is neither a decode without speculation nor TARGET_VERIFY, the pool has pages of another size than
-            128 tokens, or batch and pool are on different devices.
     """
     check_attends(batch, pool)
     rows, is_draft = batch.forward_mode.query_rows, batch.spec_info is not None

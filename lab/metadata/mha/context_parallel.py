@@ -71,9 +71,6 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
         batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes count as 0; in SGLang they count as 0
             without `seq_lens_cpu`.
         metadata: metadata of the whole batch, from `build_mha_metadata`.
-
-    Raises:
-        ValueError: the batch is not divided among ranks (`why_not_zigzag`), `rank` is out of range, or a host list is missing.
     """
     if reason := why_not_zigzag(batch, num_ranks):
         raise ValueError(reason)
@@ -98,7 +95,8 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     def twice(table: Tensor) -> Tensor:
         return torch.cat((table, table))
 
-    most_rows = max(_rows_of(ends, num_ranks, each) for each in range(num_ranks))
+    block_rows = [sum(end[block + 1] - end[block] for end in ends) for block in range(2 * num_ranks)]
+    most_rows = max(block_rows[each] + block_rows[-1 - each] for each in range(num_ranks))
     return ZigzagShard(
         rows=torch.tensor(rows, device=metadata.page_table.device),
         num_padded_rows=-(-most_rows // (2 * num_ranks)) * 2 * num_ranks,
@@ -142,8 +140,3 @@ def _block_ends(length: int, num_blocks: int) -> list[int]:
     """Return the first token of each of `num_blocks` blocks, then `length`."""
     least, longer = divmod(length, num_blocks)
     return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))
-
-
-def _rows_of(ends: Sequence[Sequence[int]], num_ranks: int, rank: int) -> int:
-    blocks = (rank, 2 * num_ranks - 1 - rank)
-    return sum(end[block + 1] - end[block] for end in ends for block in blocks)

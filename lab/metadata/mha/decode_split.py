@@ -29,9 +29,6 @@ class DecodeSplit:
     ``max_seq_len``. A call with `cum_seq_lens_q` or with one request is not divided. If the requests cannot be divided equally,
     the first calls have one more. A prepared call sorts the lengths on the device each time, so that a CUDA graph may capture
     it.
-
-    Raises:
-        TypeError, ValueError: `num_splits` is not an int, or below 1.
     """
 
     def __init__(self, implementation: Any, num_splits: int) -> None:

@@ -228,10 +228,6 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
     PR 29843.
 
     Each call reads the batch's tensors again. Cells of a page table after a request's last page are not written.
-
-    Raises:
-        ValueError: `build_mha_metadata` refuses the batch, or a tensor of `metadata` has the wrong shape.
-        NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(batch, pool)
     written = metadata.pass_buffers(seq_len_offset(batch), query_rows(batch), batch.out_cache_loc)

@@ -7,7 +7,7 @@ their bounds of lengths, and padding: padding requests of a CUDA graph have no k
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -74,8 +74,13 @@ class VLLMBackend:
             if planned.call is AttentionCall.DECODE:
                 arguments |= self._decode_width(planned, batch, metadata)
             else:
-                page_size = 1 if self.uses_xqa else cache.page_size
-                arguments |= _context_offsets(planned, batch, arguments, page_size)
+                page_size = 1 if self.uses_xqa else cache.page_size  # cum_seq_lens_kv counts pages (flashinfer.py 1763)
+                offsets = arguments["cum_seq_lens_q"]
+                arguments |= {
+                    "max_q_len": max(query_lens(batch)[planned.first_request :]),
+                    "cum_seq_lens_q": offsets - offsets[0],
+                    "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], page_size)),
+                }
             calls.append(prepare(self.implementation, planned.call.value, **arguments))
 
         return in_turn(calls, out)
@@ -109,15 +114,3 @@ class VLLMBackend:
         if len(padded) == 1 and planned.num_rows == planned.num_requests * widest:
             return {"q_len_per_req": widest, "cum_seq_lens_q": None, "max_q_len": None}
         return {"q_len_per_req": None, "cum_seq_lens_q": offsets, "max_q_len": widest}
-
-
-def _context_offsets(
-    planned: PlannedCall, batch: ForwardBatch, arguments: Mapping[str, Any], page_size: int
-) -> dict[str, Any]:
-    """Return the context call's offsets. ``cum_seq_lens_kv`` counts pages (`flashinfer.py`, line 1763), for XQA keys."""
-    offsets = arguments["cum_seq_lens_q"]
-    return {
-        "max_q_len": max(query_lens(batch)[planned.first_request :]),
-        "cum_seq_lens_q": offsets - offsets[0],
-        "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], page_size)),
-    }

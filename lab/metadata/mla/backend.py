@@ -109,10 +109,6 @@ class TRTLLMMLABackend:
             out: ``[num_tokens, heads, kv_lora_rank]``; rows after ``metadata.num_rows`` are not written.
             padded_query: with `QueryLayout.PADDED`, a buffer for the padded copy of the query, in the dtype of the calls.
                 Several passes may use the same buffer. None: a new tensor.
-
-        Raises:
-            ValueError: the batch has more requests than the metadata, a tensor does not fit the metadata, or the backend has a
-                `dcp` (see `prepare_mla_dcp_attention`).
         """
         if self.dcp is not None:
             raise ValueError(
@@ -151,16 +147,12 @@ def mla_call_arguments(
     layer: MLALayer,
     query: Tensor,
     cache: PagedLatentCache,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of the MLA decode call, except `out` and `workspace_buffer`, for a query as `mla_query`
-    returns it. `multi_ctas_kv_counter_buffer` None: the implementation's own buffer.
-    """
+    """Return the arguments of the MLA decode call, except `out` and `workspace_buffer`, for a query of `mla_query`."""
     return layer_arguments(layer, query, cache) | {
         "block_tables": metadata.block_kv_indices,
         "seq_lens": metadata.seq_lens_k,
         "max_seq_len": mla_max_seq_len(batch.forward_mode, metadata),
-        "multi_ctas_kv_counter_buffer": multi_ctas_kv_counter_buffer,
     }
 
 
@@ -321,9 +313,6 @@ def prepare_mla_dcp_attention(
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
         out: ``[num_tokens, heads, kv_lora_rank]``.
         query_dtype: the dtype to which each call casts the query; None: no cast.
-
-    Raises:
-        ValueError: a request has several query rows and `cute_dsl` is not set, or there is not one metadata per rank.
     """
     if batch.forward_mode.query_rows is not QueryRows.ONE and not cute_dsl:
         raise ValueError(

@@ -66,10 +66,6 @@ def build_mla_dcp_metadata(
     Args:
         batch: the forward pass, with the slots and lengths of the whole group.
         pool: the group's pool, whose page has as many tokens as one page of each GPU together: 32 or 64 per GPU.
-
-    Raises:
-        ValueError: the mode has ``extend_seq_lens``, the pool has another page size, or the batch lacks a number on the host
-            that the mode needs.
     """
     page_size = dcp.page_size(pool)
     check_mla(pool, attention, page_size)

@@ -85,10 +85,6 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 
     ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without ``seq_lens_cpu`` it is the
     pool's ``max_context_len``, as in SGLang's graphs; SGLang's eager pass reads the device.
-
-    Raises:
-        ValueError: the mode is DRAFT_EXTEND, RAGGED_VERIFY or PREBUILT, batch and pool are on different devices, the pool has
-            other pages, or the batch lacks a number that the mode needs.
     """
     check_mla(pool)
     check_attends(batch, pool)

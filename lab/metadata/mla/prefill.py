@@ -47,9 +47,6 @@ def ragged_context_arguments(
             requests' rows are left out.
         value: ``[num_tokens, heads, v_head_dim]``. With an e4m3 cache, query, key and value are e4m3 (`quantised_prefill`).
         num_keys: number of keys of a call over a chunk of prefixes; None: the keys are the new tokens.
-
-    Raises:
-        ValueError: ``metadata.fallback_to_flashinfer_impl`` is True, or a tensor has another shape.
     """
     if metadata.fallback_to_flashinfer_impl:
         raise ValueError("the metadata falls back to FlashInfer's own ragged kernels: this call is not made")
@@ -112,10 +109,6 @@ def prepare_mla_prefill(
         "workspace_buffer": workspace_buffer,
         "out": None if out is None else out[: arguments["query"].shape[0]],
     }
-    return prepare_ragged(implementation, arguments)
-
-
-def prepare_ragged(implementation: Any, arguments: dict[str, Any]) -> Callable[[], Any]:
     return prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
 
 
@@ -146,9 +139,6 @@ def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_
     prefix.
 
     A chunk has at most `capacity` tokens, and at most ``capacity // batch_size`` tokens of each request.
-
-    Raises:
-        ValueError: the mode is no prefill, a length is missing, or `capacity` is below the number of requests.
     """
     check_attends(batch, pool)
     if not batch.forward_mode.is_prefill:
@@ -211,7 +201,7 @@ def prepare_prefix_chunk(
         "is_causal": False,
         "return_lse": True,
     }
-    call = prepare_ragged(implementation, arguments)
+    call = prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
 
     def run() -> tuple[Tensor, Tensor]:
         out, lse = call()

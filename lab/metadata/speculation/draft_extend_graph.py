@@ -54,11 +54,7 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's inputs into the first rows of these buffers. Later rows keep their contents, as in SGLang.
-
-        Raises:
-            ValueError, TypeError: an argument has another dtype or row shape than its buffer, or more rows.
-        """
+        """Copy a batch's inputs into the first rows of these buffers. Later rows keep their contents, as in SGLang."""
         given = {"input_ids": input_ids, "hidden_states": hidden_states}
         if select_index is not None:
             given["select_index"] = select_index
@@ -150,9 +146,6 @@ class DraftExtendGraph:
     Args:
         spec_info: its `num_tokens_per_req`, or if that is not set the largest `num_accept_tokens`, is the rows per request.
         disable_padding: True: a batch runs only if its size is exactly a captured one.
-
-    Raises:
-        ValueError: the backend does not declare `supports_draft_extend_graph`, or `spec_info` has no number of rows.
     """
 
     def __init__(

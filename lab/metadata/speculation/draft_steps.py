@@ -113,16 +113,22 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
 
     Tables start as 0 (MHA) or -1 (MLA), and ``kv_indptr`` as 0. Cells after a request's pages keep the values of earlier
     batches.
-
-    Raises:
-        ValueError: ``max_batch_size`` is below 0, or the backend does not support the pool.
     """
     check_pool(draft, pool)
     if max_batch_size < 0:
         raise ValueError(f"max_batch_size={max_batch_size} must be 0 or more")
     rows = max_batch_size * draft.topk
-    new_step = _steps(draft, pool, rows)
-    first = new_step(None)
+    boundaries = uniform_boundaries(rows, 1, pool.device)  # of all steps of MHA
+
+    def new_step(table: Tensor | None = None) -> PassMetadata:
+        if not draft.attention.is_mla:
+            return TRTLLMMHAMetadata.allocate(pool, rows, 1, rows, page_table=table, cu_seqlens_q=boundaries)
+        if table is None:
+            shape = (rows, mla_block_table_width(pool.max_context_len, pool.page_size))
+            table = torch.full(shape, DEAD_PAGE, dtype=torch.int32, device=pool.device)
+        return TRTLLMMLADecodeMetadata(table, table.new_zeros(rows), pool.max_context_len)
+
+    first = new_step()
     if draft.is_frozen_kv:
         return DraftBuffers((first,) * draft.num_decode_steps, None, None)
     shared = first.block_tables if draft.plan is DraftPlan.ONE_LAUNCH else None
@@ -147,11 +153,6 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
         batch: a decode batch, whose ``seq_lens`` do not count draft tokens; for a frozen-KV draft the result of
             `frozen_kv_batch`. Without ``seq_lens_cpu``, a step's ``kv_indices`` is the step's whole row of the buffer.
         buffers: the result of `allocate_draft` for the same draft and pool.
-
-    Raises:
-        ValueError: the batch is not a decode batch, larger than the buffers or on another device, or the backend does not
-            support the pool.
-        NotImplementedError: Triton does not run on the batch's device.
     """
     check_pool(draft, pool)
     _check_batch(draft, batch, pool, buffers)
@@ -217,22 +218,6 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
         raise ValueError(f"the batch has {batch.batch_size} requests, the buffers hold {largest}: allocate larger ones")
 
 
-def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    if not draft.attention.is_mla:
-        boundaries = uniform_boundaries(max_rows, 1, pool.device)
-        return lambda table: TRTLLMMHAMetadata.allocate(
-            pool, max_rows, 1, max_rows, page_table=table, cu_seqlens_q=boundaries
-        )
-    shape = (max_rows, mla_block_table_width(pool.max_context_len, pool.page_size))
-
-    def new_step(table: Tensor | None) -> PassMetadata:
-        if table is None:
-            table = torch.full(shape, DEAD_PAGE, dtype=torch.int32, device=pool.device)
-        return TRTLLMMLADecodeMetadata(table, table.new_zeros(max_rows), pool.max_context_len)
-
-    return new_step
-
-
 def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
     metadata = buffers.steps[step].leading(batch.batch_size)
     if buffers.kv_indptr is None or buffers.kv_indices is None:
@@ -292,10 +277,6 @@ def prepare_iteration(
         pool: the request table and slots, which draft and target share.
         speculative_num_steps: number of draft steps, one more than the draft's decode passes.
         share_table: use one page table for all passes. It has the pages of the pass with the largest lengths.
-
-    Raises:
-        ValueError: the batch has another mode or device or is empty, or the pool has sliding-window pages.
-        NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(verify, pool)
     if verify.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:

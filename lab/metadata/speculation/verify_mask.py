@@ -50,9 +50,6 @@ class VerifyMask:
     def nbytes(self) -> int:
         return self.buffer.nbytes
 
-    def fits(self, batch_size: int) -> bool:
-        return batch_size <= self.max_batch_size
-
 
 def verify_mask_cells(
     form: VerifyMaskForm,
@@ -119,7 +116,7 @@ def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
     SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for kernels that
     read it.
     """
-    if not mask.fits(batch_size):
+    if batch_size > mask.max_batch_size:
         raise ValueError(
             f"batch_size={batch_size} is more than the mask's max_batch_size={mask.max_batch_size}: "
             "preallocate a larger one"
