@@ -25,16 +25,16 @@ RANGES = Ranges(
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [("illegal", "crashed.*illegal memory access"), ("endless", "it did not return within 15 s")],
+    ("name", "limit_s", "says"),  # a case that compiles on a busy machine can take longer than 15 s
+    [("illegal", 90.0, "crashed.*illegal memory access"), ("endless", 15.0, "it did not return within 15 s")],
 )
-def test_the_hostile_cases_alone_are_lost(name: str, says: str) -> None:
-    report = judge(
-        f"tests.checks.hostile_kernels:{name}", only=["K1"], ranges=RANGES, isolated=True, time_limit_s=15.0, drawn=0
-    )
+def test_the_hostile_cases_alone_are_lost(name: str, limit_s: float, says: str) -> None:
+    kernel = f"tests.checks.hostile_kernels:{name}"
+    report = judge(kernel, only=["K1"], ranges=RANGES, isolated=True, time_limit_s=limit_s, drawn=0)
     outcomes = {head_dim: set() for head_dim in RANGES.head_dims}
     for verdict in report.verdicts:
-        outcomes[verdict.case.head_dim].add(verdict.outcome)
+        if verdict.outcome is not Outcome.DECLINED:  # NVFP4 and one rank's keys, which the portable kernel refuses
+            outcomes[verdict.case.head_dim].add(verdict.outcome)
         if verdict.case.head_dim == HOSTILE_HEAD_DIM:
             assert re.search(says, verdict.reason), verdict.reason
             assert "hostile_kernels" in reproduction(verdict)
