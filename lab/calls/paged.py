@@ -42,7 +42,8 @@ class DecodeCall:
             request are consecutive.
         kv_cache: (K, V), each [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
             [num_pages, page_size, num_kv_heads, head_dim] ("NHD"); or one tensor with a second dimension of 2 (K and V)
-            or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4.
+            or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4. Byte i of an NVFP4 vector, which has head_dim / 2 bytes,
+            has element 2 i in its low four bits (FlashInfer 0.7.2, quantization/fp4_quantization.py 182).
         workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
         block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate K and V
             page ids when `uses_shared_paged_kv_idx` is False. A page may occur several times in a row and in the rows of
@@ -56,7 +57,8 @@ class DecodeCall:
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: number of keys before its own position that a row sees; -1 for all.
-        out, out_dtype: the output tensor, or the dtype of a new one; neither: of the query's dtype.
+        out, out_dtype: the output tensor, or the dtype of a new one; neither: of the query's dtype. Values beyond ±448 become
+            ±448 in an e4m3 output (PTX ISA, `cvt` with `.satfinite`).
         sinks: float32 [num_qo_heads]: exp(sink) of each head is added to the softmax's denominator. `bmm1_scale` does not scale
             it. A sink is finite, or -inf for a head without one.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.

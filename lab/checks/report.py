@@ -226,4 +226,4 @@ class Report:
 
 
 def _number(ratio: float) -> float | str:
-    return round(ratio, 4) if math.isfinite(ratio) else str(ratio)
+    return round(ratio, 4) if math.isfinite(ratio) else "inf"  # JSON has neither infinity nor NaN

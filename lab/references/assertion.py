@@ -21,6 +21,7 @@ from lab.references.quantization import dequantize_nvfp4
 from lab.references.truth import Rules, truth_of_requests, truth_of_selected, with_requests
 
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
+NEXT_STEP = "`lab judge` with the kernel's module or file finds which other calls are wrong"
 
 
 @with_own_settings
@@ -82,7 +83,7 @@ def assert_close_to_reference(
         for each in (returned_lse, None if lse is returned_lse else lse):
             wrongs += [] if each is None else _wrong_lse(problem, call, each, truth)
     if wrongs:
-        raise AssertionError("\n".join(f"{problem.call.value}: {wrong}" for wrong in wrongs))
+        raise AssertionError("\n".join((*(f"{problem.call.value}: {wrong}" for wrong in wrongs), NEXT_STEP)))
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.checks.explain.answer import SHOWN_CHARACTERS as SHOWN_REASON
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.explain.diagnosis import CaseResult
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.parameters.attention import is_mostly_declined
@@ -16,7 +17,7 @@ from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Level
 from lab.checks.report import Report
-from lab.checks.run.verdicts import CaseVerdict, Outcome
+from lab.checks.run.verdicts import CaseVerdict, Outcome, fate_of
 from lab.ranges import Ranges, options_of
 from lab.recorded.case import NAME_OF_OUTPUTS, RecordedCase
 from lab.reports.tables import (
@@ -53,7 +54,9 @@ def summary(report: Report) -> Iterator[str]:
         yield f"  {region.counts}"
         yield from _example(region.smallest) if place < SHOWN_EXAMPLES else (_command(region.smallest),)
     yield from (f"  {hint}" for hint in _hints(report))
-    if any(OVER_E4M3 in region.rule for region in found.regions) and not report.ranges.e4m3_arithmetic:
+    caches = {features_of_case(verdict.case).features.get("kv_dtype") for verdict in report.wrong}
+    is_of_e4m3 = caches == {"e4m3"} or any(OVER_E4M3 in region.rule for region in found.regions)
+    if is_of_e4m3 and not report.ranges.e4m3_arithmetic:
         yield "  if the kernel computes in e4m3 over an e4m3 cache, judge it by that arithmetic: --e4m3-arithmetic"
 
 
@@ -76,7 +79,8 @@ def notes(report: Report) -> Iterator[str]:
     by_kernel = (verdict.judged for verdict in report.verdicts if not verdict.judged.by_lab)
     declines = Counter(reason for judged in by_kernel for reason in judged.declines)
     for reason, count in declines.most_common(SHOWN_DECLINES):
-        yield f"declined {'once' if count == 1 else f'{count} times'}: {shortened(reason, SHOWN_CHARACTERS)}"
+        often = "once" if count == 1 else f"{count} times"
+        yield f"{fate_of(reason)} {often}: {shortened(reason, SHOWN_CHARACTERS)}"
     if len(declines) > SHOWN_DECLINES:
         yield f"the report's file lists {len(declines) - SHOWN_DECLINES} more kinds of refusal"
     if report.num_random:

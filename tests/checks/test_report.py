@@ -25,7 +25,7 @@ from lab.checks import (
     TableTail,
 )
 from lab.checks.properties import checks
-from lab.checks.record import read_cases
+from lab.checks.record import read_case, read_cases
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from lab.reports.judgement import check_table, notes, reproduction, show, summary
 from lab.reports.tables import terminal_of
@@ -233,6 +233,14 @@ def test_declines_are_listed_the_most_frequent_first() -> None:
     assert list(notes(report_of(*declined))) == ["declined 2 times: no windows", "declined once: no sinks"]
 
 
+def test_a_refused_call_that_was_judged_in_an_equivalent_form_is_not_called_declined() -> None:
+    refused = ("out is needed: judged with an output handed out instead", "no sinks")
+    verdict = verdict_of(Outcome.RIGHT, judged=Judged(Outcome.RIGHT, declines=refused, judged=1))
+    found = [f"judged in an equivalent form once: {refused[0]}", "declined once: no sinks"]
+    assert list(notes(report_of(verdict))) == found
+    assert str(verdict).splitlines()[1:] == [f"  {line.replace(' once', '')}" for line in found]
+
+
 def test_many_kinds_of_refusal_are_counted_and_long_ones_cut() -> None:
     reasons = [f"no {number} {'x' * 300}" for number in range(9)]
     declined = [verdict_of(Outcome.DECLINED, judged=Judged(Outcome.DECLINED, declines=(r,))) for r in reasons]
@@ -300,6 +308,10 @@ def test_what_is_wrong_over_an_e4m3_cache_alone_may_be_e4m3_arithmetic() -> None
 
     report = report_of(*verdicts(E4M3, Outcome.WRONG), *verdicts(torch.bfloat16, Outcome.RIGHT))
     assert any("--e4m3-arithmetic" in line for line in summary(report))
+    alone = report_of(*verdicts(E4M3, Outcome.WRONG))  # no rule names the cache's dtype, as there is no other
+    assert not any("kv_dtype" in region.rule for region in alone.diagnosis.regions)
+    assert any("--e4m3-arithmetic" in line for line in summary(alone))
+    assert not any("--e4m3-arithmetic" in line for line in summary(report_of(*verdicts(torch.bfloat16, Outcome.WRONG))))
     asked = replace(report, ranges=Ranges(e4m3_arithmetic=True))
     assert not any("--e4m3-arithmetic" in line for line in summary(asked))
 
@@ -344,14 +356,18 @@ def test_the_json_has_rows_and_cases(tmp_path: Path) -> None:
     assert wrong["wrongs"] == ["off by one"]
 
 
-def test_an_infinite_error_is_valid_json(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ratio", [math.inf, math.nan])
+def test_an_infinite_error_is_valid_json_and_read_as_infinite(ratio: float, tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     path = tmp_path / "report.json"
-    report_of(verdict_of(Outcome.WRONG, judged=Judged(Outcome.WRONG, ("NaN",), worst_ratio=math.inf))).write(path)
+    report_of(verdict_of(Outcome.WRONG, number=1, judged=Judged(Outcome.WRONG, ("NaN",), worst_ratio=ratio))).write(
+        path
+    )
     record = json.loads(path.read_text(), parse_constant=refuse)
     assert record["checks"][0]["worst_ratio"] == record["cases"][0]["worst_ratio"] == "inf"
+    assert read_case(path, 1).judged.worst_ratio == math.inf
 
 
 def test_the_table_fits_a_terminal_of_80_columns() -> None:

@@ -251,6 +251,6 @@ def test_a_kernels_hostile_message_and_name_are_printed_as_escapes(
     shown = capsys.readouterr().out
     assert printable(HOSTILE.partition("\n")[0]) in shown
     assert not UNPRINTABLE.search(shown)
-    assert run(["judge", f"{HOSTILE}.py", "--in-process"]) == 1
+    assert run(["judge", f"{HOSTILE}.py", "--in-process"]) == 2
     assert run(["judge", "--case", f"{HOSTILE}#1"]) == 2
     assert not UNPRINTABLE.search("".join(capsys.readouterr()))

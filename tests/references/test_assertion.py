@@ -101,6 +101,7 @@ def test_one_wrong_vector_is_named(case: AttentionCase) -> None:
         ),
         str(found.value),
     )
+    assert str(found.value).endswith("\n`lab judge` with the kernel's module or file finds which other calls are wrong")
 
 
 @each_case

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
+from lab.checks.run.verdicts import JUDGED_WITH
 from lab.interpreter import limit_of
 from lab.loading import is_interruption, message_of, name_of
 from lab.workloads.inputs.guards import same_bits
@@ -358,7 +359,7 @@ class KernelCalls:
                     reason = again if all(each.omits for each in used) else reason
                 else:
                     self.needed[key] = used
-                    self.note(f"{refused}: judged with {' and '.join(each.words for each in used)} instead")
+                    self.note(f"{refused}{JUDGED_WITH}{' and '.join(each.words for each in used)} instead")
                     return returned
 
 

@@ -34,6 +34,7 @@ class TooLate(Exception):  # noqa: N818 - nothing is wrong
 Key = tuple[str, str, str, str, bool]
 SHOWN_ELEMENTS = 4  # of a wrong vector
 SHOWN_ROWS = 8
+JUDGED_WITH = ": judged with "  # in the sentence about a refused call that was judged in an equivalent form
 BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 
@@ -167,12 +168,17 @@ class CaseVerdict:
         outcome = f"{self.outcome.value}, but its inputs are suspicious" if is_suspicious else self.outcome.value
         lines = [f"{self.check} of {self.interface.value} is {outcome}: {self.case!r}"]
         lines += [f"  {wrong}" for wrong in self.judged.wrongs]
-        lines += [f"  declined: {reason}" for reason in self.judged.declines]
+        lines += [f"  {fate_of(reason)}: {reason}" for reason in self.judged.declines]
         lines += [f"  note: {note}" for note in (*self.judged.suspicions, *self.judged.remarks)]
         lines += [f"  other bits: {each.what}, by up to {each.ulps:.3g} ulp" for each in self.judged.differences]
         if self.finding:
             lines.append(f"  known: {self.finding}")
         return "\n".join(lines)
+
+
+def fate_of(refusal: str) -> str:
+    """Return "declined", or words that say that the refused call was judged in an equivalent form."""
+    return "judged in an equivalent form" if JUDGED_WITH in refusal else "declined"
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
