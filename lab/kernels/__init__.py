@@ -45,9 +45,9 @@ class PlannedOnce:
     """A wrapper of an implementation whose functions read lengths on the host: with it, `prepare` reads them once, not in each
     run.
 
-    Such an implementation has, in addition to `<name>`, a function `plan_<name>` with the same arguments, which reads lengths
-    and page tables once and returns a function that runs the call. This class offers it as `prepare_<name>`. Lengths, numbers
-    of rows and page ids must not change between runs; they do not change between the layers of one forward pass.
+    Such an implementation has, in addition to `<name>`, `plan_<name>` with the same arguments, which reads lengths and page
+    tables once and returns a function that runs the call. This class offers it as `prepare_<name>`. Lengths, numbers of rows
+    and page ids must not change between runs; they do not change between the layers of one forward pass.
     """
 
     def __init__(self, implementation: Any) -> None:
@@ -63,7 +63,8 @@ class PlannedOnce:
 
 
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
-    """Return a function without arguments that runs one call of an implementation, any number of times.
+    """Return a function without arguments that runs one call of an implementation, such as `lab.kernels.portable`, any number
+    of times.
 
     If the implementation has `prepare_<name>`, that function checks the arguments and allocates memory once, and a run only
     launches kernels. Otherwise each run does the whole work of `<name>`.
@@ -72,11 +73,6 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
     strides, host numbers and bounds are read at the preparation only. Scratch, workspaces and derived tables of the call belong
     to the stream on which it was prepared: run the call on that stream. A CUDA graph that captured the call uses this memory:
     keep the returned function as long as the graph. A call that was prepared during a capture may run only inside that graph.
-
-    Args:
-        implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`.
-        name: the function's name, such as "trtllm_batch_decode_with_kv_cache".
-        arguments: the function's keyword arguments.
 
     Raises:
         AttributeError: the implementation has no such function.

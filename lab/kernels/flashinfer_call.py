@@ -58,13 +58,12 @@ def entries(
     kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready], kernel: Kernel | None = None
 ) -> tuple[Callable[..., Any], ...]:
     """Return `<kind>_<name>`, which prepares a call of FlashInfer's function `<name>`, and `<name>`, which prepares and runs
-    it. Their docstring is that of `make_ready`.
+    it.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).
-        call_type: the class of the call in `lab.calls`.
         make_ready: takes a call that has query rows and its checked arguments (the problem), and returns a function that runs
-            the call any number of times.
+            the call any number of times. Its docstring is that of both functions.
         kernel: the kernel that must support the call; None: `make_ready` checks this.
     """
 
@@ -164,10 +163,6 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
     """Return a call's workspace after checking it; for None the lab's own of the device and the current stream, because streams
     must not share semaphores. The call's kernel needs `statistics_bytes` of it for softmax statistics.
-
-    Raises:
-        TypeError, ValueError: the workspace is no contiguous tensor on the device, or is too small.
-        RuntimeError: the lab's workspace would have to be allocated while a CUDA graph is captured.
     """
     if workspace is None:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -202,10 +197,8 @@ def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[s
 
 
 def trtllm_gen_memory(call: Any, problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments for workspace and counters of a call that runs trtllm-gen.
-
-    If the caller passes no counters, the first bytes of the workspace, which are zero, are the counters. Without them
-    FlashInfer would allocate and zero counters in each call.
+    """Return the arguments for workspace and counters of a call that runs trtllm-gen. Without counters of the caller's, the
+    first bytes of the workspace, which are zero, are the counters: FlashInfer would allocate and zero others in each call.
     """
     # A decode kernel's partial results come after the statistics; the launcher does not check that they fit.
     statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)

@@ -49,16 +49,11 @@ LSE_LOG2_RELATIVE_BOUND = 1e-5
 
 
 def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
-    """Return ‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads].
+    """Return ‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads]. Both are [num_rows, num_heads,
+    head_dim] of any float dtype; other shapes raise ValueError.
 
     If either vector has NaN or infinity, the error is infinity. If `expected` is zero, the error of an exact zero is 0, and of
     any other vector infinity.
-
-    Args:
-        out, expected: [num_rows, num_heads, head_dim], any float dtype.
-
-    Raises:
-        ValueError: the shapes differ.
     """
     if out.shape != expected.shape:
         raise ValueError(f"out has shape {list(out.shape)}, but expected has {list(expected.shape)}")

@@ -100,9 +100,9 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The expected metadata of a pass on the MLA decode kernel, as lists. Requests are padded to equal numbers of query rows:
-    `seq_lens_k` has the number of keys that a request's last row sees, `seen_lens` the number that its last row before the
-    padding sees. A block table has only pages that rows may see.
+    """The expected metadata of a pass on the MLA decode kernel, as lists. Requests are padded to equal numbers of query rows. A
+    request's last row sees `seq_lens_k` keys, its last row before the padding `seen_lens`. A block table has only pages that
+    rows may see.
     """
 
     seq_lens_k: list[int]
@@ -160,8 +160,7 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
     """Return the number of a request's tokens that one rank of decode context parallelism has, and the pages of these tokens.
-    Position p belongs to rank p % size. A page holds ``page_size / size`` tokens of each rank. `keys` counts the tokens on
-    all ranks, and `row` is the request's row of ``req_to_token``.
+    Position p belongs to rank p % size. A page holds ``page_size / size`` tokens of each rank.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
@@ -182,11 +181,9 @@ def dsa_forward_metadata(
     """Return the metadata of one pass of DeepSeek sparse attention. Each query row is a request that sees only selected
     entries; padding rows select none. All requests with a draft must have equally many rows.
 
-    Args:
-        topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Query rows after the last of these rows
-            select no position.
-        index_topk: largest number of positions that a row selects in whole groups.
-        index_kpool: number of positions in a group. Positions after a request's last whole group are always selected.
+    `topk_indices`, int [num_rows, top_k], are positions that a row selects, -1 for none; query rows after the last of these
+    select none. A row selects at most `index_topk` positions in whole groups of `index_kpool`. Positions after a request's last
+    whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
     is_decode = batch.forward_mode.name in ("DECODE", "IDLE")
@@ -310,9 +307,8 @@ def key_length(batch: Any, i: int) -> int:
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
     """Return, in order, the pages of the first ``length`` tokens (at most ``max_context_len``) of the request with row ``row``
-    of ``req_to_token``; pages of the sliding-window pool if ``full_to_swa``, its map of slots, is given. Slot -1 is in page
-    -1. If slots are virtual, ``v2p`` maps pages to the full pool's pages; slot -1 and a page without a physical page map to
-    page 0.
+    of ``req_to_token``; pages of the sliding-window pool if ``full_to_swa`` is given. Slot -1 is in page -1. ``v2p`` maps
+    virtual pages to the full pool's; slot -1 and a page without a physical page map to page 0.
     """
     pages = []
     v2p = getattr(pool, "v2p", None)

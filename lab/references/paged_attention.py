@@ -1,8 +1,7 @@
 """FlashInfer's TRT-LLM attention functions over a paged K/V cache in float64, with the same names and parameters.
 
-Requests are padded and computed together in pieces, so that a GPU has enough work. Keys that no row sees are set to zero first,
-because 0 times NaN is NaN. If a call selects entries for each row, each row is computed as a request whose keys are its
-entries.
+Requests are padded and computed together in pieces, so that a GPU has enough work. If a call selects entries for each row, each
+row is computed as a request whose keys are its entries.
 """
 
 import math
@@ -178,8 +177,8 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """A batch of blocks that are computed together, padded to the largest block. Key 0 of a block is the first key of its first
-    page.
+    """A batch of blocks that are computed together, padded to the largest block. Key 0 of a block is its first page's first
+    key.
 
     Attributes:
         request, kv_len, first_key: each block's request, the request's number of keys, and the position of the block's key 0,

@@ -101,10 +101,8 @@ class TiledKV(NamedTuple):
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
     """Divide the keys of all requests into tiles of at most `TILE_ELEMENTS` elements of K or V (`GPU_TILE_ELEMENTS` on a GPU).
 
-    Args:
-        kv_lens: number of keys of each request, ascending multiples of `step`.
-        elements: number of elements of one key in K or in V, whichever has more.
-        step: tiles begin at multiples of `step` keys.
+    `kv_lens` are ascending multiples of `step`, as are the tiles' first keys. A key has `elements` elements in K or in V,
+    whichever has more.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
     found = []
@@ -201,15 +199,10 @@ def visible_to(
     causal: bool,
     window_left: int,
 ) -> Tensor:
-    """Return the keys that rows see, for requests that all have `q_len` rows, their newest tokens, and `kv_len` keys.
+    """Return the keys that `rows` see, for requests that all have `q_len` rows, their newest tokens, and `kv_len` keys: bool
+    [num_requests (1 without `shown`), len(rows), keys], without the keys after the last one that a row may see.
 
-    Args:
-        rows: indices of the rows in each request.
-        shown: a draft mask of each request, bool [num_requests, q_len, q_len], which replaces the causal rule; or None.
-        causal, window_left: as in `visible_keys`.
-
-    Returns:
-        bool [num_requests (1 without `shown`), len(rows), keys], without the keys after the last one that a row may see.
+    `shown` is a draft mask of each request, bool [num_requests, q_len, q_len], which replaces the causal rule.
     """
     first, causal = kv_len - q_len, causal and shown is None  # first: position of a request's first row
     last = max(first + rows.stop, 0) if causal else kv_len
@@ -253,9 +246,9 @@ def skippable(
     threshold: float,
     out: Tensor,
 ) -> Tensor:
-    """Return the left-out share of the denominator and the relative L2 error of the output if a kernel leaves out any of the
-    weights below `threshold` times a row's largest weight: float64 [batch, q_len, num_qo_heads, 2]. `out` is the exact
-    output.
+    """Return what skip-softmax may change if a kernel leaves out any of the weights below `threshold` times a row's largest:
+    the share of the denominator, and the output's relative L2 error, float64 [batch, q_len, num_qo_heads, 2]. `out` is the
+    exact output.
 
     If the left-out weights are the share s of the denominator, the output's error is (s * out - sum(weight * value)) / (1 - s).
     Its norm is at most (s * ‖out‖ + sum(weight * ‖value‖)) / (1 - s), for these weights and for any subset of them.

@@ -1,13 +1,13 @@
 """FlashMLA's sparse kernel for SM90 under the name of the MLA decode call, for calls that select entries for each row.
 
-The kernel is the bf16 one of `flash_mla_sparse_fwd`, which DeepSeek wrote for prefill. It does not split a row's entries among
+The kernel is the bf16 one of `flash_mla_sparse_fwd`, which DeepSeek wrote for prefill: it does not split a row's entries among
 programs, so that few rows leave most of a GPU idle. FlashMLA's own sparse decode kernel reads packed entries of 656 bytes,
-which the lab does not model. The package is the fork that SGLang 0.5.23 uses, which keeps the kernels for SM90 under the name
+which the lab does not model. The package is the fork that SGLang 0.5.23 uses, with the kernels for SM90 under the name
 "legacy".
 
-One small launch writes the number of columns of each row before each call, so that the host reads no length. The kernel reads
-whole 128 columns: a table of another width is copied. The kernel has no `out`: its result is copied, and a call's time includes
-the copy. Its LSE is a natural logarithm without the sink, and +inf for a row without entries.
+A small launch writes the number of columns of each row before each call. The kernel reads whole 128 columns: a table of another
+width is copied. The kernel has no `out`: its result is copied, and a call's time includes the copy. Its LSE is a natural
+logarithm without the sink, and +inf for a row without entries.
 """
 
 import math
@@ -29,11 +29,8 @@ BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
     """Return an MLA decode call that selects entries, ready to run. `lab.calls.MLADecodeCall` documents parameters and errors.
 
-    Raises NotImplementedError with the reason if FlashMLA does not support the call (`lab.kernels.support.why_not`).
-    `workspace_buffer` is not used.
-
-    Raises:
-        ModuleNotFoundError, TypeError: FlashMLA is not installed, or its function takes other arguments.
+    Raises NotImplementedError with the reason if FlashMLA does not support the call (`lab.kernels.support.why_not`), TypeError
+    if the installed function takes other arguments. `workspace_buffer` is not used.
     """
     out, lse = problem.results()
     selected = problem.selected

@@ -5,10 +5,9 @@ request up in a table, as torch's own `PagedAttention` does (`torch/nn/attention
 requests have the same number of rows, each request is a batch entry. Otherwise all rows are one sequence, and a block of rows
 reads the pages of each request that has rows in it.
 
-Block lists and tables are made on the host from the lengths. On a GPU `plan_<name>` also compiles, which takes torch some ten
-seconds for a new shape. `flex_attention` has no `out`: the results are copied. On a CPU nothing is compiled, and the whole
-matrix of scores is computed. The weight of a hidden key is 0, so that NaN in its value reaches the output: the judge's check K4
-(poison) reports it.
+On a GPU `plan_<name>` compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no `out`: the results
+are copied. On a CPU nothing is compiled, and the whole matrix of scores is computed. The weight of a hidden key is 0, so that
+NaN in its value reaches the output: the judge's check K4 (poison) reports it.
 """
 
 import functools
@@ -40,13 +39,11 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
-    """Plan a decode or context call: make its block lists and compile. Return a function that runs it.
+    """Plan a decode or context call: make its block lists and compile. `lab.calls.DecodeCall` and `ContextCall` document
+    parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
-    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
-
-    Raises:
-        NotImplementedError: the kernel does not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph
-            is being captured, or a request has a page twice.
+    Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`), a CUDA
+    graph is being captured, or a request has a page twice.
     """
     out, lse = problem.results()
     rows = _rows_of(problem)

@@ -14,10 +14,8 @@ from lab.extras import require
 def installed_function(
     part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Return the function `name` (dotted, from the package on) after checking that it takes exactly `keywords`; empty:
-    unchecked.
-
-    `part` is the part of the lab that needs it, and `written_for` the release for which the lab was written: errors name both.
+    """Return the function `name` after checking that it takes exactly `keywords`; empty: unchecked. Errors name `part`, which
+    needs it, and `written_for`, the release for which the lab was written.
 
     Raises:
         ModuleNotFoundError: the package or a package that it needs is not installed.

@@ -18,12 +18,10 @@ Plan = Callable[[Any, Any, str], Ready]  # takes a call, its checked arguments a
 
 
 class PlannedWrapper:
-    """An implementation of TRT-LLM calls by FlashInfer's own wrappers with one backend, "fa2" or "fa3"; "": FA3 on SM90, else
-    FA2.
+    """An implementation of TRT-LLM calls by FlashInfer's own wrappers with backend "fa2" or "fa3"; "": FA3 on SM90, else FA2.
 
     A function `<name>` copies lengths to the host in each call, so that no CUDA graph can capture it. `plan_<name>` does this
-    once (`lab.kernels.PlannedOnce`) and returns a function that runs the call any number of times, also in a CUDA graph.
-    Lengths, numbers of rows, page ids and masks must not change after `plan_<name>`.
+    once (`lab.kernels.PlannedOnce`). Lengths, numbers of rows, page ids and masks must not change after it.
     """
 
     def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
@@ -43,14 +41,9 @@ class PlannedWrapper:
 
 @dataclass(frozen=True, eq=False)
 class LivePages:
-    """The pages that hold keys of each request, as FlashInfer's `plan` takes them. Only `indices` is on the device.
-
-    Attributes:
-        kv_lens: int32 [batch_size], the number of keys of each request.
-        indptr: int32 [batch_size + 1], where each request's pages begin in `indices`.
-        indices: int32 [indptr[-1]], page ids.
-        last_page_len: int32 [batch_size], the number of tokens in each request's last page; `page_size` for a request without
-            pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
+    """The pages that hold keys of each request, int32, as FlashInfer's `plan` takes them. Only `indices`, page ids, is on the
+    device; each request's begin at its `indptr`. `last_page_len` is `page_size` for a request without pages, so that
+    FlashInfer's (pages - 1) * page_size + last_page_len is 0.
     """
 
     kv_lens: torch.Tensor

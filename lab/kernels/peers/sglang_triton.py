@@ -43,8 +43,7 @@ class _Tokens:
     Attributes:
         kv_indptr: int32 [batch_size + 1], where each request's tokens begin in `kv_indices`.
         kv_indices: int64 [kv_indptr[-1]], indices of the tokens in the K/V pool.
-        starts: position of the first listed token of each request.
-        counts: number of listed tokens of each request.
+        starts, counts: position of the first listed token of each request, and their number.
     """
 
     kv_indptr: torch.Tensor
@@ -54,14 +53,11 @@ class _Tokens:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
-    """Plan a decode or context call: make its lists of tokens. Return a function that runs it.
+    """Plan a decode or context call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
 
-    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
-
-    Raises:
-        ModuleNotFoundError, TypeError: SGLang is not installed, or its function takes other arguments.
-        NotImplementedError: the kernels do not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph
-            is being captured, or a row sees no key.
+    Raises NotImplementedError with the reason if the kernels do not support the call (`lab.kernels.support.why_not`), a CUDA
+    graph is being captured, or a row sees no key, TypeError if the installed function takes other arguments. `workspace_buffer`
+    is not used.
     """
     out, _ = problem.results()
     offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()

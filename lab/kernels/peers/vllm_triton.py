@@ -34,11 +34,8 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
 
-    Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`).
-    `workspace_buffer` is not used.
-
-    Raises:
-        ModuleNotFoundError, TypeError: vLLM is not installed, or its function takes other arguments.
+    Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`),
+    TypeError if the installed function takes other arguments. `workspace_buffer` is not used.
     """
     out, _ = problem.results()
     offsets = problem.cu_seqlens_q

@@ -289,8 +289,7 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Write an e4m3 tile in float16 to slot `slot` of the ring of float16 tiles. `barriers` is (full and empty of the e4m3
-    ring, full and empty of the float16 ring), and `parity` counts the uses of the slot.
+    """Write an e4m3 tile in float16 to `converted`. `barriers` is (full and empty of the e4m3 ring, of the float16 ring).
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """

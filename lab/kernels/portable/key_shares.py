@@ -179,8 +179,8 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the five values of `begin_at_tile` for a program in a small batch, the number of its share, and the number of
-    places of a unit (0 if units have different numbers).
+    """Return the five values of `begin_at_tile` for a program in a small batch, the number of its share, and the places of a
+    unit (0 if units have different numbers).
 
     Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every part
     has the same time to begin and end. The request and the part follow from the program's number while the lengths are read.

@@ -30,10 +30,9 @@ class PartialResults(NamedTuple):
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * shares * 2, rows], base 2; -inf if a row sees none of the keys.
-        of_units: int32, one row for each unit. If a second launch merges: [units, 2], the first and the last share that has
-            keys
-            of the unit. If the last program of a unit merges: [units, 1 + groups], counters that are zero between launches: how
-            many groups of GROUPED_PIECES partial results have been merged, and how many results of each group have been stored.
+        of_units: int32. If a second launch merges: [units, 2], the first and the last share that has keys of the unit. Else
+            [units, 1 + groups], counters that are zero between launches: how many groups of GROUPED_PIECES partial results have
+            been merged, and how many results of each group have been stored.
     """
 
     out: torch.Tensor
