@@ -168,17 +168,13 @@ def _extend_arguments(
     }
     if shown is not None:
         sizes = [rows * count for rows, count in zip(q_lens, tokens.counts, strict=True)]
-        masks = [_mask_of(draft, prefix) for draft, prefix in zip(shown, prefixes, strict=True)]
+        pairs = zip(shown, prefixes, strict=True)  # every row sees all keys before the draft
+        masks = [torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten() for draft, prefix in pairs]
         arguments |= {
             "custom_mask": torch.cat(masks),
             "mask_indptr": torch.tensor([0, *itertools.accumulate(sizes)], device=problem.query.device),
         }
     return arguments
-
-
-def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return SGLang's custom mask of a request with `prefix` keys before the draft, flat bool [q_len * (prefix + q_len)]."""
-    return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 
 plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(

@@ -44,9 +44,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
     """
 
     @functools.lru_cache(maxsize=MOST_KEPT)
-    def place_of(
-        _key: Hashable,
-    ) -> SimpleNamespace:  # `is_known` after the first call with the key, `call` if it is cached
+    def place_of(_key: Hashable) -> SimpleNamespace:  # is_known: True after the first call with the key
         return SimpleNamespace(is_known=False, call=None)
 
     @functools.wraps(made_at_once(prepare))
@@ -55,18 +53,16 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
         try:
             key = tuple([(name, facts_of(value, given)) for name, value in (*enumerate(args), *kwargs.items())])
             _check_results(args, kwargs, given)
-        except NotKeptError:
-            place = None
-        else:
             place = place_of(key)
-            if place.call is not None:
-                return place.call(given)
+        except NotKeptError:
+            place = SimpleNamespace(is_known=False, call=None)  # of this call alone
+        if place.call is not None:
+            return place.call(given)
         call = prepare(*args, **kwargs)
         results = call()
-        if place is not None and place.is_known:
+        if place.is_known:
             place.call = kept(call, given)
-        elif place is not None:
-            place.is_known = True
+        place.is_known = True
         return results
 
     entry.cache_clear = place_of.cache_clear  # type: ignore[attr-defined]

@@ -73,8 +73,7 @@ def _prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall
     `cum_seq_lens_kv` must count keys, not pages. `workspace_buffer` may be that of the decode call: its first 8 MiB stay zero.
     """
     if supported_kernel(problem) is FMHA_V2:
-        arguments, refreshes = _fmha_v2_arguments(call, problem)
-        return prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
+        return _prepare_fmha_v2(call, problem)
     changes, refreshes = _canonical(call, problem)
     arguments = but_defaults(call, changes | trtllm_gen_memory(call, problem))
     return prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
@@ -126,7 +125,7 @@ def _causal_mask(rows: int, q_len: int, device: torch.device) -> torch.Tensor:
     return words.expand(rows, *words.shape).contiguous().to(device)
 
 
-def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
+def _prepare_fmha_v2(call: ContextCall, problem: PagedAttention) -> PreparedCall:
     stored = stored_cache(problem)
     cache, block_tables, refreshes = _fmha_v2_cache(call, stored)
     causal_mode = "causal" if problem.window_left < 0 else "sliding_window"
@@ -151,7 +150,7 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
     }
     if problem.skip_softmax:
         arguments["skip_softmax_threshold_scale_factor"] = problem.skip_softmax
-    return arguments, refreshes
+    return prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:

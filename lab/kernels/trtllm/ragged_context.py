@@ -77,18 +77,14 @@ def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: tor
     """Write the results of rows that see no key: the output 0, and the LSE the sink's logit in base 2, or -inf without a sink.
     The host reads nothing from the device.
     """
-    lacks_keys = _rows_without_keys(problem).unsqueeze(1)
-    out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
-    if lse is not None and problem.sinks is None:
-        lse.masked_fill_(lacks_keys, -math.inf)
-    elif lse is not None and problem.sinks is not None:
-        lse.copy_(torch.where(lacks_keys, problem.sinks / math.log(2.0), lse))
-
-
-def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)
     kv_lens = problem.cu_seqlens_kv.diff()[request]
     # The position of a causal row is kv_len - (ends - row), which is negative if the row sees no key.
-    return kv_lens + rows < ends[request] if problem.causal else kv_lens == 0
+    lacks_keys = (kv_lens + rows < ends[request] if problem.causal else kv_lens == 0).unsqueeze(1)
+    out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
+    if lse is not None and problem.sinks is None:
+        lse.masked_fill_(lacks_keys, -math.inf)
+    elif lse is not None and problem.sinks is not None:
+        lse.copy_(torch.where(lacks_keys, problem.sinks / math.log(2.0), lse))
