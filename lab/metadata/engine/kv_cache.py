@@ -71,12 +71,10 @@ class PagedKVCache:
         Raises:
             TypeError, ValueError: K or V does not fit the cache's dtype or shape.
         """
-        expected = [slots.shape[0], self.num_kv_heads, self.storage.shape[4]]
-        _check_slots(slots)
-        for name, rows in (("k", k), ("v", v)):
-            _check_rows(name, rows, expected, self.storage.dtype)
-        for cache, rows in ((self.k_cache, k), (self.v_cache, v)):
-            _write_rows(cache if self.layout is KVLayout.NHD else cache.transpose(1, 2), slots, rows)
+        k_pages, v_pages = self.storage if self.layout is KVLayout.NHD else self.storage.transpose(2, 3)
+        _check_rows(slots, k=(k_pages, k), v=(v_pages, v))
+        _write_rows(k_pages, slots, k)
+        _write_rows(v_pages, slots, v)
 
 
 def write_e4m3(
@@ -162,20 +160,16 @@ class NVFP4KVCache(PagedKVCache):
             factors: the scale factors of K and of V, e4m3 ``[n, num_kv_heads, head_dim // 16]`` each.
         """
         super().write(slots, k, v)
-        k_factors, v_factors = factors
-        expected = [slots.shape[0], self.num_kv_heads, self.scale_factors.shape[4]]
-        for name, rows in (("k_factors", k_factors), ("v_factors", v_factors)):
-            _check_rows(name, rows, expected, self.scale_factors.dtype)
-        k_pages, v_pages = self.scale_factors
-        _write_rows(k_pages.transpose(1, 2), slots, k_factors)
+        (k_pages, v_pages), (k_factors, v_factors) = self.scale_factors.transpose(2, 3), factors
+        _check_rows(slots, k_factors=(k_pages, k_factors), v_factors=(v_pages, v_factors))
+        _write_rows(k_pages, slots, k_factors)
         if not self.trtllm_gen:
-            _write_rows(v_pages.transpose(1, 2), slots, v_factors)
+            _write_rows(v_pages, slots, v_factors)
             return
         slots = slots.clamp(min=0)
         page, token, count = slots // self.page_size, slots % self.page_size, self.scale_factors.shape[4]
-        first = token // INTERLEAVED_TOKENS * INTERLEAVED_TOKENS * count + token % INTERLEAVED_TOKENS
-        at = first[:, None] + INTERLEAVED_TOKENS * torch.arange(count, device=slots.device)
-        v_pages.flatten(2).transpose(1, 2)[page[:, None], at] = v_factors.transpose(1, 2)
+        groups = self.scale_factors[1].flatten(2).unflatten(2, (-1, count, INTERLEAVED_TOKENS)).permute(0, 2, 4, 1, 3)
+        groups[page, token // INTERLEAVED_TOKENS, token % INTERLEAVED_TOKENS] = v_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,8 +197,7 @@ class PagedLatentCache:
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
         """Store one token's entry, ``[n, kv_lora_rank + qk_rope_head_dim]``, at each slot (see `PagedKVCache.write`)."""
-        _check_slots(slots)
-        _check_rows("entries", entries, [slots.shape[0], self.storage.shape[2]], self.storage.dtype)
+        _check_rows(slots, entries=(self.storage, entries))
         _write_rows(self.storage, slots, entries)
 
 
@@ -225,23 +218,22 @@ class ShardedLatentCache:
         """Store one token's entry at each slot of the pool, in the cache of the rank that holds it (see
         `PagedLatentCache.write`).
         """
-        _check_slots(slots)
-        _check_rows("entries", entries, [slots.shape[0], self.storage.shape[3]], self.storage.dtype)
+        _check_rows(slots, entries=(self.storage[0], entries))
         size, slots = self.storage.shape[0], slots.clamp(min=0)
         rows = self.storage.shape[1] * self.storage.shape[2]
         _write_rows(self.storage.flatten(0, 1), slots % size * rows + slots // size, entries)
 
 
-def _check_slots(slots: Tensor) -> None:
+def _check_rows(slots: Tensor, **sides: tuple[Tensor, Tensor]) -> None:
+    """Check the slots, and for each side its pages ``[num_pages, page_size, ...]`` and the rows to write."""
     if slots.dtype != torch.int64:
         raise TypeError(f"slots has dtype {slots.dtype}, expected torch.int64")
-
-
-def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype) -> None:
-    if rows.dtype != dtype:
-        raise TypeError(f"{name} has dtype {rows.dtype}, the cache {dtype}: quantise before writing")
-    if list(rows.shape) != expected:
-        raise ValueError(f"{name} has shape {list(rows.shape)}, expected {expected}")
+    for name, (pages, rows) in sides.items():
+        expected = [slots.shape[0], *pages.shape[2:]]
+        if rows.dtype != pages.dtype:
+            raise TypeError(f"{name} has dtype {rows.dtype}, the cache {pages.dtype}: quantise before writing")
+        if list(rows.shape) != expected:
+            raise ValueError(f"{name} has shape {list(rows.shape)}, expected {expected}")
 
 
 def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:

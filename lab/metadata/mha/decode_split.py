@@ -54,31 +54,31 @@ class DecodeSplit:
             raise NotImplementedError(
                 "a decode call that is divided by length writes to out, and has no LSE: pass out alone"
             )
-        return _divided(self._implementation, splits, arguments)
-
-
-def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    lens, out = _movable(arguments["seq_lens"]), arguments["out"]
-    of_requests = {
-        "query": arguments["query"].unflatten(0, (len(lens), -1)),
-        **{name: arguments[name] for name in ("block_tables", "seq_lens", "mask") if arguments.get(name) is not None},
-    }
-    outputs = out.unflatten(0, (len(lens), -1))
-    sorted_lens, order = torch.sort(lens)
-    steps: list[Callable[[], object]] = [partial(torch.sort, lens, out=(sorted_lens, order))]
-    for requests in torch.tensor_split(order, splits):  # views, which each sort rewrites
-        own = {name: whole.new_empty(len(requests), *whole.shape[1:]) for name, whole in of_requests.items()}
-        copies = [
-            partial(torch.index_select, _movable(of_requests[name]), 0, requests, out=_movable(tensor))
-            for name, tensor in own.items()
-        ]
-        for copy in copies:  # an implementation may look at lengths and tables when it prepares
-            copy()
-        own_out = outputs.new_empty(len(requests), *outputs.shape[1:])
-        own |= {"query": own["query"].flatten(0, 1), "out": own_out.flatten(0, 1)}
-        steps += [*copies, prepare(implementation, DECODE, **arguments | own)]
-        steps.append(partial(_movable(outputs).index_copy_, 0, requests, _movable(own_out)))
-    return in_turn(steps, out)
+        lens, out = _movable(arguments["seq_lens"]), arguments["out"]
+        of_requests = {
+            "query": arguments["query"].unflatten(0, (len(lens), -1)),
+            **{
+                name: arguments[name]
+                for name in ("block_tables", "seq_lens", "mask")
+                if arguments.get(name) is not None
+            },
+        }
+        outputs = out.unflatten(0, (len(lens), -1))
+        sorted_lens, order = torch.sort(lens)
+        steps: list[Callable[[], object]] = [partial(torch.sort, lens, out=(sorted_lens, order))]
+        for requests in torch.tensor_split(order, splits):  # views, which each sort rewrites
+            own = {name: whole.new_empty(len(requests), *whole.shape[1:]) for name, whole in of_requests.items()}
+            copies = [
+                partial(torch.index_select, _movable(of_requests[name]), 0, requests, out=_movable(tensor))
+                for name, tensor in own.items()
+            ]
+            for copy in copies:  # an implementation may look at lengths and tables when it prepares
+                copy()
+            own_out = outputs.new_empty(len(requests), *outputs.shape[1:])
+            own |= {"query": own["query"].flatten(0, 1), "out": own_out.flatten(0, 1)}
+            steps += [*copies, prepare(self._implementation, DECODE, **arguments | own)]
+            steps.append(partial(_movable(outputs).index_copy_, 0, requests, _movable(own_out)))
+        return in_turn(steps, out)
 
 
 def _movable(tensor: Tensor) -> Tensor:

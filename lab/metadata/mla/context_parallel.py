@@ -41,10 +41,6 @@ class DecodeContextParallel:
         """Return how many of each request's first ``lens[i]`` tokens this rank owns, in a new int32 tensor."""
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
-    def local_bound(self, most: int) -> int:
-        """Return how many of a request's first `most` tokens this rank owns, but at least 1, as the kernel requires."""
-        return max((most - self.rank + self.size - 1) // self.size, 1)
-
     def page_size(self, pool: KVPool) -> int:
         """Return the number of tokens in one GPU's page."""
         if pool.page_size % self.size:
@@ -81,7 +77,7 @@ def build_mla_dcp_metadata(
     return TRTLLMMLADecodeMetadata(
         block_kv_indices=mla_block_table(batch.req_pool_indices, live, live, pool, width),
         seq_lens_k=own,
-        max_seq_len_k=dcp.local_bound(most),
+        max_seq_len_k=max((most - dcp.rank + dcp.size - 1) // dcp.size, 1),  # the kernel requires 1 or more
         max_seq_len_q=max_query_rows(batch),
         global_seq_lens_k=keys,
     )

@@ -150,24 +150,17 @@ def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_
     if chunk_len < 1:
         raise ValueError(f"capacity={capacity} has no token for each of the {batch.batch_size} requests: raise it")
     on_device = device_lengths(batch, "extend_prefix_lens")
-    return [
-        _chunk(
-            batch, pool, on_device, [min(max(prefix - start, 0), chunk_len) for prefix in prefixes], start, chunk_len
-        )
-        for start in range(0, max(prefixes), chunk_len)
-    ]
-
-
-def _chunk(
-    batch: ForwardBatch, pool: KVPool, prefixes: Tensor, lens: list[int], start: int, chunk_len: int
-) -> PrefixChunk:
-    seq_lens = (prefixes - start).clamp(min=0, max=chunk_len).to(torch.int32)
-    cum_seq_lens = exclusive_cumsum(seq_lens)
-    token = torch.arange(sum(lens), dtype=torch.int32, device=pool.device)
-    request = torch.searchsorted(cum_seq_lens[1:], token, right=True)
-    position = start + token - cum_seq_lens[request]
-    slots = pool.req_to_token[batch.req_pool_indices[request].long(), position.long()]
-    return PrefixChunk(seq_lens, cum_seq_lens, max(lens), slots, min(lens) == 0)
+    chunks = []
+    for start in range(0, max(prefixes), chunk_len):
+        lens = [min(max(prefix - start, 0), chunk_len) for prefix in prefixes]
+        seq_lens = (on_device - start).clamp(min=0, max=chunk_len).to(torch.int32)
+        cum_seq_lens = exclusive_cumsum(seq_lens)
+        token = torch.arange(sum(lens), dtype=torch.int32, device=pool.device)
+        request = torch.searchsorted(cum_seq_lens[1:], token, right=True)
+        position = start + token - cum_seq_lens[request]
+        slots = pool.req_to_token[batch.req_pool_indices[request].long(), position.long()]
+        chunks.append(PrefixChunk(seq_lens, cum_seq_lens, max(lens), slots, min(lens) == 0))
+    return chunks
 
 
 def prepare_prefix_chunk(

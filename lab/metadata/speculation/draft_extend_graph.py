@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.backend import Backend
+from lab.metadata.engine.backend import Backend, in_turn
 from lab.metadata.engine.cuda_graph import Body, GraphRunner, check_sizes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
@@ -128,13 +128,7 @@ def model_body(
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
         written = outputs.first(form.num_rows(view.batch_size, view.num_tokens))
-        run = model.prepare(backend, view, metadata, read, written, form)
-
-        def run_and_return() -> DraftOutputs:
-            run()
-            return written
-
-        return run_and_return
+        return in_turn([model.prepare(backend, view, metadata, read, written, form)], written)
 
     return body
 

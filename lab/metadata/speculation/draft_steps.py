@@ -155,7 +155,17 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
         buffers: the result of `allocate_draft` for the same draft and pool.
     """
     check_pool(draft, pool)
-    _check_batch(draft, batch, pool, buffers)
+    if batch.forward_mode.query_rows is not QueryRows.ONE:
+        raise ValueError(f"{batch.forward_mode!r} is no draft decode: pass a DECODE batch")
+    if batch.writes_no_kv != draft.is_frozen_kv or batch.batch_size % draft.topk:
+        raise ValueError(
+            f"{draft.attention!r} with topk={draft.topk} and a batch of {batch.batch_size} rows, "
+            f"{'of' if batch.writes_no_kv else 'not of'} a frozen-KV draft: exactly such a draft has a batch of "
+            "`frozen_kv_batch`, with topk rows for each request"
+        )
+    check_attends(batch, pool)
+    if batch.batch_size > (largest := buffers.steps[0].block_tables.shape[0]):
+        raise ValueError(f"the batch has {batch.batch_size} requests, the buffers hold {largest}: allocate larger ones")
     steps = tuple(_step(batch, buffers, step) for step in range(draft.num_decode_steps))
     distinct = steps[:1] if draft.is_frozen_kv else steps
     passes = [
@@ -202,20 +212,6 @@ def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
             "the pool has sliding-window pages, but a draft model has a plain pool of its own (SGLang 0.5.23): make one "
             "without swa_num_pages, or a frozen-KV draft, which reads the target's pool"
         )
-
-
-def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> None:
-    if batch.forward_mode.query_rows is not QueryRows.ONE:
-        raise ValueError(f"{batch.forward_mode!r} is no draft decode: pass a DECODE batch")
-    if batch.writes_no_kv != draft.is_frozen_kv or batch.batch_size % draft.topk:
-        raise ValueError(
-            f"{draft.attention!r} with topk={draft.topk} and a batch of {batch.batch_size} rows, "
-            f"{'of' if batch.writes_no_kv else 'not of'} a frozen-KV draft: exactly such a draft has a batch of "
-            "`frozen_kv_batch`, with topk rows for each request"
-        )
-    check_attends(batch, pool)
-    if batch.batch_size > (largest := buffers.steps[0].block_tables.shape[0]):
-        raise ValueError(f"the batch has {batch.batch_size} requests, the buffers hold {largest}: allocate larger ones")
 
 
 def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
