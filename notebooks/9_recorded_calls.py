@@ -36,7 +36,7 @@ if not torch.cuda.is_available():
 from lab import references
 from lab.checks.run.judge import judge_calls
 from lab.recorded import Recorder, recorded_cases
-from lab.recorded.lengths import traced_requests
+from lab.recorded.case import traced_requests
 from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.workloads import scenario

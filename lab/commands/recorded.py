@@ -141,8 +141,7 @@ def scenario(
 ) -> None:
     """Write the lengths of recorded requests as a trace, from which scenarios like decode/llama-3.1-8b/trace8 take batches."""
     from lab.files import write_text
-    from lab.recorded.case import recorded_cases
-    from lab.recorded.lengths import traced_requests
+    from lab.recorded.case import recorded_cases, traced_requests
     from lab.workloads.synthetic import as_mooncake
 
     with refusing_errors():

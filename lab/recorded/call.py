@@ -28,7 +28,7 @@ RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCa
 CPU = torch.device("cpu")
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this; no load of a kernel needs a larger alignment
 # The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
-DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError, BadZipFile, zlib.error)
+DAMAGED = (*files.DAMAGED, EOFError, RuntimeError, pickle.PickleError, BadZipFile, zlib.error)
 
 
 class RecordingError(ValueError):
@@ -46,13 +46,11 @@ class InvalidArgumentsError(RecordingError):
 def reading(path: Path) -> Iterator[Path]:
     """Raise a RecordingError if the path is not a regular file, or if the block, which reads it, finds it damaged."""
     try:
-        regular = files.regular(path)
-    except (OSError, ValueError) as error:
-        raise RecordingError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        yield regular
+        yield files.regular(path)
     except RecordingError:
         raise
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:  # torch's own sentence advises to run the file's code
         raise RecordingError(f"{path} has something else than tensors and plain values, and is not read") from error
     except DAMAGED as error:
@@ -101,35 +99,21 @@ class ListedCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """The arguments of one call of an engine, and the output and LSE of its kernel.
-
-    Attributes:
-        given: the arguments by name. Their tensors are on the CPU if the call was read from a file. For `out` and `lse` only
-            dtype, shape and strides are meaningful.
-        out: the output after the call; None if the call did not return.
-        lse: the LSE after the call; None if the call did not return, or does not compute the LSE.
-        versions: the version of each package in the engine's process.
-        lost: sentences about data that was not recorded, such as alignment.
-        gpu: the name of the GPU; "" if it was not recorded.
-        raised: type and message of the error that the call raised; "" if it raised none, or if it was not recorded.
-        module: the module of the called function; "" if it was not recorded.
-        pages: the engine's id of each page in `kv_cache`, if only some pages of the pool were recorded; else None.
-        drawn: names of the arguments whose recorded contents were replaced by random values.
-        time, replay, layer: its time, graph replay (0: none) and model layer; set only while the recorder has it.
-        number: the number of the call in the engine's process. It is set only while the recorder has the call.
-    """
+    """The arguments of one call of an engine, and the output and LSE of its kernel. What was not recorded has its default."""
 
     function: AttentionCall
+    #: the arguments by name, on the CPU if they were read from a file; of `out` and `lse` only dtype, shape and strides count
     given: Mapping[str, Any]
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    lost: tuple[str, ...] = ()
-    gpu: str = ""
-    raised: str = ""
-    module: str = ""
-    pages: tuple[int, ...] | None = None
-    drawn: frozenset[str] = frozenset()
+    out: Tensor | None = None  #: the output after the call; None if the call did not return
+    lse: Tensor | None = None  #: the LSE after the call; None if the call did not return, or computes none
+    versions: Mapping[str, str] = field(default_factory=dict)  #: of each package in the engine's process
+    lost: tuple[str, ...] = ()  #: sentences about data that was not recorded, such as alignment
+    gpu: str = ""  #: the name of the GPU
+    raised: str = ""  #: type and message of the error that the call raised
+    module: str = ""  #: the module of the called function
+    pages: tuple[int, ...] | None = None  #: the engine's ids of the pages in `kv_cache`; None: the whole pool
+    drawn: frozenset[str] = frozenset()  #: names of the arguments whose contents were replaced by random values
+    # Set only while the recorder has the call, as in `RecordedCase`. The number counts the calls of the process.
     time: str = ""
     number: int = 0
     replay: int = 0
@@ -151,12 +135,8 @@ class RecordedCall:
             raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
 
     def arguments(self, device: torch.device = CPU) -> dict[str, Any]:
-        """Return copies of the recorded arguments as keyword arguments of a new call. The workspace is None, and `out` and
-        `lse` contain NaN, so that the judge finds elements that a kernel does not write.
-
-        Args:
-            device: the device of the copies, which keep strides and (if it was recorded) alignment. Lengths that FlashInfer
-                reads on the host stay on the CPU.
+        """Return copies of the arguments for a new call on a device, with their strides and (if it was recorded) alignment.
+        The workspace is None, and `out` and `lse` contain NaN. Lengths that FlashInfer reads on the host stay on the CPU.
         """
 
         def copied(name: str, _: int, tensor: Tensor) -> Tensor:
@@ -201,9 +181,8 @@ class RecordedCall:
             raise RecordingError(f"{what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
-        """Return the expected results, and an output and LSE of this call (None: no LSE), in the form in which the judge
-        compares them: one row per query row, and the LSE in base 2. Padding rows are omitted, and so are the rows of requests
-        that see a non-finite key.
+        """Return the expected results, and an output and LSE of this call, as the judge compares them: one row per query row,
+        the LSE in base 2. Padding rows are omitted, and so are the rows of requests that see a non-finite key.
         """
         if self.function is AttentionCall.MLA_DECODE:
             out = out.flatten(0, 1) if out.dim() == 4 else out

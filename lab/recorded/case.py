@@ -1,39 +1,33 @@
-"""Define how the judge names a recorded call, and an object that stands for the engine's recorded outputs."""
+"""List the calls of a recording as cases of the judge or as a trace of request lengths."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from lab.calls import AttentionCall, Problem
+from lab.calls import AttentionCall, PagedAttention, Problem
 from lab.recorded import flashinfer_dumps, own_form
 from lab.recorded.call import RecordedCall, RecordingError
+from lab.workloads.traces import TracedRequest
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
+# Time between two passes: so long that `lab.workloads.traces.snapshot` does not mix requests of two passes.
+PASS_MS = 1000.0
 _NUMBERED = re.compile(r"(.+)#([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
 class RecordedCase:
-    """A recorded call as a case of the judge: where it is stored, but not its tensors.
+    """A recorded call as a case of the judge: where it is stored, but not its tensors."""
 
-    Attributes:
-        interface: the function that was called.
-        path: the file of the call. If FlashInfer recorded the call, the folder of the call or of one replay of it.
-        number: the number of the call in its recording, counted from 1 in the order of time.
-        time: the time of the call. For a replay of a CUDA graph, it is the time of the replay if the lab recorded the call, and
-            the time of the capture if FlashInfer did.
-        replay: the number of the replay of a CUDA graph; 0 for an eager call.
-        layer: the number of the model's layer; None if it is not known.
-    """
-
-    interface: AttentionCall
-    path: str
-    number: int
-    time: str
-    replay: int = 0
-    layer: int | None = None
+    interface: AttentionCall  #: the function that was called
+    path: str  #: the file of the call; if FlashInfer recorded the call, the folder of the call or of one replay of it
+    number: int  #: the number of the call in its recording, counted from 1 in the order of time
+    time: str  #: the time of the call or replay; of a replay that FlashInfer recorded, the time of the capture
+    replay: int = 0  #: the number of the replay of a CUDA graph; 0 for an eager call
+    layer: int | None = None  #: the number of the model's layer; None if it is not known
 
     @property
     def address(self) -> str:
@@ -89,3 +83,35 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
         has = f"has no call {number}; it has {len(cases)}" if cases else "has no calls: `lab record` records calls"
         raise RecordingError(f"{folder} {has}")
     return chosen
+
+
+def traced_requests(
+    cases: Sequence[RecordedCase], note: Callable[[str], object] = lambda _: None
+) -> list[TracedRequest]:
+    """Return the requests of recorded decode calls as a trace. The length of a request is the number of keys that it had before
+    the call. If there is no decode call, the trace has the requests of context calls, whose length is their number of query
+    rows. `note` is called with a sentence about each call that is left out.
+
+    Consecutive calls with the same lengths are assumed to be layers of one forward pass, and are used once. The requests of a
+    pass arrive at the same time, and each generates one token. Requests without keys before the call pad a batch, and are left
+    out. Raises RecordingError if no request is left.
+    """
+    passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    for case in cases:
+        try:
+            _, problem = case.posed()
+        except RecordingError as error:
+            note(str(error))
+            continue
+        if isinstance(problem, PagedAttention) and problem.is_block_sparse:
+            note(f"call {case.number} is block-sparse: its lengths count selected keys only")
+            continue
+        is_decode = case.interface in (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
+        both = zip(problem.seq_lens.tolist(), problem.q_lens(), strict=True)
+        lengths = tuple(length for kv_len, q_len in both if (length := kv_len - q_len if is_decode else q_len) > 0)
+        if lengths and passes[is_decode][-1:] != [lengths]:
+            passes[is_decode].append(lengths)
+    found = passes[True] or passes[False]
+    if not found:
+        raise RecordingError("no recorded call has a request with a length")
+    return [TracedRequest(PASS_MS * turn, length, 1) for turn, lengths in enumerate(found) for length in lengths]

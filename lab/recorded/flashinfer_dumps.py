@@ -34,8 +34,10 @@ def read(path: Path) -> RecordedCall:
     """Read the call in a folder, which may be the folder of one replay. Raises RecordingError if the lab cannot read it."""
     record = _last_record(path)
     function = recorded_function(path, record["function_name"])
-    given = _arguments(path, record, _tensors(path, "inputs"))
-    outputs = _tensors(path, "outputs") if _tensor_file(path, "outputs") else {}
+    inputs, outputs = _tensors(path, "inputs"), _tensors(path, "outputs")
+    if inputs is None:
+        raise RecordingError(f"{path} has no inputs: the call was captured and never replayed, or the recording ended")
+    given, outputs = _arguments(path, record, inputs), outputs or {}
     lse = outputs.get("result_1")
     if outputs and lse is None and path.parent.name == REPLAYS:
         lse = given.get("lse")  # FlashInfer copies arguments after a replay, but before an eager call
@@ -78,16 +80,10 @@ def _last_record(folder: Path) -> dict[str, Any]:
     return record | {name: part if isinstance(part, dict) else {} for name, part in parts.items()}
 
 
-def _tensor_file(folder: Path, kind: str) -> Path | None:
-    return next((path for end in (".pt", ".safetensors") if (path := folder / f"{kind}{end}").exists()), None)
-
-
-def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    path = _tensor_file(folder, kind)
+def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor] | None:
+    path = next((path for end in (".pt", ".safetensors") if (path := folder / f"{kind}{end}").exists()), None)
     if path is None:
-        raise RecordingError(
-            f"{folder} has no {kind}: the call was captured and never replayed, or the recording ended"
-        )
+        return None
     with reading(path) as regular:
         is_torch = path.suffix == ".pt"
         tensors = torch.load(regular, "cpu", weights_only=True) if is_torch else _load_safetensors(regular)

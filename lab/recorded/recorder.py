@@ -51,28 +51,22 @@ _LOG = logging.getLogger("lab.recorded")
 class Triggers:
     """Conditions that choose the calls to be recorded. A call is recorded if it meets all of them. A call that raises an error
     is recorded if it meets `every` (or `shadow`), `layers`, `from_s` and `until_s`.
-
-    Attributes:
-        every: record one call at random among each `every` calls that meet `layers`, `from_s` and `until_s`. A replay of a
-            captured call counts as a call. (Each n-th call might always be of the same layer.)
-        layers: record calls of these layers; () stands for all. The layer is the attribute `layer_id` or `layer_idx`, or the
-            number in `layer_name`, of a caller's local variable `layer`, `module` or `self`.
-        from_s, until_s: record calls in this span of seconds after the start of the recorder.
-        longest: record calls whose longest request has at least this number of keys.
-        non_finite: record calls with NaN or infinity in the output. Checking the output waits for the GPU.
-        shadow: if not 0, it replaces `every`. One call at random among each `shadow` calls is judged at once on its device, and
-            recorded if it is wrong or its arguments are invalid. Requests that see a non-finite key are not judged.
-        e4m3_arithmetic: `shadow` judges with the error bound for kernels that round their operands to e4m3.
     """
 
+    #: record one call at random among each `every` calls, or replays, that meet `layers`, `from_s` and `until_s`. (Each n-th
+    #: call might always be of the same layer.)
     every: int = 1
+    #: record calls of these layers; () stands for all. The layer is the attribute `layer_id` or `layer_idx`, or the number in
+    #: `layer_name`, of a caller's local variable `layer`, `module` or `self`.
     layers: tuple[int, ...] = ()
-    from_s: float = 0.0
-    until_s: float = math.inf
-    longest: int = 0
-    non_finite: bool = False
+    from_s: float = 0.0  #: record calls from this number of seconds after the start of the recorder on
+    until_s: float = math.inf  #: and until this number of seconds
+    longest: int = 0  #: record calls whose longest request has at least this number of keys
+    non_finite: bool = False  #: record calls with NaN or infinity in the output. Checking the output waits for the GPU.
+    #: if not 0, it replaces `every`: one call at random among each `shadow` calls is judged at once on its device, and recorded
+    #: if it is wrong or its arguments are invalid. Requests that see a non-finite key are not judged.
     shadow: int = 0
-    e4m3_arithmetic: bool = False
+    e4m3_arithmetic: bool = False  #: `shadow` judges with the error bound for kernels that round their operands to e4m3
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.shadow < 0:
@@ -102,8 +96,7 @@ class Recorder:
 
     Attributes:
         kept, kept_bytes: number and size of the written files.
-        judged: numbers of the calls that `Triggers.shadow` judged. The calls of this process are numbered from 1.
-        wrong: numbers of the judged calls that were wrong.
+        judged, wrong: numbers of the calls that `Triggers.shadow` judged and found wrong, counted from 1 in this process.
         has_ended: True after the end of the context, or when a limit is reached. Then no call is recorded.
     """
 
@@ -169,7 +162,7 @@ class Recorder:
             number = next(self._numbers)
             is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
             layer = _layer_of_caller() if self.triggers.layers else None
-            if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
+            if not self._chooses(layer, is_captured):
                 return original(*args, **kwargs)
             call = None  # if it cannot be recorded
             with self._surviving():
@@ -181,18 +174,19 @@ class Recorder:
 
         return recorded
 
-    def _chooses(self, layer: int | None) -> bool:
+    def _chooses(self, layer: int | None, is_captured: bool = False) -> bool:
         triggers, now_s = self.triggers, time.monotonic() - self._start
-        if self.has_ended or not triggers.from_s <= now_s <= triggers.until_s or not self._is_of_layer(layer):
+        if triggers.layers and layer not in triggers.layers:
+            return False
+        if is_captured:  # each replay is chosen by itself
+            return True
+        if self.has_ended or not triggers.from_s <= now_s <= triggers.until_s:
             return False
         count = triggers.shadow or triggers.every
         place = next(self._matching) % count
         if place == 0:  # draw one of the next `count` calls
             self._place = self._dice.randrange(count)
         return place == self._place
-
-    def _is_of_layer(self, layer: int | None) -> bool:
-        return not self.triggers.layers or layer in self.triggers.layers
 
     def _make(self, call: RecordedCall | None, run: Callable[[], Any], is_captured: bool) -> Any:
         """Make the engine's call (`run`) and return its result. `call` is None if the call cannot be recorded."""

@@ -1,8 +1,6 @@
-"""Define reductions of a recorded call. A reduction is a function that yields smaller or simpler variants of a call.
+"""Define reductions of a recorded call: functions that yield smaller or simpler variants of a call, which may be invalid.
 
-The arguments of a variant may be invalid: `lab.recorded.shrink` checks them, and whether the variant's output is still wrong.
-The changed tensors of a variant are contiguous. Contents that were replaced by random values are drawn again in the variant's
-shapes.
+The changed tensors of a variant are contiguous. Contents that were replaced by random values are drawn again in its shapes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +22,15 @@ from lab.workloads.inputs.masks import packed_mask
 
 Element = TypeVar("Element")
 Reduction = Callable[[RecordedCall], Iterator[RecordedCall]]
-Change = Callable[[Tensor], Tensor]
 
 CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # data of requests and of the model
 HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks": -1}
 # Arguments that are not set to their defaults: those that define how other arguments are read; the mask, which XQA needs for
 # several rows; and bmm1_scale, because the logits are too large with its default of 1.
-LAYOUT = ("workspace_buffer", "kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len")
-KEPT = (*LAYOUT, "sparse_mla_top_k", "mask", "bmm1_scale")
+KEPT = (
+    *("workspace_buffer", "kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len", "sparse_mla_top_k"),
+    *("mask", "bmm1_scale"),
+)
 NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as defaults in calls that define none
 
 
@@ -51,9 +50,10 @@ def parts_of(call: RecordedCall) -> list[Part]:
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
     """Return a call that has only these parts of its requests, and no query rows of no request."""
-    problem, offsets = call.problem(), call.problem().row_offsets()
-    requests, lengths = [part.request for part in parts], [part.kv_len for part in parts]
-    widths = [len(part.rows) for part in parts]
+    problem = call.problem()
+    offsets, unit = problem.row_offsets(), keys_per_offset(problem)
+    sizes = [(part.request, len(part.rows), part.kv_len) for part in parts]
+    requests, widths, lengths = map(list, zip(*sizes, strict=True))
     rows = [offsets[part.request] + row for part in parts for row in part.rows]
 
     def by_row(tensor: Tensor) -> Tensor:
@@ -66,18 +66,21 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
         return packed_mask(shown_draft_tokens(mask[requests].to(torch.int32))[:, chosen, chosen])
 
     changes: dict[str, Any] = dict.fromkeys(("query", "out", "lse", "sparse_mla_top_k_lens"), by_row)
-    changes |= {"mask": of_draft, "causal_seqlens_kv_global": lambda each: each[requests]}
-    selects = isinstance(problem, PagedAttention) and problem.selected is not None
-    changes["block_tables"] = by_row if selects else lambda each: each[requests]
+    changes |= {"mask": of_draft} | dict.fromkeys(("causal_seqlens_kv_global", "block_tables"), itemgetter(requests))
+    if isinstance(problem, PagedAttention) and problem.selected is not None:
+        changes["block_tables"] = by_row
     if isinstance(problem, RaggedAttention):
         starts = problem.cu_seqlens_kv.tolist()
         tokens = [starts[part.request] + token for part in parts for token in range(part.kv_len)]
         changes |= dict.fromkeys(("key", "value"), lambda side: side[tokens])
-    unit = keys_per_offset(problem)
-    row_offsets = [*accumulate(widths, initial=0)]
-    key_offsets = [*accumulate((-(-length // unit) for length in lengths), initial=0)]
-    changes |= {"cum_seq_lens_q": _numbers(row_offsets), "cum_seq_lens_kv": _numbers(key_offsets)}
-    changes |= dict.fromkeys(("seq_lens", "kv_seq_lens_cpu"), _numbers(lengths)) | {"q_seq_lens_cpu": _numbers(widths)}
+    numbers = {
+        "cum_seq_lens_q": [*accumulate(widths, initial=0)],
+        "cum_seq_lens_kv": [*accumulate((-(-length // unit) for length in lengths), initial=0)],
+        "seq_lens": lengths,
+        "kv_seq_lens_cpu": lengths,
+        "q_seq_lens_cpu": widths,
+    }
+    changes |= {name: lambda each, values=values: each.new_tensor(values) for name, values in numbers.items()}
     counts = {"batch_size": len(parts), "q_len_per_req": widths[0]}
     return _changed(call, changes | {name: count for name, count in counts.items() if call.given.get(name) is not None})
 
@@ -115,9 +118,17 @@ def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
 
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
     problem = call.problem()
-    kv_heads, of_group = range(problem.num_kv_heads), range(problem.group)
-    yield from (_with_heads(call, kept, of_group) for kept in _without_chunks(kv_heads))
-    yield from (_with_heads(call, kv_heads, kept) for kept in _without_chunks(of_group))
+    group, kv_axis = problem.group, -2 if "key" in call.given or call.given.get("kv_layout") == "NHD" else -3
+    every_kv_head, whole_group = [*range(problem.num_kv_heads)], [*range(group)]
+    kept = [(kv_heads, whole_group) for kv_heads in _without_chunks(every_kv_head)]
+    kept += [(every_kv_head, of_group) for of_group in _without_chunks(whole_group)]
+    for kv_heads, of_group in kept:
+        heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
+        changes = {name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()}
+        if call.function is not AttentionCall.MLA_DECODE:
+            taken = partial(torch.index_select, dim=kv_axis, index=torch.tensor(kv_heads))
+            changes |= dict.fromkeys(("kv_cache", "key", "value"), taken)
+        yield _changed(call, changes)
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -175,18 +186,15 @@ def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
             yield _changed(call, {name: bound})
     if given.get("cum_seq_lens_q") is not None and "q_len_per_req" in fields:
         yield _changed(call, {"q_len_per_req": width, "cum_seq_lens_q": None, "max_q_len": None})
-    problem = call.problem()
-    columns = max(-(-longest // problem.page_size), 1) if isinstance(problem, PagedAttention) else 0
-    if isinstance(problem, PagedAttention) and columns < problem.k_block_tables.shape[1]:
-        yield _changed(call, {"block_tables": itemgetter((..., slice(columns)))})
+    if isinstance(problem := call.problem(), PagedAttention):
+        columns = max(-(-longest // problem.page_size), 1)
+        if columns < problem.k_block_tables.shape[1]:
+            yield _changed(call, {"block_tables": itemgetter((..., slice(columns)))})
 
 
 def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
     names = [name for name in contents_of(call) if name not in call.drawn]
-    if names:
-        yield drawn(call, names)
-    for name in names:
-        yield drawn(call, [name])
+    yield from (drawn(call, some) for some in (names, *([name] for name in names)) if some)
 
 
 # The reductions that save most are first. Those that make FlashInfer compile another kernel (rows, groups of heads) are last.
@@ -205,35 +213,20 @@ def contents_of(call: RecordedCall) -> list[str]:
 
 def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
     """Replace the contents of the arguments `names` by normally distributed values. Non-finite elements are kept."""
-    given = {name: each_tensor(call.given[name], partial(_drawn, name)) for name in names}
+
+    def redrawn(name: str, side: int, tensor: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed_of(name, side))
+        values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        wide = tensor.to(torch.float32)
+        return values.to(torch.float32).where(wide.isfinite(), wide).to(tensor.dtype)
+
+    given = {name: each_tensor(call.given[name], partial(redrawn, name)) for name in names}
     return replace(call, given={**call.given, **given}, drawn=call.drawn | {*names})
 
 
 def seed_of(name: str, side: int) -> int:
     """Return the seed of an argument's random contents. `side` is the index of the tensor in a tuple, else 0."""
     return 10 * CONTENTS.index(name) + side
-
-
-def _numbers(values: Sequence[int]) -> Change:
-    return lambda tensor: torch.tensor(values, dtype=tensor.dtype)
-
-
-def _drawn(name: str, side: int, tensor: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(seed_of(name, side))
-    values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    wide = tensor.to(torch.float32)
-    return values.to(torch.float32).where(wide.isfinite(), wide).to(tensor.dtype)
-
-
-def _with_heads(call: RecordedCall, kv_heads: Sequence[int], of_group: Sequence[int]) -> RecordedCall:
-    group = call.problem().group
-    heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
-    changes = {name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()}
-    if call.function is not AttentionCall.MLA_DECODE:
-        axis = -2 if "key" in call.given or call.given.get("kv_layout") == "NHD" else -3
-        taken = partial(torch.index_select, dim=axis, index=torch.tensor(kv_heads))
-        changes |= dict.fromkeys(("kv_cache", "key", "value"), taken)
-    return _changed(call, changes)
 
 
 def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:

@@ -3,10 +3,8 @@ non-finite outputs. A suspicion is a remark, and does not change the verdict.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -18,13 +16,6 @@ from lab.references.softmax_attention import visible_to
 from lab.wording import first_few
 
 MOST_SHOWN = 6
-
-
-class Place(NamedTuple):
-    side: int  #: 0 for K, 1 for V
-    request: int
-    token: int  #: index of the key within the request
-    head: int  #: K/V head
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +37,17 @@ class RecordedInputs:
         if end < problem.num_rows:
             found.append(f"rows {end} to {problem.num_rows - 1} of the query belong to no request")
         if isinstance(problem, PagedAttention) and problem.selected is None:
-            found += self._shared_tails(problem)
+            ends = problem.seq_lens.long()
+            partly = (ends % problem.page_size).nonzero().flatten()  # requests whose last page has free slots
+            last_pages = places_of(problem, partly, ends[partly] - 1)[0] // problem.page_size
+            for page in last_pages.unique().tolist():
+                if len(owners := partly[last_pages == page].tolist()) > 1:
+                    several = f"requests {', '.join(map(str, owners))}: each of them writes its next key into it"
+                    found.append(f"page {self._id(page)} is the last page of {several}")
         for request in range(problem.batch_size):
-            if places := self._non_finite(request):
-                found.append(f"{self._words(places[0])}, one of {len(places)} non-finite keys of the request")
+            if keys := self._non_finite(request):
+                words = self._words(request, *keys[0])
+                found.append(f"{words}, one of {len(keys)} non-finite keys of the request")
         return first_few(found, MOST_SHOWN)
 
     def origins_of_non_finite(self, out: torch.Tensor) -> list[str]:
@@ -66,45 +64,34 @@ class RecordedInputs:
         return first_few(found, MOST_SHOWN)
 
     def _origin(self, request: int, seen: torch.Tensor, kv_head: int) -> str:
-        problem, places = self.problem, [each for each in self._non_finite(request) if each.head == kv_head]
-        for each in sorted(places, key=lambda place: not seen[place.token]):
-            return f"{'it sees' if seen[each.token] else 'it must not see'} {self._words(each)}"
+        problem, keys = self.problem, [key for key in self._non_finite(request) if key[2] == kv_head]
+        for side, token, _ in sorted(keys, key=lambda key: not seen[key[1]]):
+            words = self._words(request, side, token, kv_head)
+            return f"{'it sees' if seen[token] else 'it must not see'} {words}"
         if isinstance(problem, PagedAttention) and problem.selected is None and len(seen) % problem.page_size:
             for side, cache in enumerate(() if problem.is_nvfp4 else (problem.k_cache, problem.v_cache)):
-                page, slot = self._place(side, request, len(seen) - 1)
+                page, slot = self._place(request, side, len(seen) - 1)
                 if not bool(cache[page, :, slot + 1 :].to(torch.float32).isfinite().all()):
                     where = f"page {self._id(page)} holds a non-finite {'KV'[side]}"
                     return f"{where} after the request's last key, which no row sees"
         return "all that it sees is finite"
 
-    def _shared_tails(self, problem: PagedAttention) -> Iterator[str]:
-        owners = defaultdict(list)
-        for request, kv_len in enumerate(problem.seq_lens.tolist()):
-            if kv_len % problem.page_size:
-                page, _ = self._place(0, request, kv_len - 1)
-                owners[self._id(page)].append(str(request))
-        for page, requests in owners.items():
-            if len(requests) > 1:
-                several = ", ".join(requests)
-                yield f"page {page} is the last page of requests {several}: each of them writes its next key into it"
-
-    def _non_finite(self, request: int) -> list[Place]:
-        return [
-            Place(side, request, token, head)
+    def _non_finite(self, request: int) -> list[tuple[int, int, int]]:
+        return [  # the side (0: K, 1: V), index among the keys of the request, and head of each vector
+            (side, token, head)
             for side, values in enumerate(self.histories[request])
             for token, head in (~values.to(torch.float32).isfinite()).any(dim=-1).nonzero().tolist()
         ]
 
-    def _words(self, place: Place) -> str:
-        side, request, token, head = place
+    def _words(self, request: int, side: int, token: int, head: int) -> str:
         vector, where = self.histories[request][side][token, head].to(torch.float32), ""
         if isinstance(self.problem, PagedAttention):
-            page, slot = self._place(side, request, token)
+            page, slot = self._place(request, side, token)
             where = f" (page {self._id(page)}, slot {slot})"
         key = f"{'KV'[side]} of request {request}, key {token}{where}, K/V head {self.first_kv_head + head}"
         return f"{key} holds {float(vector[~vector.isfinite()][0])}"
 
-    def _place(self, side: int, request: int, token: int) -> tuple[int, int]:
+    def _place(self, request: int, side: int, token: int) -> tuple[int, int]:
         assert isinstance(self.problem, PagedAttention)
         at = torch.tensor([[request], [token]], device=self.problem.query.device)
         return divmod(int(places_of(self.problem, *at)[side]), self.problem.page_size)
@@ -117,15 +104,15 @@ def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) 
     """Return a mask, bool [q_len, kv_len]: True where a query row of the request sees a key. If rows select entries (sparse
     MLA), the keys are the request's entries that `selections_of` returns.
     """
-    if isinstance(problem, PagedAttention) and problem.selected is not None:
-        ((places, indices),) = selections_of(problem, [request])
-        return (indices.unsqueeze(2) == torch.arange(len(places), device=indices.device)).any(dim=1)
-    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
-        start = problem.row_offsets()[request]
-        counts = problem.num_visible[start : start + q_len]
-        return torch.arange(kv_len, device=counts.device) < counts[:, None]
-    mask = problem.mask if isinstance(problem, PagedAttention) else None
-    shown = None if mask is None else shown_draft_tokens(mask[request : request + 1].to(torch.int32))
-    lens, device, causal = (range(q_len), q_len, kv_len), problem.query.device, problem.causal
-    (visible,) = visible_to(*lens, shown, device, causal=causal, window_left=problem.window_left)
-    return visible
+    keys, shown = torch.arange(kv_len, device=problem.query.device), None
+    if isinstance(problem, PagedAttention):
+        if problem.selected is not None:
+            ((_, indices),) = selections_of(problem, [request])
+            return (indices.unsqueeze(2) == keys).any(dim=1)
+        if problem.num_visible is not None:
+            start = problem.row_offsets()[request]
+            return keys < problem.num_visible[start : start + q_len, None]
+        if problem.mask is not None:
+            shown = shown_draft_tokens(problem.mask[request : request + 1].to(torch.int32))
+    causal, window_left = problem.causal, problem.window_left
+    return visible_to(range(q_len), q_len, kv_len, shown, keys.device, causal=causal, window_left=window_left)[0]

@@ -14,8 +14,7 @@ from lab.checks.run.judge import judge_calls
 from lab.metadata.mha.block_sparse import NUM_PAGES, PAGE_SIZE, as_pages
 from lab.recorded import own_form
 from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.case import recorded_cases
-from lab.recorded.lengths import traced_requests
+from lab.recorded.case import recorded_cases, traced_requests
 from lab.recorded.shrink import recorded_fault, shrunk
 from lab.recorded.timed import RecordedPass
 from tests.cases import block_sparse_arguments, random_batch

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from lab.recorded.call import RecordingError
-from lab.recorded.case import recorded_cases
+from lab.recorded.case import recorded_cases, traced_requests
 from lab.recorded.flashinfer_dumps import METADATA
-from lab.recorded.lengths import traced_requests
 from lab.workloads import scenario
 from lab.workloads.traces import read_trace, snapshot
 from tests.cases import CONTEXT, DECODE, MLA
