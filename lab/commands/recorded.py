@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -100,9 +101,9 @@ def shrink(
     from lab.checks.run.judging import device_of
     from lab.provenance import version_of
     from lab.recorded import own_form
-    from lab.recorded.reductions import contents_of
+    from lab.recorded.call import fault_by_calling, recorded_fault
     from lab.recorded.repro import write_repro
-    from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
+    from lab.recorded.shrink import contents_of, shrunk
 
     name, function = implementation or CALL_TYPES[call.function].module, call.function.value
     if implementation is None and not from_outputs and not torch.cuda.is_available():
@@ -115,7 +116,7 @@ def shrink(
         else:
             if (kernel := getattr(load(name), function, None)) is None:
                 raise ValueError(f"{name} has no {function}")
-            find = fault_by_calling(kernel, device_of(device))
+            find = partial(fault_by_calling, kernel, device_of(device))
             smaller, fault = shrunk(call, find, synthetic)
             called, versions = name.rpartition("/")[2], {"GPU": own_form.gpu() or "none", **own_form.versions()}
             if (package := sys.modules.get(name.partition(".")[0])) is not None:

@@ -8,12 +8,4 @@ from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase, recorded_cases
 from lab.recorded.recorder import Recorder, Triggers
 
-__all__ = [
-    "OUTPUTS",
-    "RecordedCall",
-    "RecordedCase",
-    "Recorder",
-    "RecordingError",
-    "Triggers",
-    "recorded_cases",
-]
+__all__ = ["OUTPUTS", "RecordedCall", "RecordedCase", "Recorder", "RecordingError", "Triggers", "recorded_cases"]

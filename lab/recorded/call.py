@@ -19,16 +19,18 @@ from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
 from lab.calls.arguments import RESULTS
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
-from lab.references.assertion import lse_in_base_2
+from lab.named_enum import NamedEnum
+from lab.references.assertion import lse_in_base_2, truth_of_problem
 from lab.references.errors import Truth
-from lab.workloads.inputs.contents import fill
+from lab.workloads.inputs.contents import fill, new_workspace
 
 # DeepSeek-V4's call is not recorded, because a recording would contain its whole pools.
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
 CPU = torch.device("cpu")
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this; no load of a kernel needs a larger alignment
+SHOWN_ELEMENTS = 4  # of the worst vector
 # The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
-DAMAGED = (*files.DAMAGED, EOFError, RuntimeError, pickle.PickleError, BadZipFile, zlib.error)
+DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError, BadZipFile, zlib.error)
 
 
 class RecordingError(ValueError):
@@ -46,11 +48,13 @@ class InvalidArgumentsError(RecordingError):
 def reading(path: Path) -> Iterator[Path]:
     """Raise a RecordingError if the path is not a regular file, or if the block, which reads it, finds it damaged."""
     try:
-        yield files.regular(path)
+        regular = files.regular(path)
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        yield regular
     except RecordingError:
         raise
-    except OSError as error:
-        raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:  # torch's own sentence advises to run the file's code
         raise RecordingError(f"{path} has something else than tensors and plain values, and is not read") from error
     except DAMAGED as error:
@@ -102,7 +106,8 @@ class RecordedCall:
     """The arguments of one call of an engine, and the output and LSE of its kernel. What was not recorded has its default."""
 
     function: AttentionCall
-    #: the arguments by name, on the CPU if they were read from a file; of `out` and `lse` only dtype, shape and strides count
+    #: the arguments by name, without the workspace, on the CPU if they were read from a file; of `out` and `lse` only dtype,
+    #: shape and strides count
     given: Mapping[str, Any]
     out: Tensor | None = None  #: the output after the call; None if the call did not return
     lse: Tensor | None = None  #: the LSE after the call; None if the call did not return, or computes none
@@ -120,18 +125,18 @@ class RecordedCall:
     layer: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "given", {**self.given, "workspace_buffer": None})
         for name in RESULTS:
             if not isinstance(result := getattr(self, name), Tensor | None):
                 raise RecordingError(f"the recorded {name} is of type {type(result).__name__}, and no tensor")
         fields = CALL_TYPES[self.function].__dataclass_fields__
-        unknown = sorted(set(self.given) - set(fields))
-        if unknown:
+        if unknown := sorted(self.given.keys() - fields.keys()):
             raise RecordingError(
                 f"{self.function.value} was recorded with {', '.join(unknown)}, which FlashInfer 0.7.2 does not have: "
                 f"the engine had {self.versions.get('flashinfer', 'an unknown release')}"
             )
         needed = (each.name for each in fields.values() if each.default is each.default_factory is MISSING)
-        if missing := [name for name in needed if name not in {*self.given, "workspace_buffer"}]:
+        if missing := [name for name in needed if name not in self.given]:
             raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
 
     def arguments(self, device: torch.device = CPU) -> dict[str, Any]:
@@ -148,11 +153,7 @@ class RecordedCall:
                 fill(unrepeated(copy), math.nan)
             return copy
 
-        given = self.without_workspace()
-        return {name: each_tensor(value, partial(copied, name)) for name, value in given.items()}
-
-    def without_workspace(self) -> dict[str, Any]:
-        return {**self.given, "workspace_buffer": None}
+        return {name: each_tensor(value, partial(copied, name)) for name, value in self.given.items()}
 
     def problem(self) -> Problem:
         """Check the arguments, and return the attention problem that they define.
@@ -162,7 +163,7 @@ class RecordedCall:
             RecordingError: the lab does not support one of the arguments, or no request has a query row.
         """
         try:
-            problem: Problem = CALL_TYPES[self.function](**self.without_workspace()).problem()
+            problem: Problem = CALL_TYPES[self.function](**self.given).problem()
             if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
                 problem.check_values()
         except (ArithmeticError, NotImplementedError) as error:
@@ -223,3 +224,70 @@ def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
 def unrepeated(tensor: Tensor) -> Tensor:
     """Return a view of a tensor that has each stored element once: an expanded dimension (of stride 0) has size 1."""
     return tensor[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+class Reason(NamedEnum):
+    ARGUMENTS = "the arguments are invalid"
+    RAISED = "the call raises an error"
+    NO_RETURN = "the call did not return"
+    NOT_FINITE = "the output is not finite"
+    OUTPUT = "the output is wrong"
+    LSE = "the LSE is wrong"
+    BIAS = "the output has a bias"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why the result of a call is wrong."""
+
+    reason: Reason
+    sentence: str
+    error: str = ""  #: the name of the type of the exception that was raised
+    vector: str = ""  #: the place and the first elements of the worst output vector
+
+
+def fault_by_calling(function: Callable[..., Any], device: torch.device, call: RecordedCall) -> Fault | None:
+    """Make a recorded call again, of `function` on a device, and return the fault of the new result.
+
+    Raises:
+        torch.AcceleratorError: the call crashes the GPU's context, so that no further call is possible.
+    """
+    try:
+        returned = function(**call.arguments(device) | {"workspace_buffer": new_workspace(device)})
+        results = [each.cpu() for each in (returned if isinstance(returned, tuple) else (returned,))]
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # foreign code may raise anything
+        return Fault(Reason.RAISED, f"{type(error).__name__}: {error}", type(error).__name__)
+    return fault_of(call, *results[:2])
+
+
+def recorded_fault(call: RecordedCall) -> Fault | None:
+    if call.raised:
+        return Fault(Reason.RAISED, call.raised, call.raised.partition(":")[0])
+    if call.out is None:
+        return Fault(Reason.NO_RETURN, "neither a result nor an error was recorded")
+    return fault_of(call, call.out, call.lse)
+
+
+def fault_of(
+    call: RecordedCall, out: Tensor, lse: Tensor | None = None, arithmetic: torch.dtype | None = None
+) -> Fault | None:
+    """Return the fault of an output and LSE, by the judge's bounds. Requests that see a non-finite key are not compared.
+    `arithmetic` is the dtype in which the bound's control computes; None: the query's.
+    """
+    truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)
+    if not len(truth.expected):
+        return None
+    compared = truth.compare(out)
+    if bool(compared.wrong.any()):
+        ((row, head),) = compared.worst(1)
+        shown = (side[row, head, :SHOWN_ELEMENTS].double().tolist() for side in (truth.expected, out))
+        expected, got = (", ".join(f"{value:.5g}" for value in values) for values in shown)
+        place = f"request {int(truth.request_of_row[row])}, row {truth.row_of_call(row)}, head {head}"
+        vector = f"{place}: expected in float64 {expected} …, got {got} …"
+        reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
+        return Fault(reason, truth.wrong_output(compared, out), "", vector)
+    if lse is not None and (sentence := truth.wrong_lse(lse)):
+        return Fault(Reason.LSE, sentence)
+    return None if compared.passed else Fault(Reason.BIAS, truth.wrong_output(compared, out))

@@ -35,8 +35,16 @@ from lab.calls import AttentionCall
 from lab.calls.arguments import RESULTS
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
-from lab.recorded.call import DAMAGED, RECORDED_CALLS, InvalidArgumentsError, RecordedCall, RecordingError
-from lab.recorded.shrink import Fault, Reason, fault_of
+from lab.recorded.call import (
+    DAMAGED,
+    RECORDED_CALLS,
+    Fault,
+    InvalidArgumentsError,
+    Reason,
+    RecordedCall,
+    RecordingError,
+    fault_of,
+)
 from lab.wording import counted
 
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
@@ -164,13 +172,30 @@ class Recorder:
             layer = _layer_of_caller() if self.triggers.layers else None
             if not self._chooses(layer, is_captured):
                 return original(*args, **kwargs)
-            call = None  # if it cannot be recorded
+            call = path = None  # if it cannot be recorded
             with self._surviving():
                 given = own_form.apart_from_results(dict(zip(names, args, strict=False)) | kwargs, not is_captured)
                 layer = layer if self.triggers.layers else _layer_of_caller()
                 call = RecordedCall(function, given, versions=self._versions, module=original.__module__)
                 call = replace(call, time=_now(), number=number, layer=layer)
-            return self._make(call, functools.partial(original, *args, **kwargs), is_captured)
+                if self._writes_before and not is_captured and self._is_long(call):
+                    path = own_form.write(self.out, call)
+            self._of_thread.is_busy = True
+            try:
+                returned = original(*args, **kwargs)
+            except BaseException as error:
+                with self._surviving():
+                    if call and not is_captured:
+                        self._keep(replace(call, raised=f"{type(error).__name__}: {error}"))
+                raise
+            finally:
+                self._of_thread.is_busy = False
+            with self._surviving():
+                if call and not is_captured:
+                    self._consider(_returning(call, returned), path)
+                elif call and self._of_thread.graph in self._graphs:
+                    self._graphs[self._of_thread.graph].append(_returning(call, returned))
+            return returned
 
         return recorded
 
@@ -187,29 +212,6 @@ class Recorder:
         if place == 0:  # draw one of the next `count` calls
             self._place = self._dice.randrange(count)
         return place == self._place
-
-    def _make(self, call: RecordedCall | None, run: Callable[[], Any], is_captured: bool) -> Any:
-        """Make the engine's call (`run`) and return its result. `call` is None if the call cannot be recorded."""
-        eager, path = None if is_captured else call, None
-        with self._surviving():
-            if eager and self._writes_before and self._is_long(eager):
-                path = own_form.write(self.out, eager)
-        self._of_thread.is_busy = True
-        try:
-            returned = run()
-        except BaseException as error:
-            with self._surviving():
-                if eager:
-                    self._keep(replace(eager, raised=f"{type(error).__name__}: {error}"))
-            raise
-        finally:
-            self._of_thread.is_busy = False
-        with self._surviving():
-            if eager:
-                self._consider(_returning(eager, returned), path)
-            elif call and self._of_thread.graph in self._graphs:
-                self._graphs[self._of_thread.graph].append(_returning(call, returned))
-        return returned
 
     def _after(self, method: str, graph: Any) -> None:
         match method:

@@ -14,9 +14,8 @@ from lab.calls import CALL_TYPES, PagedAttention, Problem
 from lab.calls.arguments import RESULTS
 from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.mla_decode import lse_is_base_e
-from lab.recorded.call import RecordedCall, RecordingError, sides_of
-from lab.recorded.reductions import parts_of, seed_of
-from lab.recorded.shrink import Fault, Reason
+from lab.recorded.call import Fault, Reason, RecordedCall, RecordingError, sides_of
+from lab.recorded.shrink import seed_of
 from lab.recorded.suspicions import visible_of_request
 from lab.references.assertion import truth_of_problem
 from lab.references.errors import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
@@ -96,13 +95,13 @@ def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
 
 
 def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
-    parts = parts_of(call)
-    width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
+    problem = call.problem()
     symptom = "right with drawn contents" if called else "with drawn contents, not made yet"
     if fault is not None:
         symptom = f"the call raises {fault.error}" if fault.error else fault.reason.value
     function = f"{'' if called else 'a recorded call of '}{call.function.value}"
-    return f"{function}: {symptom} (requests: {len(parts)}, rows of each: {width}, keys: {longest})"
+    width, longest = max(problem.q_lens()), max(problem.seq_lens.tolist())
+    return f"{function}: {symptom} (requests: {problem.batch_size}, rows of each: {width}, keys: {longest})"
 
 
 def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
@@ -151,15 +150,13 @@ def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
 
 def _side(call: RecordedCall, side: Tensor) -> str:
     # An expression for K or V, as a view of the argument in whose memory it lies.
-    names = ("kv_cache", "key", "value")
-    given = {name: value for name in names if (value := call.given.get(name)) is not None}
     parts = dict[str, Tensor]()
-    for name, value in given.items():
-        text = f'ARGUMENTS["{name}"]'
-        is_one = isinstance(value, Tensor)
-        parts |= {text: value} if is_one else {f"{text}[{place}]": each for place, each in enumerate(value)}
-    before = {text: each.data_ptr() for text, each in parts.items() if each.data_ptr() <= side.data_ptr()}
-    nearest = max(before, key=before.__getitem__)  # two arguments may be views of one pool
+    for name in ("kv_cache", "key", "value"):
+        value, text = call.given.get(name), f'ARGUMENTS["{name}"]'
+        for place, each in enumerate(value if isinstance(value, tuple | list) else [value]):
+            if isinstance(each, Tensor) and each.data_ptr() <= side.data_ptr():
+                parts[text if each is value else f"{text}[{place}]"] = each
+    nearest = max(parts, key=lambda text: parts[text].data_ptr())  # two arguments may be views of one pool
     start = side.storage_offset() - parts[nearest].storage_offset()
     return f"{nearest}.as_strided({tuple(side.shape)}, {side.stride()}, {start})"
 
@@ -190,12 +187,10 @@ def _tensor(value: Tensor, saved: dict[str, Tensor]) -> str:
     if value.dtype == torch.int64 and value.dim() == 1 and bool((value.diff() == 1).all()):
         start = int(value[0]) if len(value) else 0
         return f"torch.arange({start}, {start + len(value)})"
-    if (
-        value.dtype == torch.bool
-        and value.dim() == 2
-        and torch.equal(value, torch.ones_like(value).tril(value.shape[1] - len(value)))
-    ):
-        return f"torch.ones{tuple(value.shape)}.tril({value.shape[1] - len(value)}).bool()"
+    if value.dtype == torch.bool and value.dim() == 2:
+        diagonal = value.shape[1] - len(value)
+        if torch.equal(value, torch.ones_like(value).tril(diagonal)):
+            return f"torch.ones{tuple(value.shape)}.tril({diagonal}).bool()"
     if value.numel() <= MOST_LISTED:
         listed = (value.double() if value.is_floating_point() else value).tolist()
         return f"torch.tensor({listed}, dtype={value.dtype})"

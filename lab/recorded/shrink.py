@@ -1,105 +1,49 @@
-"""Shrink a recorded call whose output or LSE is wrong: search for a smaller call that is wrong for the same reason."""
+"""Shrink a recorded call whose result is wrong: search for a smaller call that is wrong for the same reason.
 
-from collections.abc import Callable
+A reduction is a function that yields smaller or simpler variants of a call, which may be invalid. Their changed tensors are
+contiguous. Contents that were replaced by random values are drawn again in the variant's shapes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, replace
+from functools import partial
+from itertools import accumulate, chain
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lab.named_enum import NamedEnum
-from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of, drawn
-from lab.references.assertion import truth_of_problem
-from lab.shrinking import smallest
-from lab.workloads.inputs.contents import new_workspace
+from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
+from lab.calls.entries import keys_per_offset, live_cells, places_of_requests
+from lab.calls.problem import shown_draft_tokens
+from lab.recorded.call import Fault, Reason, RecordedCall, RecordingError, each_tensor, recorded_fault, sides_of
+from lab.shrinking import halvings, smallest
+from lab.workloads.inputs.masks import packed_mask
 
-SHOWN_ELEMENTS = 4
+Element = TypeVar("Element")
+Reduction = Callable[[RecordedCall], Iterator[RecordedCall]]
 
-
-class Reason(NamedEnum):
-    ARGUMENTS = "the arguments are invalid"
-    RAISED = "the call raises an error"
-    NO_RETURN = "the call did not return"
-    NOT_FINITE = "the output is not finite"
-    OUTPUT = "the output is wrong"
-    LSE = "the LSE is wrong"
-    BIAS = "the output has a bias"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Why the result of a call is wrong."""
-
-    reason: Reason
-    sentence: str
-    error: str = ""  #: the name of the type of the exception that was raised
-    vector: str = ""  #: the place and the first elements of the worst output vector
+CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # data of requests and of the model
+HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks": -1}
+# Arguments that are not set to their defaults: those that define how other arguments are read; the mask, which XQA needs for
+# several rows; and bmm1_scale, because the logits are too large with its default of 1.
+KEPT = (
+    *("kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len", "sparse_mla_top_k", "mask", "bmm1_scale"),
+)
+NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as defaults in calls that define none
 
 
-Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call; None if the call's result is right
-
-
-def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find:
-    """Return a function that makes a recorded call again, of `function` on a device, and returns the fault of the new result.
-    It raises torch.AcceleratorError if the call crashes the GPU's context, because then no further call is possible.
-    """
-
-    def find(call: RecordedCall) -> Fault | None:
-        try:
-            returned = function(**call.arguments(device) | {"workspace_buffer": new_workspace(device)})
-            results = [each.cpu() for each in (returned if isinstance(returned, tuple) else (returned,))]
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # foreign code may raise anything
-            return Fault(Reason.RAISED, f"{type(error).__name__}: {error}", type(error).__name__)
-        return fault_of(call, results[0], results[1] if len(results) > 1 else None)
-
-    return find
-
-
-def recorded_fault(call: RecordedCall) -> Fault | None:
-    if call.raised:
-        return Fault(Reason.RAISED, call.raised, call.raised.partition(":")[0])
-    if call.out is None:
-        return Fault(Reason.NO_RETURN, "neither a result nor an error was recorded")
-    return fault_of(call, call.out, call.lse)
-
-
-def fault_of(
-    call: RecordedCall, out: Tensor, lse: Tensor | None, arithmetic: torch.dtype | None = None
-) -> Fault | None:
-    """Return the fault of an output and LSE, by the judge's bounds. Requests that see a non-finite key are not compared.
-    `arithmetic` is the dtype in which the bound's control computes; None: the query's.
-    """
-    truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)
-    if not len(truth.expected):
-        return None
-    compared = truth.compare(out)
-    if bool(compared.wrong.any()):
-        ((row, head),) = compared.worst(1)
-        shown = (side[row, head, :SHOWN_ELEMENTS].double().tolist() for side in (truth.expected, out))
-        expected, got = (", ".join(f"{value:.5g}" for value in values) for values in shown)
-        place = f"request {int(truth.request_of_row[row])}, row {truth.row_of_call(row)}, head {head}"
-        vector = f"{place}: expected in float64 {expected} …, got {got} …"
-        reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
-        return Fault(reason, truth.wrong_output(compared, out), "", vector)
-    if lse is not None and (sentence := truth.wrong_lse(lse)):
-        return Fault(Reason.LSE, sentence)
-    return None if compared.passed else Fault(Reason.BIAS, truth.wrong_output(compared, out))
-
-
-def shrunk(call: RecordedCall, find: Find, synthetic: bool = False) -> tuple[RecordedCall, Fault | None]:
-    """Search for a smaller call whose result is wrong for the same reason. Ctrl-C ends the search, and the smallest call found
-    until then is returned.
+def shrunk(
+    call: RecordedCall, find: Callable[[RecordedCall], Fault | None], synthetic: bool = False
+) -> tuple[RecordedCall, Fault | None]:
+    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return the smallest call and its fault.
 
     Args:
-        find: `recorded_fault`, with which a call that did not return is not shrunk, or a result of `fault_by_calling`.
-        synthetic: replace all contents by random values at the end, even if the result is then right.
-
-    Returns:
-        The smallest call and its fault; with `synthetic` None if the new result is right or `find` is `recorded_fault`.
+        find: `recorded_fault`, with which a call that did not return is not shrunk, or a partial `fault_by_calling`.
+        synthetic: replace all contents by random values at the end, even if the result is then right. The fault is None then,
+            and also if `find` is `recorded_fault`.
 
     Raises:
         RecordingError: the result is right or has only a bias, the call cannot be judged, it crashes the GPU's context, or it
@@ -139,3 +83,222 @@ def shrunk(call: RecordedCall, find: Find, synthetic: bool = False) -> tuple[Rec
     except torch.AcceleratorError as error:
         raise RecordingError(f"the call cannot be shrunk: {error}") from error
     return call, fault
+
+
+class Part(NamedTuple):
+    """The query rows and the number of first keys that a reduced call keeps of a request."""
+
+    request: int
+    rows: range
+    kv_len: int
+
+
+def parts_of(call: RecordedCall) -> list[Part]:
+    problem = call.problem()
+    sizes = enumerate(zip(problem.q_lens(), problem.seq_lens.tolist(), strict=True))
+    return [Part(request, range(q_len), kv_len) for request, (q_len, kv_len) in sizes]
+
+
+def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
+    """Return a call that has only these parts of its requests, and no query rows of no request."""
+    problem = call.problem()
+    offsets, unit = problem.row_offsets(), keys_per_offset(problem)
+    sizes = [(part.request, len(part.rows), part.kv_len) for part in parts]
+    requests, widths, lengths = map(list, zip(*sizes, strict=True))
+    rows = [offsets[part.request] + row for part in parts for row in part.rows]
+
+    def by_row(tensor: Tensor) -> Tensor:
+        if len(tensor) == problem.num_rows:
+            return tensor[rows]
+        return tensor.flatten(0, 1)[rows].unflatten(0, (len(parts), -1))  # MLA's [batch_size, q_len, ...]
+
+    def of_draft(mask: Tensor) -> Tensor:
+        chosen = slice(parts[0].rows.start, parts[0].rows.stop)
+        return packed_mask(shown_draft_tokens(mask[requests].to(torch.int32))[:, chosen, chosen])
+
+    changes: dict[str, Any] = dict.fromkeys(("query", "out", "lse", "sparse_mla_top_k_lens"), by_row)
+    changes |= {"mask": of_draft} | dict.fromkeys(("causal_seqlens_kv_global", "block_tables"), itemgetter(requests))
+    if isinstance(problem, PagedAttention) and problem.selected is not None:
+        changes["block_tables"] = by_row
+    if isinstance(problem, RaggedAttention):
+        starts = problem.cu_seqlens_kv.tolist()
+        tokens = [starts[part.request] + token for part in parts for token in range(part.kv_len)]
+        changes |= dict.fromkeys(("key", "value"), lambda side: side[tokens])
+    numbers = {
+        "cum_seq_lens_q": [*accumulate(widths, initial=0)],
+        "cum_seq_lens_kv": [*accumulate((-(-length // unit) for length in lengths), initial=0)],
+        "seq_lens": lengths,
+        "kv_seq_lens_cpu": lengths,
+        "q_seq_lens_cpu": widths,
+    }
+    changes |= {name: lambda each, values=values: each.new_tensor(values) for name, values in numbers.items()}
+    counts = {"batch_size": len(parts), "q_len_per_req": widths[0]}
+    return _changed(call, changes | {name: count for name, count in counts.items() if call.given.get(name) is not None})
+
+
+def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
+    parts = parts_of(call)
+    for others in _without_chunks(sorted(parts, key=lambda part: -part.kv_len)):
+        yield cut(call, sorted(others))
+    if sum(len(part.rows) for part in parts) < call.problem().num_rows:
+        yield cut(call, parts)
+
+
+def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
+    parts = parts_of(call)
+    for width in _less(max(len(part.rows) for part in parts)):
+        kept = [(part, max(part.kv_len - len(part.rows[width:]), 0)) for part in parts]
+        yield cut(call, [part._replace(rows=part.rows[:width], kv_len=kv_len) for part, kv_len in kept])
+        yield cut(call, [part._replace(rows=part.rows[-width:]) for part in parts])
+
+
+def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
+    parts = parts_of(call)
+    for length in _less(max(part.kv_len for part in parts)):
+        yield cut(call, [part._replace(kv_len=min(part.kv_len, length)) for part in parts])
+    for part in parts:
+        for length in _less(part.kv_len):
+            yield cut(call, [each._replace(kv_len=length) if each is part else each for each in parts])
+
+
+def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
+    for columns in _less(call.given.get("sparse_mla_top_k") or 1):
+        changes = {"sparse_mla_top_k": columns, "sparse_mla_top_k_lens": partial(torch.clamp, max=columns)}
+        yield _changed(call, changes | {"block_tables": itemgetter((..., slice(columns)))})
+
+
+def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
+    problem = call.problem()
+    group, kv_axis = problem.group, -2 if "key" in call.given or call.given.get("kv_layout") == "NHD" else -3
+    every_kv_head, whole_group = [*range(problem.num_kv_heads)], [*range(group)]
+    kept = [(kv_heads, whole_group) for kv_heads in _without_chunks(every_kv_head)]
+    kept += [(every_kv_head, of_group) for of_group in _without_chunks(whole_group)]
+    for kv_heads, of_group in kept:
+        heads = torch.tensor([head * group + place for head in kv_heads for place in of_group])
+        changes = {name: partial(torch.index_select, dim=axis, index=heads) for name, axis in HEADS_AXIS.items()}
+        if call.function is not AttentionCall.MLA_DECODE:
+            taken = partial(torch.index_select, dim=kv_axis, index=torch.tensor(kv_heads))
+            changes |= dict.fromkeys(("kv_cache", "key", "value"), taken)
+        yield _changed(call, changes)
+
+
+def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Yield variants of a call without the pages that hold no key. In the first one pages are numbered in the order of the page
+    table, in the second one in their old order.
+    """
+    problem = call.problem()
+    if isinstance(problem, PagedAttention):
+        tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page
+        if problem.selected is not None:  # or an entry of one
+            dead, in_page = -1, problem.page_size
+        is_live = live.view(tables.shape) if live.numel() == tables.numel() else live[:, None].expand_as(tables)
+        of_cells = tables.where(is_live, 0).long() // in_page
+        ids = of_cells[is_live].tolist()
+        for kept in ([*dict.fromkeys(ids)] or [0], sorted({*ids}) or [0]):
+            new = torch.zeros(problem.k_cache.shape[0], dtype=tables.dtype)
+            new[kept] = torch.arange(len(kept), dtype=tables.dtype)
+            renamed = torch.where(is_live, new[of_cells] * in_page + tables % in_page, dead)
+            if len(kept) < len(new) or not torch.equal(renamed, tables):
+                yield _changed(call, {"block_tables": renamed, "kv_cache": itemgetter(kept)})
+
+
+def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> Iterator[RecordedCall]:
+    """Yield a variant of a call with zeros in the slots of the cache that hold no key of a request. `keeps_non_finite` keeps
+    the elements of these slots that are not finite.
+    """
+    problem = call.problem()
+    if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
+        return
+    is_dead = torch.ones(problem.k_cache.shape[0], problem.page_size, 1, 1, dtype=torch.bool)
+    for places in chain.from_iterable(places_of_requests(problem, range(problem.batch_size))):
+        is_dead.view(-1)[places] = False
+    wiped, is_smaller = _changed(call, {"kv_cache": torch.clone}), False
+    for side in sides_of(wiped.problem()):
+        wide = side.to(torch.float32)
+        is_wiped = is_dead & (wide != 0) & (wide.isfinite() if keeps_non_finite else True)
+        side.copy_(wide.masked_fill(is_wiped, 0))
+        is_smaller |= bool(is_wiped.any())
+    if is_smaller:
+        yield wiped
+
+
+def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
+    given, parts = call.given, parts_of(call)
+    fields = CALL_TYPES[call.function].__dataclass_fields__
+    width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
+    for name, value in given.items():
+        default = NEUTRAL.get(name, fields[name].default)
+        if name not in KEPT and default is not MISSING and (isinstance(value, Tensor) or value != default):
+            yield _changed(call, {name: default})
+        if isinstance(value, Tensor) and name.endswith("_scale"):
+            yield _changed(call, {name: float(value)})
+    for name, bound in {"max_seq_len": longest, "max_kv_len": longest, "max_q_len": width}.items():
+        if given.get(name) not in (None, bound):
+            yield _changed(call, {name: bound})
+    if given.get("cum_seq_lens_q") is not None and "q_len_per_req" in fields:
+        yield _changed(call, {"q_len_per_req": width, "cum_seq_lens_q": None, "max_q_len": None})
+    if isinstance(problem := call.problem(), PagedAttention):
+        columns = max(-(-longest // problem.page_size), 1)
+        if columns < problem.k_block_tables.shape[1]:
+            yield _changed(call, {"block_tables": itemgetter((..., slice(columns)))})
+
+
+def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
+    names = [name for name in contents_of(call) if name not in call.drawn]
+    yield from (drawn(call, some) for some in (names, *([name] for name in names)) if some)
+
+
+# The reductions that save most are first. Those that make FlashInfer compile another kernel (rows, groups of heads) are last.
+# Dead slots are cleared before contents are drawn, because drawn contents keep non-finite elements.
+REDUCTIONS: tuple[Reduction, ...] = (
+    *(fewer_requests, fewer_pages, fewer_keys, fewer_entries, without_dead_slots, drawn_contents),
+    *(default_arguments, fewer_rows, fewer_heads),
+)
+# These reductions do not change the outputs of the remaining rows, so they need no call of a kernel.
+OF_OUTPUTS: tuple[Reduction, ...] = (fewer_requests, fewer_pages, partial(without_dead_slots, keeps_non_finite=True))
+
+
+def contents_of(call: RecordedCall) -> list[str]:
+    return [name for name in CONTENTS if call.given.get(name) is not None]
+
+
+def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
+    """Replace the contents of the arguments `names` by normally distributed values. Non-finite elements are kept."""
+
+    def redrawn(name: str, side: int, tensor: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed_of(name, side))
+        values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        wide = tensor.to(torch.float32)
+        return values.to(torch.float32).where(wide.isfinite(), wide).to(tensor.dtype)
+
+    given = {name: each_tensor(call.given[name], partial(redrawn, name)) for name in names}
+    return replace(call, given={**call.given, **given}, drawn=call.drawn | {*names})
+
+
+def seed_of(name: str, side: int) -> int:
+    """Return the seed of an argument's random contents. `side` is the index of the tensor in a tuple, else 0."""
+    return 10 * CONTENTS.index(name) + side
+
+
+def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
+    """Return a call with changed arguments. `changes` has, by name, a new value, or a function of the argument's tensors (for
+    "out" and "lse" of the recorded results too).
+    """
+
+    def changed(name: str, value: Any) -> Any:
+        change = changes.get(name)
+        return each_tensor(value, lambda _, tensor: change(tensor).contiguous()) if callable(change) else value
+
+    given = {name: changed(name, value) for name, value in call.given.items()}
+    given |= {name: value for name, value in changes.items() if not callable(value)}
+    smaller = replace(call, given=given, out=changed("out", call.out), lse=changed("lse", call.lse), pages=None)
+    return drawn(smaller, [name for name in contents_of(smaller) if name in call.drawn])
+
+
+def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:
+    for size in halvings(len(items) // 2):
+        yield from ([*items[:start], *items[start + size :]] for start in range(0, len(items), size))
+
+
+def _less(number: int) -> Iterator[int]:
+    return (number - step for step in halvings(number - 1))  # for 9: 1, 5, 7 and 8

@@ -1,8 +1,7 @@
 """Time a recorded call: with its page tables, lengths and strides, but with new random contents for each sample.
 
-New contents prevent that a kernel returns outputs that it computed before. Queries, K and V are drawn from normal distributions
-with the standard deviations of the recorded contents. All page ids are shifted by the same number, so that neighbouring pages
-stay neighbours and shared pages stay shared.
+Queries, K and V are drawn with the standard deviations of the recorded contents. All page ids are shifted by the same number,
+so that neighbouring pages stay neighbours and shared pages stay shared.
 """
 
 import copy
@@ -10,13 +9,13 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
+from lab.calls import CALL_TYPES, Problem, RaggedAttention
 from lab.calls.entries import keys_per_offset, num_keys, places_of
 from lab.calls.problem import E4M3, NVFP4
 from lab.kernels import prepare
@@ -29,89 +28,68 @@ from lab.workloads.inputs.contents import as_stored
 from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedraw, Seeds, touched, wipe
 
 
-@dataclass(frozen=True)
-class CallSizes:
-    """The lengths, dtypes, bytes and operations of a recorded call, as `lab.timing.forward.case_facts` reads them."""
-
-    mode: AttentionCall
-    geometry: str
-    page_size: int | None  #: None if K and V are not paged
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]  #: if rows select entries (sparse MLA), the number of distinct entries of each request
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    bytes_moved: int  #: a key that several requests share is counted once
-    operations: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> "CallSizes":
-        """Return the sizes of an attention problem on the CPU, whose arguments were checked."""
-        q_lens, kv_lens = problem.q_lens(), num_keys(problem)
-        visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
-        seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
-        requests = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(keys) for keys in seen]))
-        factor_bytes = 0 if (factors := getattr(problem, "k_scale_factors", None)) is None else factors.shape[-1]
-        kv_bytes = sum(
-            len(at.unique()) * problem.num_kv_heads * (side.shape[-1] * side.dtype.itemsize + factor_bytes)
-            for side, at in zip(_sides(problem), places_of(problem, requests, torch.cat(seen)), strict=False)
-        )
-        heads, head_dim, v_head_dim = problem.num_qo_heads, problem.head_dim, problem.v_head_dim
-        row_bytes = heads * (head_dim * problem.query.dtype.itemsize + v_head_dim * problem.out_dtype.itemsize)
-        return cls(
-            mode=problem.call,
-            geometry=f"{heads}/{problem.num_kv_heads} heads of {head_dim}",
-            page_size=None if isinstance(problem, RaggedAttention) else problem.page_size,
-            q_lens=tuple(q_lens),
-            kv_lens=tuple(kv_lens),
-            dtype=problem.query.dtype,
-            kv_dtype=problem.kv_dtype,
-            bytes_moved=kv_bytes + sum(q_lens) * row_bytes,
-            operations=2 * heads * (head_dim + v_head_dim) * sum(int(each.sum()) for each in visible),
-        )
+def sizes_of(problem: Problem) -> SimpleNamespace:
+    """Return the lengths, dtypes, bytes and operations of a checked problem on the CPU, as `lab.timing.forward.case_facts`
+    reads them. If rows select entries (sparse MLA), the keys of a request are its distinct entries.
+    """
+    q_lens, kv_lens = problem.q_lens(), num_keys(problem)
+    visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
+    seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
+    requests = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(keys) for keys in seen]))
+    factor_bytes = 0 if (factors := getattr(problem, "k_scale_factors", None)) is None else factors.shape[-1]
+    kv_bytes = sum(  # a key that several requests share is counted once
+        len(at.unique()) * problem.num_kv_heads * (side.shape[-1] * side.dtype.itemsize + factor_bytes)
+        for side, at in zip(_sides(problem), places_of(problem, requests, torch.cat(seen)), strict=False)
+    )
+    heads, head_dim, v_head_dim = problem.num_qo_heads, problem.head_dim, problem.v_head_dim
+    row_bytes = heads * (head_dim * problem.query.dtype.itemsize + v_head_dim * problem.out_dtype.itemsize)
+    return SimpleNamespace(
+        mode=problem.call,
+        geometry=f"{heads}/{problem.num_kv_heads} heads of {head_dim}",
+        page_size=None if isinstance(problem, RaggedAttention) else problem.page_size,
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(kv_lens),
+        dtype=problem.query.dtype,
+        kv_dtype=problem.kv_dtype,
+        bytes_moved=kv_bytes + sum(q_lens) * row_bytes,
+        operations=2 * heads * (head_dim + v_head_dim) * sum(int(each.sum()) for each in visible),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedPass:
     """A recorded call on a device. It has the methods of a forward pass (`lab.workloads.inputs.forward_pass.EnginePass`), so
     that it can be timed like one.
-
-    Attributes:
-        given: the arguments, with `out`. Kernels get copies of these tensors, so their contents stay as recorded.
-        deviations: the standard deviations of the recorded query, K and V.
     """
 
-    case: CallSizes
-    given: Mapping[str, Any]
-    deviations: Sequence[float]
+    case: SimpleNamespace  #: from `sizes_of`
+    given: Mapping[str, Any]  #: the arguments, with `out`. Kernels get copies of these tensors.
+    deviations: Sequence[float]  #: the standard deviations of the recorded query, K and V
+    query: Tensor  #: as in the problem
+    pool_bytes: int
 
     @classmethod
     def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
         """Return a recorded call. Raises RecordingError if it cannot be read, is not supported or is block-sparse."""
         call, problem = recorded.posed()
         call.refuse_block_sparse("timed")
-        sizes, given = CallSizes.of(problem), call.arguments(device)
+        sizes, given = sizes_of(problem), call.arguments(device)
         if given.get("out") is None:
             shape = (*given["query"].shape[:-1], problem.v_head_dim)
             given["out"] = torch.empty(shape, dtype=problem.out_dtype, device=device)
         longest = max(range(problem.batch_size), key=sizes.kv_lens.__getitem__)
-        contents = (problem.query, *histories_of(problem, [longest])[0])
-        return cls(sizes, given, [_deviation(each) for each in contents])
-
-    def posed(self, arguments: Mapping[str, Any]) -> Problem:
-        problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
-        return problem
-
-    @cached_property
-    def query(self) -> Tensor:
-        return self.posed(self.given).query
+        wide = [each.to(torch.float32) for each in (problem.query, *histories_of(problem, [longest])[0])]
+        deviations = [float(each[each.isfinite()].std(correction=0).nan_to_num()) or 1.0 for each in wide]
+        query = CALL_TYPES[call.function](**given).problem().query
+        return cls(sizes, given, deviations, query, sum(side.nbytes for side in _sides(problem)))
 
     @property
     def functions(self) -> list[str]:
         return [self.case.mode.value]
 
-    @property
-    def pool_bytes(self) -> int:
-        return sum(side.nbytes for side in _sides(self.posed(self.given)))
+    def posed(self, arguments: Mapping[str, Any]) -> Problem:
+        problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
+        return problem
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Any]:
         return prepare(implementation, self.case.mode.value, **arguments)
@@ -129,11 +107,6 @@ class CallRedraw(SeededRedraw):
 
     forward: RecordedPass
 
-    @property
-    def selects(self) -> bool:
-        # The selected entries depend on the lengths, which are kept then.
-        return bool(self.forward.given.get("sparse_mla_top_k"))
-
     def first_set(self) -> dict[str, Any]:
         return copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
 
@@ -146,7 +119,8 @@ class CallRedraw(SeededRedraw):
             table, num_pages = self.forward.given["block_tables"], len(sides[0])
             stays = self.keeps_metadata or sides[0].dtype == NVFP4  # the scale factors of a page are not moved
             shift = 0 if stays else random.Random(f"pages {seed}").randrange(num_pages)
-            in_page = self.forward.case.page_size if self.selects else 1  # a cell names an entry of a page, or a page
+            selects = self.forward.given.get("sparse_mla_top_k")
+            in_page = self.forward.case.page_size if selects else 1  # a cell names an entry of a page, or a page
             is_page, count = (table >= 0) & (table < num_pages * in_page), num_pages * in_page
             arguments["block_tables"].copy_(torch.where(is_page, (table + shift * in_page) % count, table))
 
@@ -164,7 +138,8 @@ class CallRedraw(SeededRedraw):
             if side.dtype == E4M3:  # torch cannot index it
                 side, drawn = side.view(torch.uint8), drawn.view(torch.uint8)
             side[at // size, at % size] = drawn
-        if self.forward.case.page_size and not self.selects:
+        # Selected entries depend on the lengths, which are kept then.
+        if self.forward.case.page_size and not self.forward.given.get("sparse_mla_top_k"):
             lengths = kv_lens - torch.tensor(self._shorter(seeds.call), device=query.device)
             arguments["seq_lens"].copy_(lengths)
             if "cum_seq_lens_kv" in arguments:
@@ -197,8 +172,3 @@ class CallRedraw(SeededRedraw):
 def _sides(problem: Problem) -> list[Tensor]:
     k, v = sides_of(problem)
     return [k] if k.data_ptr() == v.data_ptr() else [k, v]  # V may be the first part of K (MLA)
-
-
-def _deviation(contents: Tensor) -> float:
-    wide = contents.to(torch.float32)
-    return float(wide[wide.isfinite()].std(correction=0).nan_to_num()) or 1.0  # 1 if no element is finite

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
 from lab.recorded.call import RecordingError
 from lab.recorded.case import RecordedCase
-from lab.recorded.timed import CallRedraw, CallSizes, RecordedPass
+from lab.recorded.timed import CallRedraw, RecordedPass
 from lab.timing.gpu_time import GpuTime, measure_staged, rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import L2, Method
@@ -139,7 +140,7 @@ def time_interleaved(
     return [found[place] for place in range(len(implementations))]
 
 
-def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
+def case_facts(case: ForwardCase | MLACase | SimpleNamespace) -> dict[str, Any]:
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),

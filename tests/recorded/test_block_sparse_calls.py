@@ -13,9 +13,9 @@ from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
 from lab.metadata.mha.block_sparse import NUM_PAGES, PAGE_SIZE, as_pages
 from lab.recorded import own_form
-from lab.recorded.call import RecordedCall, RecordingError
+from lab.recorded.call import RecordedCall, RecordingError, recorded_fault
 from lab.recorded.case import recorded_cases, traced_requests
-from lab.recorded.shrink import recorded_fault, shrunk
+from lab.recorded.shrink import shrunk
 from lab.recorded.timed import RecordedPass
 from tests.cases import block_sparse_arguments, random_batch
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,19 +19,27 @@ from corpus.kernels import kernel
 from lab import references
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
-from lab.recorded import Recorder, Triggers, own_form, shrink
-from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.reductions import (
+from lab.recorded import Recorder, Triggers, own_form
+from lab.recorded.call import (
+    Fault,
+    Reason,
+    RecordedCall,
+    RecordingError,
+    fault_by_calling,
+    fault_of,
+    recorded_fault,
+)
+from lab.recorded.repro import repro, write_repro
+from lab.recorded.shrink import (
     Part,
     cut,
     fewer_heads,
     fewer_pages,
     fewer_requests,
     fewer_rows,
+    shrunk,
     without_dead_slots,
 )
-from lab.recorded.repro import repro, write_repro
-from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, recorded_fault, shrunk
 from lab.workloads.inputs.masks import packed_mask
 from tests.cases import arguments_of, random_batch
 from tests.commands.command import run
@@ -91,7 +100,7 @@ def _latent(**changes: Any) -> RecordedCall:
 
 
 def _smallest(call: RecordedCall, function: Callable[..., Any], **settings: Any) -> tuple[RecordedCall, Fault | None]:
-    return shrunk(call, fault_by_calling(function, CPU), **settings)
+    return shrunk(call, partial(fault_by_calling, function, CPU), **settings)
 
 
 class Program(NamedTuple):
@@ -542,7 +551,7 @@ def test_a_lost_gpu_or_ctrl_c_ends_the_search_with_what_was_found(
     smaller, fault = _smallest(_decode(), crashes)
     assert fault is not None
     assert _facts(smaller)["requests"] == 2
-    monkeypatch.setattr(shrink, "new_workspace", mock.Mock(side_effect=torch.AcceleratorError("lost")))
+    monkeypatch.setattr("lab.recorded.call.new_workspace", mock.Mock(side_effect=torch.AcceleratorError("lost")))
     with pytest.raises(RecordingError, match="cannot be shrunk: lost"):
         _smallest(_decode(), crashes)
 

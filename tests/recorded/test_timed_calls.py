@@ -15,7 +15,7 @@ from lab.kernels import PlannedOnce
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
-from lab.recorded.timed import CallSizes, RecordedPass
+from lab.recorded.timed import RecordedPass
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.staging import check_results, renew
 from lab.timing.work import GpuWork
@@ -284,7 +284,7 @@ def test_the_floor_is_of_the_keys_that_rows_see(passes: Any) -> None:
         "ragged": ((10 + 5) * 2 * HEADS * (48 + 32), (3 + 4 + 4 + 5 + 6) * 2 * HEADS * (48 + 32)),
     }
     for name, numbers in expected.items():
-        sizes: CallSizes = passes(name).forward.case
+        sizes = passes(name).forward.case
         assert (sizes.bytes_moved, sizes.operations) == numbers, name
 
 

@@ -68,7 +68,7 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
         arguments = call.arguments(run.device)
         result = run.call(GivenCall(interface, arguments | {"workspace_buffer": new_workspace(run.device)}))
         return result._replace(out=result.out.cpu(), lse=None if result.lse is None else result.lse.cpu())
-    noted = run.note_call(interface, call.without_workspace())
+    noted = run.note_call(interface, dict(call.given))
     if call.out is None:
         raise KernelError(f"it raised {call.raised}" if call.raised else "it did not return")
     return as_result((call.out, call.lse) if call.lse is not None else call.out, interface)._replace(call=noted)

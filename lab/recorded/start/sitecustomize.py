@@ -1,7 +1,5 @@
-"""Start the recorder in each Python process of a command that `lab record` runs.
-
-Python imports the module `sitecustomize` when it starts, and `lab record` puts this folder first in PYTHONPATH. Torch and the
-lab are imported only after the process has imported a package whose functions are recorded.
+"""Start the recorder in each Python process of a command that `lab record` runs: Python imports this module when it starts,
+because `lab record` puts its folder first in PYTHONPATH.
 """
 
 import atexit
@@ -19,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 class _FirstImport(MetaPathFinder):
     """An import hook that starts the recorder after the first import of a recorded package, when the imports of its root
-    package have ended: so the recorder sees no package that is only partly initialised. A failed import does not start it.
+    package have ended: so the recorder sees no package that is only partly initialised.
     """
 
     running = 0  # number of modules of the root packages whose import has not ended
@@ -45,7 +43,6 @@ class _FirstImport(MetaPathFinder):
         return spec
 
     def say_at_end(self) -> None:
-        """In the server's first process, print a line to stderr if the process has not imported any of the packages."""
         if self in sys.meta_path and os.environ["LAB_RECORD_FIRST"] == str(os.getpid()):
             print(f"lab record: process {os.getpid()} never imported {', '.join(PACKAGES)}", file=sys.stderr)
 
