@@ -159,16 +159,7 @@ class DecodeCall:
             _check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
         arguments.check_o_scale(self.o_scale, arguments.output_dtype(self))
         is_of_rank = arguments.takes_rank(self)
-        problem = _posed(
-            self,
-            kv_bound="max_seq_len",
-            max_q_len=max_q_len,
-            max_kv_len=self.max_seq_len,
-            causal=True,
-            cum_seq_lens_kv=None,
-            mask=self.mask,
-            by_kv_head=self.enable_block_sparse_attention,
-        )
+        problem = _posed(self, "max_seq_len", max_q_len)
         if not is_of_rank:
             return problem
         argument = "" if self.causal_seqlens_kv_global is None else "causal_seqlens_kv_global"
@@ -240,14 +231,8 @@ class ContextCall:
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
             arguments.check_tensor(name, getattr(self, name))
         arguments.check_bool("causal", self.causal)
-        problem = _posed(
-            self,
-            kv_bound="max_kv_len",
-            max_q_len=arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
-            max_kv_len=self.max_kv_len,
-            causal=self.causal,
-            cum_seq_lens_kv=self.cum_seq_lens_kv,
-        )
+        max_q_len = arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
+        problem = _posed(self, "max_kv_len", max_q_len)
         if not self.causal and self.window_left >= 0:
             raise NotImplementedError(
                 f"causal=False with window_left={self.window_left}: FlashInfer has no such kernel; pass window_left=-1"
@@ -255,21 +240,13 @@ class ContextCall:
         return problem
 
 
-def _posed(
-    call: DecodeCall | ContextCall,
-    *,
-    kv_bound: str,
-    max_q_len: int,
-    max_kv_len: int,
-    causal: bool,
-    cum_seq_lens_kv: torch.Tensor | None,
-    mask: torch.Tensor | None = None,
-    by_kv_head: bool = False,
-) -> PagedAttention:
-    """Return the attention problem of `call`, in the same form for every `kv_layout` and form of page table. Messages call
-    `max_kv_len` by the name `kv_bound`. With `by_kv_head` each K/V head has its own page table and lengths.
+def _posed(call: DecodeCall | ContextCall, kv_bound: str, max_q_len: int) -> PagedAttention:
+    """Return the attention problem of `call`, in the same form for every `kv_layout` and form of page table. `kv_bound` is the
+    name of the argument that bounds the keys of a request.
     """
-    query = call.query
+    query, mask = call.query, getattr(call, "mask", None)
+    cum_seq_lens_kv = getattr(call, "cum_seq_lens_kv", None)
+    by_kv_head = getattr(call, "enable_block_sparse_attention", False)
     arguments.check_bool("return_lse", call.return_lse)
     k_cache, v_cache = arguments.split_cache("kv_cache", call.kv_cache, call.kv_layout)
     arguments.check_cache(query, k_cache)
@@ -285,7 +262,7 @@ def _posed(
     for name, offsets in (("cum_seq_lens_q", call.cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv)):
         if offsets is not None:
             arguments.check_vector(name, offsets, batch_size + 1, (torch.int32,))
-    max_kv_len = arguments.check_int(kv_bound, max_kv_len, 0, "it bounds the keys of one request")
+    max_kv_len = arguments.check_int(kv_bound, getattr(call, kv_bound), 0, "it bounds the keys of one request")
     window_left = arguments.check_int("window_left", call.window_left, -1, "-1 means no window")
     problem = PagedAttention(
         call=call.function,
@@ -302,7 +279,7 @@ def _posed(
         cu_seqlens_kv=cum_seq_lens_kv,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
-        causal=causal,
+        causal=getattr(call, "causal", True),
         # A window as wide as the longest request is none; some callers write it as a very large number.
         window_left=-1 if window_left >= max_kv_len else window_left,
         mask=mask,

@@ -23,9 +23,7 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Run a call once to warm up, then capture it. Return a function that replays the graph, and the result of the captured
-    call.
-
-    On a CPU the replay runs the call again, and raises RuntimeError if the call returns another object than the first time.
+    call. On a CPU the replay runs the call again, which must return the same object.
     """
     if device.type != "cuda":
         output = call()

@@ -64,9 +64,8 @@ class GraphRunner(Generic[MetadataT]):
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
 
     Args:
-        body: called once per size. It returns the function that the graph runs after its metadata is rebuilt. This function is
-            called twice: once to warm up, and once in the capture.
-        padded_seq_len: length of the requests that pad a batch to a captured size.
+        body: called once per size. It returns the function that the graph runs after its metadata is rebuilt, which is called
+            twice: once to warm up, and once in the capture.
         metadata: buffers with room for the largest size; None: the backend makes them.
     """
 

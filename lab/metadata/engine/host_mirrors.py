@@ -11,14 +11,11 @@ from lab.metadata.engine.forward_batch import INDEX_DTYPES, check_vector
 def decide_needs_cpu_seq_lens(
     attn_backends: Iterable[object | None], *, two_batch_overlap: bool = False, ngram: bool = False
 ) -> bool:
-    """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
+    """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23), by the attribute
+    ``needs_cpu_seq_lens`` of its backends; without it a backend counts as reading them.
 
     Two-batch overlap and NGRAM speculation read the batch on the host. SGLang 0.5.13 has no rule for NGRAM, and also returns
     True unless piecewise CUDA graphs are disabled, which is not modelled.
-
-    Args:
-        attn_backends: the backends of target, draft and draft extend, or None. Their attribute ``needs_cpu_seq_lens`` says
-            whether they read the lengths on the host; without it they count as doing so.
     """
     if two_batch_overlap or ngram:
         return True
@@ -26,9 +23,8 @@ def decide_needs_cpu_seq_lens(
 
 
 class LengthMirror:
-    """Copies a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True.
-
-    The copy runs on its own stream into pinned memory, after the work that is on the current stream when `read` is called.
+    """Copies a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True: on a
+    stream of its own into pinned memory, after the work that is on the current stream when `read` is called.
     """
 
     def __init__(self, max_batch_size: int, device: torch.device | str = "cuda") -> None:
@@ -45,7 +41,15 @@ class LengthMirror:
 
     def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
         """Copy lengths, int32 or int64 of at most `max_batch_size`, and wait. Return (list of lengths, their sum)."""
-        self._check(seq_lens)
+        check_vector("seq_lens", seq_lens, INDEX_DTYPES)
+        if seq_lens.device != self.device:
+            raise ValueError(
+                f"seq_lens is on {seq_lens.device}, but this mirror copies from {self.device}: make one for that device"
+            )
+        if seq_lens.shape[0] > self.max_batch_size:
+            raise ValueError(
+                f"seq_lens has {seq_lens.shape[0]} entries, more than max_batch_size={self.max_batch_size}"
+            )
         mirror = self._buffer[: seq_lens.shape[0]]
         if self._stream is None:
             mirror.copy_(seq_lens)
@@ -57,14 +61,3 @@ class LengthMirror:
             self._stream.synchronize()
         seq_lens_cpu = mirror.tolist()
         return seq_lens_cpu, sum(seq_lens_cpu)
-
-    def _check(self, seq_lens: Tensor) -> None:
-        check_vector("seq_lens", seq_lens, INDEX_DTYPES)
-        if seq_lens.device != self.device:
-            raise ValueError(
-                f"seq_lens is on {seq_lens.device}, but this mirror copies from {self.device}: make one for that device"
-            )
-        if seq_lens.shape[0] > self.max_batch_size:
-            raise ValueError(
-                f"seq_lens has {seq_lens.shape[0]} entries, more than max_batch_size={self.max_batch_size}"
-            )

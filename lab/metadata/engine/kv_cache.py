@@ -87,19 +87,12 @@ def write_e4m3(
     v_scale: float = 1.0,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Write K and V to an e4m3 cache, quantised as in SGLang's fused write. Return the query in e4m3, or None without one.
+    """Write K and V, ``[n, num_kv_heads, head_dim]`` float16 or bfloat16, to an e4m3 cache, quantised as in SGLang's fused
+    write. Return the query in e4m3, which has no scale, or None without one.
 
     An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
     (`fused_fp8_qkv_kv_cache.cuh`). With context parallelism SGLang divides in the model's dtype instead, and so rounds twice
     (`MHATokenToKVPool.set_kv_buffer`).
-
-    Args:
-        slots: ``[n]`` int64.
-        k, v: ``[n, num_kv_heads, head_dim]`` in float16 or bfloat16.
-        query: ``[n, num_qo_heads, head_dim]``, which has no scale; None if the kernel takes it in the model's dtype.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape does not fit the cache, or a scale is not positive.
     """
     if cache.storage.dtype != E4M3:
         raise TypeError(f"the fused write fills an e4m3 cache, not one of {cache.storage.dtype}: use cache.write")

@@ -85,14 +85,11 @@ def plan_calls(
     split_mixed_tail: bool = False,
     with_padding_rows: bool = False,
 ) -> list[PlannedCall]:
-    """Return the attention calls of one layer: usually one, two if a mixed batch is split, none for an empty batch.
+    """Return the attention calls of one layer: usually one, two if the tail of a mixed batch is split off (see
+    `splits_mixed_tail`), none for an empty batch.
 
-    Args:
-        draft_extend: as in `attention_call`.
-        split_mixed_tail: in extends without speculation, compute the last requests with one new token each by a decode call
-            (see `splits_mixed_tail`). Other batches ignore it.
-        with_padding_rows: the query of a context call includes the padding rows after the requests' rows. SGLang 0.5.15 does
-            so; 0.5.23 does not (`padded_extend_real_tokens`). The query of a ragged verification always includes them.
+    With `with_padding_rows` the query of a context call includes the padding rows after the requests' rows. SGLang 0.5.15 does
+    so; 0.5.23 does not (`padded_extend_real_tokens`). The query of a ragged verification always includes them.
     """
     whole = attention_call(batch.forward_mode, draft_extend)
     bs = batch.batch_size
@@ -121,11 +118,8 @@ def call_arguments(
     cache: PagedKVCache,
     max_context_len: int,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one planned call, except `out`, `workspace_buffer` and those of `CallSettings`.
-
-    Args:
-        query: ``[num_tokens, num_qo_heads, head_dim]``, the query rows of the whole batch.
-        max_context_len: upper bound of the number of keys of a request.
+    """Return the keyword arguments of one planned call, except `out`, `workspace_buffer` and those of `CallSettings`. `query`
+    has the rows of the whole batch, ``[num_tokens, num_qo_heads, head_dim]``.
     """
     requests = planned.requests
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -172,9 +166,8 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments with which the decode call, which is causal among the rows of a request, computes each query row of
-    a verification as a request of its own. With a window, every row sees the window of its request's last token (SGLang
-    0.5.23).
+    """Return the arguments that make each query row of a verification a request of its own, because the decode call is causal
+    among the rows of a request. With a window, every row sees the window of its request's last token (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
@@ -232,12 +225,8 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
     other     any                 the model's    the model's
     ========  ==================  =============  =========
 
-    The cast has no scale, so that values beyond 448 saturate.
-
-    Args:
-        call: DECODE or CONTEXT.
-        kv_dtype: the cache's dtype; uint8 is NVFP4.
-        trtllm_gen: FlashInfer's trtllm-gen runs the call (SM100, SM103); else XQA or fmha_v2.
+    The cast has no scale, so that values beyond 448 saturate. `trtllm_gen`: FlashInfer's trtllm-gen runs the call (SM100,
+    SM103).
     """
     if kv_dtype == NVFP4:
         if not trtllm_gen and call is AttentionCall.CONTEXT:
@@ -282,11 +271,8 @@ def splits_mixed_tail(
 ) -> bool:
     """Return True if SGLang computes the one-token requests at the end of an extend batch by a decode call (`forward_extend`).
 
-    Args:
-        query_dtype: dtype of the call's query; e4m3 if the engine casts it for an e4m3 cache.
-        kv_dtype: dtype of the cache. A call over NVFP4 (uint8) is never split.
-        prefills_with_fmha_v2: the GPU is SM90 or SM120, whose prefill kernel is fmha_v2.
-        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``).
+    `query_dtype` is e4m3 if the engine casts the query for an e4m3 cache. `is_decoder`: the layer is causal self-attention
+    (``AttentionType.DECODER``).
     """
     return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in (*HALF_DTYPES, E4M3)
 

@@ -79,12 +79,11 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
 def copy_selected_pages(
     metadata: BlockSparseMetadata, topk_pages: Tensor, cache: PagedKVCache, compact: Tensor
 ) -> None:
-    """Copy the selected pages of all rows into the compact cache, with zeros in place of tokens that a row does not see.
+    """Copy the selected pages of all rows into `compact`, ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, with zeros in
+    place of tokens that a row does not see.
 
-    Args:
-        topk_pages: ``[num_kv_heads, num_rows, 16]`` int32, the indexer's output: columns of the row's page table, first for
-            earlier pages in any order, then for the page of the row's token, then -1.
-        compact: ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, K and V, in the cache's dtype.
+    `topk_pages`, ``[num_kv_heads, num_rows, 16]`` int32, is the indexer's output: columns of the row's page table, first for
+    earlier pages in any order, then for the page of the row's token, then -1.
     """
     selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table
     is_page = (selected >= 0) & (selected < table.shape[1])

@@ -62,15 +62,11 @@ def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
 
 
 def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: int, rank: int) -> ZigzagShard:
-    """Return the query rows of one rank in an extend pass, and the metadata of the rank's call.
+    """Return the query rows of one rank in an EXTEND or MIXED batch, and the metadata of the rank's call.
 
     Blocks of a request differ by at most one token; the longer blocks come first. In the call a block is a request of its own,
-    whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a request.
-
-    Args:
-        batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes count as 0; in SGLang they count as 0
-            without `seq_lens_cpu`.
-        metadata: metadata of the whole batch, from `build_mha_metadata`.
+    whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a request. Without
+    `extend_prefix_lens_cpu` all prefixes count as 0; in SGLang they count as 0 without `seq_lens_cpu`.
     """
     if reason := why_not_zigzag(batch, num_ranks):
         raise ValueError(reason)

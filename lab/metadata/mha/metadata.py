@@ -200,10 +200,7 @@ def mixed_tail_split(batch: ForwardBatch) -> int:
     decode call computes them.
 
     SGLang 0.5.23 splits off all last requests of the batch that have one new token. The scheduler puts the decoding requests of
-    a MIXED batch there, but an EXTEND batch is split too, and the result may be 0.
-
-    Raises:
-        ValueError: the mode is not a prefill, the batch is speculative, or ``extend_seq_lens_cpu`` is missing.
+    a MIXED batch there, but an EXTEND batch is split too, and the result may be 0. Raises ValueError for other modes.
     """
     if not batch.forward_mode.is_prefill or batch.spec_info is not None:
         raise ValueError(

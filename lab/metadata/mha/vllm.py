@@ -87,10 +87,8 @@ class VLLMBackend:
 
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:
         """Return the calls of one layer: the decode call, then the context call (``split_decodes_and_prefills`` of
-        ``utils.py``).
-
-        If no request needs a context call, the decode call includes the padding rows. For trtllm-gen, all requests of a decode
-        call have the same number of query rows, except padding requests, which may have 0. For XQA, these numbers may differ.
+        ``utils.py``). Without a context call, the decode call includes the padding rows. For trtllm-gen, all its requests have
+        the same number of query rows, except padding requests, which may have 0.
         """
         lens = query_lens(batch)
         permitted: Sequence[int] = range(self.decode_threshold + 1)

@@ -204,14 +204,8 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
-    """Copy the query rows of request i to the front of ``padded[i]``, write zeros to the rest of it, and return `padded`.
-
-    The host does not read the device, so that a CUDA graph can capture it, like `unpad_draft_extend_output`.
-
-    Args:
-        query: ``[num_rows, heads, head_dim]``; rows after the last request's are padding.
-        seq_lens_q, cu_seqlens_q: ``[batch_size]`` and ``[batch_size + 1]`` int32, rows and first row of each request.
-        padded: ``[batch_size, max_seq_len_q, heads, head_dim]`` in the query's dtype.
+    """Copy the query rows of request i, which begin at ``cu_seqlens_q[i]``, to the front of ``padded[i]``, ``[max_seq_len_q,
+    heads, head_dim]``, write zeros to the rest of it, and return `padded`. The host does not read the device.
     """
     _check_block(padded, seq_lens_q.shape[0], query)
     if query.shape[0] == 0:
@@ -225,13 +219,8 @@ def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tens
 
 
 def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
-    """Copy the rows of each request i from the front of ``padded[i]`` to `out`, request after request, and return `out`. Rows
-    of `out` after them become zero.
-
-    Args:
-        padded: ``[batch_size, max_seq_len_q, heads, kv_lora_rank]``.
-        cu_seqlens_q: ``[batch_size + 1]`` int32, first row of each request.
-        out: ``[num_rows, heads, kv_lora_rank]`` in the same dtype.
+    """Copy the rows of each request i from the front of ``padded[i]`` to `out`, ``[num_rows, heads, kv_lora_rank]``, request
+    after request, and return `out`. Rows of `out` after them become zero. The host does not read the device.
     """
     batch_size, max_seq_len_q = padded.shape[:2]
     _check_block(padded, cu_seqlens_q.shape[0] - 1, out)
@@ -255,12 +244,8 @@ def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Te
 
 
 def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
-    """Merge the outputs of attention over several parts of the keys. Return float32 ``[num_rows, heads, head_dim]``, 0 in rows
-    that see no key in any part.
-
-    Args:
-        outs: ``[num_parts, num_rows, heads, head_dim]``.
-        lses: ``[num_parts, num_rows, heads]`` float32, base 2, -inf for a part without keys.
+    """Merge the outputs of attention over several parts of the keys, ``[num_parts, num_rows, heads, head_dim]``, by their LSEs,
+    float32, base 2, -inf for a part without keys. Return float32, 0 in rows that see no key in any part.
     """
     weights = torch.softmax(lses * math.log(2.0), dim=0).nan_to_num(0.0)
     return (weights.unsqueeze(-1) * outs.float()).sum(dim=0)
@@ -302,17 +287,12 @@ def prepare_mla_dcp_attention(
     query_dtype: torch.dtype | None = None,
     cute_dsl: bool = False,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention for a whole group of ranks: one call per rank, and a merge of their outputs by the LSEs.
+    """Prepare one layer's attention for a whole group of ranks: one call per rank, each with its own of `metadata`, and a merge
+    of their outputs by the LSEs. `out` is ``[num_tokens, heads, kv_lora_rank]``.
 
     SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn. CuTe DSL's
     kernel also gets the number of keys of each request on all ranks, from which it computes the last key of each query row. So
     it supports several query rows per request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
-
-    Args:
-        metadata: the metadata of each rank, in order.
-        query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-        out: ``[num_tokens, heads, kv_lora_rank]``.
-        query_dtype: the dtype to which each call casts the query; None: no cast.
     """
     if batch.forward_mode.query_rows is not QueryRows.ONE and not cute_dsl:
         raise ValueError(

@@ -53,15 +53,12 @@ class DecodeContextParallel:
 def build_mla_dcp_metadata(
     batch: ForwardBatch, pool: KVPool, dcp: DecodeContextParallel, attention: DraftAttention = DraftAttention.MLA
 ) -> TRTLLMMLADecodeMetadata:
-    """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23).
+    """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23), from the slots and lengths of
+    the whole group. A page of the group's pool has 32 or 64 tokens per GPU.
 
     ``seq_lens_k`` counts the keys of each request that the rank owns, 0 or more; ``global_seq_lens_k`` counts the keys on all
     ranks, as `build_mla_decode_metadata` does. Column c of the block table has ``req_to_token[request, rank + c * size *
     page_size] // size // page_size`` for each page with a token of the rank, then -1.
-
-    Args:
-        batch: the forward pass, with the slots and lengths of the whole group.
-        pool: the group's pool, whose page has as many tokens as one page of each GPU together: 32 or 64 per GPU.
     """
     page_size = dcp.page_size(pool)
     check_mla(pool, attention, page_size)

@@ -72,15 +72,14 @@ class DSAMetadata:
 
 
 def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> DSAMetadata:
-    """Build the metadata of one eager pass in new tensors (SGLang 0.5.23). The pool has pages of 32 or 64 tokens.
-    ``selected_lens(n)`` is the number of tokens that `indexer` selects if a row sees n tokens.
+    """Build the metadata of one eager pass in new tensors (SGLang 0.5.23).
 
     ================================  ======================================================================
     mode                              seq_lens of row j of a request with q rows
     ================================  ======================================================================
     DECODE, IDLE, every draft step    seq_lens
-    TARGET_VERIFY                     selected_lens(seq_lens + j + 1)
-    DRAFT_EXTEND_V2, the prefills     selected_lens(max(seq_lens - q + j + 1, 0))
+    TARGET_VERIFY                     indexer.selected_lens(seq_lens + j + 1)
+    DRAFT_EXTEND_V2, the prefills     indexer.selected_lens(max(seq_lens - q + j + 1, 0))
     ================================  ======================================================================
 
     ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without ``seq_lens_cpu`` it is the
@@ -108,10 +107,7 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
 
 @dataclass(frozen=True, eq=False)
 class DSABackend(RebuildingBackend[DSAMetadata]):
-    """Builds metadata and makes sparse MLA decode calls as SGLang's DSA backend does with ``trtllm`` for decode and prefill.
-
-    Queries are cast to `query_dtype`; None: to the result of `mla_query_dtype`.
-    """
+    """Builds metadata and makes sparse MLA decode calls as SGLang's DSA backend does with ``trtllm`` for decode and prefill."""
 
     implementation: Any = None
     indexer: Indexer = field(default_factory=Indexer)

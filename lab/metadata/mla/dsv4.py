@@ -147,9 +147,7 @@ class DSV4Metadata:
         That number is at most `index_topk`, except at the ratio 128. At the ratios 4 and 128 it is at least 1: a row without
         compressed entries has an index of -1 (`deepseek_v4_backend.py`, lines 887 and 510).
         """
-        entries = torch.zeros_like(self.seq_lens)
-        if compress_ratio != TOKENS_ALONE:
-            entries = self.seq_lens // compress_ratio
+        entries = self.seq_lens // compress_ratio if compress_ratio else torch.zeros_like(self.seq_lens)
         if compress_ratio >= 4:
             entries = entries.clamp(min=1)
         if compress_ratio != WITHOUT_INDEXER:
@@ -226,9 +224,7 @@ def _whole_tiles(rows: Tensor, value: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Backend(RebuildingBackend[DSV4Metadata]):
-    """Builds metadata and makes DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``). Queries are cast
-    to `query_dtype`; None: to the result of `mla_query_dtype`.
-    """
+    """Builds metadata and makes DeepSeek-V4's calls as SGLang's backend does (``--dsv4-attn-backend trtllm``)."""
 
     implementation: Any = None
     index_topk: int = 512  #: largest number of compressed entries that the indexer selects for a row

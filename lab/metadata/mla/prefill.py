@@ -37,16 +37,12 @@ def ragged_context_arguments(
     value: Tensor,
     num_keys: int | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`).
+    """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`), or over `num_keys`
+    keys of a chunk of prefixes.
 
-    ``return_lse`` is True if a request has a cached prefix, because results over prefixes (`lab.metadata.mla.prefill`)
-    are merged by the LSE.
-
-    Args:
-        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, without absorption. Padding rows after the
-            requests' rows are left out.
-        value: ``[num_tokens, heads, v_head_dim]``. With an e4m3 cache, query, key and value are e4m3 (`quantised_prefill`).
-        num_keys: number of keys of a call over a chunk of prefixes; None: the keys are the new tokens.
+    Query and key are ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, without absorption; rows after the requests'
+    rows are left out. With an e4m3 cache, query, key and value are e4m3 (`quantised_prefill`). ``return_lse`` is True if a
+    request has a cached prefix, because results over prefixes are merged by the LSE.
     """
     if metadata.fallback_to_flashinfer_impl:
         raise ValueError("the metadata falls back to FlashInfer's own ragged kernels: this call is not made")
@@ -95,14 +91,10 @@ def prepare_mla_prefill(
     out: Tensor | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], Any]:
-    """Prepare one layer's attention over a prefill's new tokens, with FlashInfer's ragged context call (see
-    `ragged_context_arguments`).
+    """Prepare one layer's attention over a prefill's new tokens (see `ragged_context_arguments`), in `out` or a new tensor.
 
-    `out` is ``[num_tokens, heads, v_head_dim]``, whose padding rows are not written, or None for a new tensor.
-
-    Returns:
-        A function that returns the output without padding rows, or (output, LSE) if a request has a cached prefix. The LSE is
-        float32 ``[num_rows, heads]``, base 2. The caller may change the contents of the tensors between calls.
+    Returns a function that returns the output without padding rows, or (output, LSE) if a request has a cached prefix. The LSE
+    is float32 ``[num_rows, heads]``, base 2. The caller may change the contents of the tensors between calls.
     """
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value)
     arguments |= {
@@ -175,14 +167,11 @@ def prepare_prefix_chunk(
     *,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Prepare one layer's attention of all new tokens to the tokens of a chunk (see `ragged_context_arguments`). A row sees all
-    tokens of its request in the chunk. If there are none, its output is 0 and its LSE -inf.
+    """Prepare one layer's attention of all new tokens to a chunk, whose tokens `key` and `value` have in the order of
+    ``kv_indices`` (see `ragged_context_arguments`). A row sees all tokens of its request in the chunk.
 
-    `key` and `value` are ``[at least num_tokens of the chunk, heads, head_dim]``, without absorption, in the order of
-    ``kv_indices``.
-
-    Returns:
-        A function that returns the output without padding rows, and the LSE: float32 ``[num_rows, heads]``, base 2.
+    Returns a function that returns the output without padding rows, 0 in rows without keys, and the LSE: float32 ``[num_rows,
+    heads]``, base 2, -inf in these rows.
     """
     num_tokens = chunk.kv_indices.shape[0]
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value, num_keys=num_tokens) | {

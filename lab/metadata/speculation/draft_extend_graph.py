@@ -135,11 +135,8 @@ def model_body(
 
 class DraftExtendGraph:
     """The CUDA graphs of a draft model's draft extend (``DRAFT_EXTEND_V2``) for several batch sizes, as in SGLang's
-    draft-extend runner.
-
-    Args:
-        spec_info: its `num_tokens_per_req`, or if that is not set the largest `num_accept_tokens`, is the rows per request.
-        disable_padding: True: a batch runs only if its size is exactly a captured one.
+    draft-extend runner. The rows per request are those of `GraphMode.draft_extend_v2`. With `disable_padding` a batch runs only
+    if its size is exactly a captured one.
     """
 
     def __init__(
@@ -185,17 +182,12 @@ class DraftExtendGraph:
     def replay(
         self, batch: ForwardBatch, input_ids: Tensor, hidden_states: Tensor, accept_lens: Tensor | None = None
     ) -> DraftOutputs:
-        """Run the draft extend of a batch for which `can_run` is True in the graph of the smallest captured size that holds it.
+        """Run the draft extend of a batch for which `can_run` is True. With SELECTED_ROW, `accept_lens`, int32 or int64
+        [batch_size], has the number of accepted tokens of each request, at least 1, which the host does not read.
 
-        Padding rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang.
-
-        Args:
-            accept_lens: with SELECTED_ROW the number of accepted tokens of each request, from 1 to its number of rows: int32 or
-                int64 [batch_size], which the host does not read. Otherwise None.
-
-        Returns:
-            The outputs without padding, as slices of the graph's buffers, which the next replay overwrites. With SELECTED_ROW
-            `hidden_states` is a copy, because the worker keeps it until the next draft (SGLang clones it).
+        Return the outputs without padding, as slices of the graph's buffers, which the next replay overwrites. With
+        SELECTED_ROW `hidden_states` is a copy, because the worker keeps it until the next draft (SGLang clones it). Padding
+        rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang.
         """
         if not self.can_run(batch):
             raise ValueError(

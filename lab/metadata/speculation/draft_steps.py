@@ -149,10 +149,8 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     """Check the batch, and return the metadata buffers of its steps with a function `write` that fills them. A CUDA graph can
     capture `write`.
 
-    Args:
-        batch: a decode batch, whose ``seq_lens`` do not count draft tokens; for a frozen-KV draft the result of
-            `frozen_kv_batch`. Without ``seq_lens_cpu``, a step's ``kv_indices`` is the step's whole row of the buffer.
-        buffers: the result of `allocate_draft` for the same draft and pool.
+    A frozen-KV draft takes the result of `frozen_kv_batch`. Without ``seq_lens_cpu``, a step's ``kv_indices`` is the step's
+    whole row of the buffer.
     """
     check_pool(draft, pool)
     if batch.forward_mode.query_rows is not QueryRows.ONE:
@@ -268,11 +266,8 @@ def prepare_iteration(
     """Allocate the metadata of all passes of a speculative iteration, and prepare the launch that fills it. It does not depend
     on which tokens are drafted or accepted.
 
-    Args:
-        verify: a TARGET_VERIFY batch, whose ``seq_lens`` counts the tokens up to the last accepted token.
-        pool: the request table and slots, which draft and target share.
-        speculative_num_steps: number of draft steps, one more than the draft's decode passes.
-        share_table: use one page table for all passes. It has the pages of the pass with the largest lengths.
+    `verify` is a TARGET_VERIFY batch, whose ``seq_lens`` counts the tokens up to the last accepted token. With `share_table`
+    all passes use one page table, which has the pages of the pass with the largest lengths.
     """
     check_attends(verify, pool)
     if verify.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:

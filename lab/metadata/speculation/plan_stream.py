@@ -255,10 +255,8 @@ def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iter
 class CapturedVerify(VerifyBackend):
     """A `VerifyBackend` for verify passes in CUDA graphs. A plan writes the inputs and the metadata of a captured batch size.
 
-    Args:
-        attention: the backend that makes the metadata's buffers: TRT-LLM MHA, or TRT-LLM MLA. The MLA kernel takes no mask:
-            with MLA, `mask` must be None.
-        mask: a buffer for the decode call's packed mask (see `PlannedVerify`) of ``max(batch_sizes)`` requests; None: causal.
+    `attention`, TRT-LLM MHA or MLA, makes the metadata's buffers. `mask` is a buffer for the decode call's packed mask (see
+    `PlannedVerify`) of ``max(batch_sizes)`` requests; None: causal, as with MLA, whose kernel takes no mask.
     """
 
     def __init__(
@@ -336,8 +334,7 @@ class TreeMaskVerify(CapturedVerify):
     and its ancestors among the draft tokens.
 
     Attributes:
-        parents: ``[max_batch_size, d]`` int64, the parent of each draft token as in `pack_tree_mask`. The draft writes it;
-            before that the trees are chains.
+        parents: ``[max_batch_size, d]`` int64, as in `pack_tree_mask`. The draft writes it; before that the trees are chains.
         mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, which the fix-up writes after the draft.
     """
 

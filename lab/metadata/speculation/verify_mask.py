@@ -93,15 +93,11 @@ def preallocate_verify_mask(
     skip_prefill: bool = False,
     is_draft_runner: bool = False,
 ) -> VerifyMask | None:
-    """Allocate the zero-filled mask that a backend uses in all its verifications. Return None if the backend does not verify.
+    """Allocate the zero-filled mask that a backend uses in all its verifications. Return None if the backend does not verify:
+    without draft tokens, if it belongs to draft steps (`skip_prefill`), or to a draft model (SGLang 0.5.23,
+    `maybe_create_verify_mask`; 0.5.14 allocates a mask for it).
 
     For 256 requests, 4 draft tokens and 131,072 tokens of context it has 134,221,824 bytes (FULL) or 4,096 (QLEN_ONLY).
-
-    Args:
-        num_draft_tokens: draft tokens of each request; None or 0 without speculation: the backend does not verify.
-        skip_prefill: the backend belongs to draft steps, which do not verify.
-        is_draft_runner: the backend belongs to a draft model, which does not verify. SGLang 0.5.23 allocates no mask for it
-            (`maybe_create_verify_mask`); 0.5.14 does.
     """
     cells = verify_mask_cells(form, max_batch_size, num_draft_tokens or 0, max_context_len=max_context_len)
     if not num_draft_tokens or skip_prefill or is_draft_runner:
