@@ -1,11 +1,9 @@
 """A cache of prepared calls: a later call whose arguments differ only in addresses and contents skips checks and preparation.
 
 A call's *key* is everything that its preparation reads from its arguments: of a tensor its class, shape, strides, dtype,
-device, and address and storage offset modulo 16, on which Triton's code depends; of other arguments type and value.
-
-The contents of a tensor on a GPU are not read. So calls with the same key pass the same checks, and their launches differ in
-addresses only. A call has no key if a tensor is not on a GPU, if a check might read an argument's contents, or if `out` or
-`lse` has the storage of another tensor.
+device, and address and storage offset modulo 16, on which Triton's code depends; of other arguments type and value. A call has
+no key if a tensor is not on a GPU, if a check might read an argument's contents, or if `out` or `lse` has the storage of
+another tensor. Calls with the same key pass the same checks, and their launches differ in addresses only.
 
 The second call with a key is cached if it consists of launches only, without its tensors. The first call is not cached, because
 many keys occur only once. A call that raises an error is not cached, so that the next one raises it again.

@@ -91,10 +91,9 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes).
-
-    If a call has few rows, each has many partial results, and groups of threads (lanes) divide them. If it has many rows, a
-    program computes several, with 4 or 16 elements per thread and one lane.
+    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes). The few rows of a call have many
+    partial results each, which groups of threads (lanes) divide. Of many rows a program computes several, with 4 or 16
+    elements per thread.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:

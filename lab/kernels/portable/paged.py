@@ -145,8 +145,7 @@ def few_tokens(problem: PagedAttention) -> int | None:
     """Return the most query tokens of a request in the first of two launches; None if one launch should serve all requests.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses: as many requests as possible have `max_q_len` rows, and other requests equal numbers of the remaining rows. A wrong
-    guess costs only time.
+    guesses that as many requests as possible have `max_q_len` rows, and the rest equal numbers. A wrong guess costs only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -162,11 +161,10 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
     """Return the `shares` of the first of two launches with fewer programs (at least half), so that both launches run together:
-    a multiprocessor with a program of each reads keys for one while it multiplies for the other. `prefill` is the tile of
-    the second.
+    a multiprocessor with a program of each reads keys for one while it multiplies for the other.
 
-    `shares` is unchanged if a program of the second launch needs a whole multiprocessor, and if it is the Gluon kernel's, with
-    which fewer programs made batches 4 to 8 % slower.
+    `shares` is unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor, and if it is the
+    Gluon kernel's, with which fewer programs made batches 4 to 8 % slower.
     """
     if prefill.per_multiprocessor == 1 or isinstance(prefill, HopperTile):
         return shares

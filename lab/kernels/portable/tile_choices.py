@@ -39,7 +39,7 @@ SM100_PREFILL = {
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
     """Return the tile of the paged kernel for requests of at most `num_packed_rows` rows (max_q_len * query heads per K/V
-    head). `kv_bytes` is the size of an element of K and V.
+    head).
 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
     allow, and two programs on a multiprocessor hide each other's waits. With more rows SM90 is bound by its products, and tiles
@@ -105,9 +105,8 @@ def choose_prefill_tile(
 
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the MLA kernel for requests of at most `num_packed_rows` rows (max_q_len * num_qo_heads). `kv_bytes`
-    is the size of an element of the cache. At a kv_lora_rank of 512 the sums of 64 rows take half the registers of an SM90
-    multiprocessor.
+    """Return the tile of the MLA kernel for requests of at most `num_packed_rows` rows (max_q_len * num_qo_heads). At a
+    kv_lora_rank of 512 the sums of 64 rows take half the registers of an SM90 multiprocessor.
     """
     family = family_that_runs(capability)
     if not family.has_large_shared_memory:
@@ -130,8 +129,8 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the ragged kernel for requests of at most `max_q_len` rows. The tiles were compiled, but not timed.
-    They are as large as registers and shared memory allow, and few, so that a new length rarely compiles a new kernel.
+    """Return the tile of the ragged kernel, which was compiled, but not timed. Tiles are as large as registers and shared
+    memory allow, and few, so that a new length rarely compiles a new kernel.
     """
     roomy = family_that_runs(capability).has_large_shared_memory
     wide = head_dim + v_head_dim > 320

@@ -86,10 +86,8 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pools of K and V: e4m3 pools viewed as int16, two elements in one, if that makes their conversion to float16
-    faster.
-
-    It does in tiles of fewer than 64 rows, whose products take K/V from registers: one permutation of bytes sorts four loaded
-    elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved.
+    faster: in tiles of fewer than 64 rows, whose products take K/V from registers. One permutation of bytes sorts four
+    loaded elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:

@@ -61,9 +61,8 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that launches the compiled kernel with addresses from a list. It keeps no tensor alive.
-
-        `index_of` returns the index in that list of the address that replaces a given tensor of this launch.
+        """Return a function that launches the compiled kernel with addresses from a list, and keeps no tensor alive. `index_of`
+        returns the index in that list of the address that replaces a given tensor.
         """
         bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]

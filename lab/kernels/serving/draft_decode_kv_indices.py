@@ -71,7 +71,9 @@ def generate_draft_decode_kv_indices(
     v2p: Tensor | None = None,
     schedule: Schedule = Schedule.SPREAD,
 ) -> None:
-    """Write the K/V lists of every draft step, as `lab.references.generate_draft_decode_kv_indices` defines them.
+    """Write the K/V lists of every draft step, as `lab.references.generate_draft_decode_kv_indices` defines them. It documents
+    the arguments that are not listed here. All tensors are int32 or int64, vectors contiguous, and matrices have contiguous
+    rows.
 
     The host reads no tensor's contents, so a CUDA graph can capture the launch. Cells of ``kv_indices`` after a step's last
     list, and column 0 of ``kv_indptr``, in which the engine keeps 0, are not written. A list that is too long for its row of
@@ -81,21 +83,9 @@ def generate_draft_decode_kv_indices(
     address of ``kv_indices`` is not a multiple of 16 bytes, but not per batch size, length or row width.
 
     Args:
-        req_pool_indices: ``[num_requests]`` int32 or int64, as all tensors: each request's row of ``req_to_token``. Vectors are
-            contiguous, and matrices have contiguous rows.
-        req_to_token: ``[num_rows, row_width]``, the slot at each position of a request, or its page.
-        paged_kernel_lens: ``[num_requests]``, tokens of each prefix.
         kv_indices: ``[num_steps, capacity]``, written in place: a row of lists for each step.
         kv_indptr: at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
-        positions: ``[num_requests * topk]``, each prefix length ``topk`` times. ``kv_indptr[step]`` is the running sum of
-            ``positions + step + 1``; a window limits ``positions`` to ``window_size + sink_size``.
-        topk: branches per request.
-        page_size: tokens per page.
-        window_size: number of tokens at a prefix's end that a list has; 0: the whole prefix.
-        sink_size: number of tokens at a prefix's start that a list has in addition to a window.
-        entry_page_size: tokens per entry of ``req_to_token``: 1, or ``page_size`` if entries are pages.
-        v2p: ``[num_virtual_pages]``, the page of each virtual one: ``req_to_token`` then has virtual slots or pages, each of
-            which must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.
+        v2p: as in the reference, but each virtual page in ``req_to_token`` must be in it.
         schedule: SPREAD, the lab's own, or one of SGLang's two schedules for comparison.
 
     Raises:

@@ -88,8 +88,8 @@ prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache =
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return the call's arguments for K/V, page tables and window, converted so that every kernel of FlashInfer 0.7.2 reads
-    them correctly, and the `refreshes` of `PreparedCall`. K/V becomes a pair of HND views.
+    """Return the call's arguments for K/V (a pair of HND views), page tables and window, as every kernel of FlashInfer 0.7.2
+    reads them correctly, and the `refreshes` of `PreparedCall`.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -106,11 +106,8 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
 def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
     """Return XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
 
-    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. The mask is cached per device, q_len and next power of 2 of
-    batch_size.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, and the mask is not cached: it would exist only inside the graph.
+    It is cached per device, q_len and next power of 2 of batch_size. RuntimeError: a CUDA graph is being captured, in which
+    alone a mask that is not cached would exist.
     """
     rows = 1 << max(batch_size - 1, 0).bit_length()
     return _causal_mask(rows, q_len, device)[:batch_size]

@@ -1,8 +1,6 @@
-"""FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103.
-
-The lab had neither GPU: the call was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`). The kernel does not
-write rows that see no key. If there may be such rows, the adapter writes their output and LSE after the kernel, as SGLang
-0.5.23's backend does.
+"""FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103, which the lab did not have: the call was
+checked with FlashInfer's own launcher on a CPU (`lab.dry_run`). The kernel does not write rows that see no key. If there may
+be such rows, the adapter writes them after the kernel, as SGLang 0.5.23's backend does.
 """
 
 import math
