@@ -92,7 +92,6 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a `PreparedCall` of the installed FlashInfer's function `module.name`."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 

@@ -87,7 +87,6 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the call of `lab.calls` that has these arguments. Raise TypeError if there is none."""
     errors: dict[type[Any], TypeError] = {}
     for call in CALL_TYPES.values():
         try:

@@ -175,7 +175,6 @@ def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | Non
 
 
 def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None) -> Comparison:
-    """Return the result of `compare`, without checks of types, dtypes and devices."""
     dtype, expected, control = control.dtype, expected.to(torch.float64), control.to(torch.float64)
     for name, values in (("expected", expected), ("control", control)):
         if not bool(values.isfinite().all()):
@@ -320,7 +319,6 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Return a sentence about a wrong output, whose `comparison` is the result of `compare`."""
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()

@@ -242,7 +242,6 @@ class _Piece:
 
 
 def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Move `indices`, int64 tensors on the host, to a device in one copy."""
     if device.type == "cpu":
         return indices
     flat = torch.cat([each.flatten() for each in indices]).to(device, non_blocking=True)
@@ -251,7 +250,6 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Yield pieces with all rows of a problem. The blocks of a piece have similar numbers of keys."""
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + v_head_dim)  # of one key

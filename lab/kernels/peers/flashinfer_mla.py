@@ -19,24 +19,22 @@ WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> PreparedCall:
-    """Return a function that runs a planned MLA decode call with `backend`, "fa2", "fa3", or "" for the GPU's default.
-
-    FlashInfer's planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts.
-    """
+    """FlashInfer's planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts."""
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
     wrapper_type, _ = installed("flashinfer.mla", WRAPPER)
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     wrapper = wrapper_type(scratch_for(call.workspace_buffer, problem.query.device), backend=backend)
-    live, quantised = live_pages(problem), problem.k_cache.dtype == E4M3
+    kv_lens, indptr, indices, _ = live_pages(problem)
+    quantised = problem.k_cache.dtype == E4M3
     # The kernel multiplies keys and values by this scale, rounded to the query's dtype.
     kv_scale = float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
     wrapper.plan(
         metadata=metadata_type.csr(
             qo_indptr=torch.tensor(problem.row_offsets(), dtype=torch.int32),
-            kv_indptr=live.indptr,
-            kv_indices=live.indices,
-            kv_len_arr=live.kv_lens,
+            kv_indptr=indptr,
+            kv_indices=indices,
+            kv_len_arr=kv_lens,
         ),
         num_heads=problem.num_qo_heads,
         head_dim_ckv=problem.v_head_dim,

@@ -22,7 +22,6 @@ LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Ready:
-    """Return a function that runs a planned call with `backend`, "fa2", "fa3", or "" for the GPU's default."""
     out, lse = problem.results()
     decodes = (
         problem.call is AttentionCall.DECODE
@@ -53,7 +52,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
 
 
 def _planned(problem: PagedAttention, scratch: torch.Tensor, backend: str, decodes: bool, offsets: list[int]) -> Any:
-    pages = live_pages(problem)
+    kv_lens, indptr, indices, last_page_len = live_pages(problem)
     arguments = {
         "num_qo_heads": problem.num_qo_heads,
         "num_kv_heads": problem.num_kv_heads,
@@ -63,24 +62,24 @@ def _planned(problem: PagedAttention, scratch: torch.Tensor, backend: str, decod
         "q_data_type": problem.query.dtype,
         "kv_data_type": problem.kv_dtype,
         "o_data_type": problem.out_dtype,
-        "seq_lens": pages.kv_lens,
+        "seq_lens": kv_lens,
     }
     if decodes:
         wrapper_type, _ = installed("flashinfer.decode", DECODE_WRAPPER)
         on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or problem.group >= LEAST_GROUP_OF_TENSOR_CORES
         wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
-        wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, head_dim=problem.head_dim, **arguments)
+        wrapper.plan(indptr, indices, last_page_len, head_dim=problem.head_dim, **arguments)
         return wrapper
     wrapper_type, _ = installed("flashinfer.prefill", PREFILL_WRAPPER)
     variant = {} if problem.sinks is None else _sink_variant(problem, backend)
     wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, **variant)
     wrapper.plan(
         qo_indptr=torch.tensor(offsets, dtype=torch.int32),
-        paged_kv_indptr=pages.indptr,
-        paged_kv_indices=pages.indices,
-        paged_kv_last_page_len=pages.last_page_len,
+        paged_kv_indptr=indptr,
+        paged_kv_indices=indices,
+        paged_kv_last_page_len=last_page_len,
         head_dim_qk=problem.head_dim,
-        custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, pages.kv_lens.tolist()),
+        custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, kv_lens.tolist()),
         causal=problem.causal and problem.mask is None,
         **arguments,
     )

@@ -20,7 +20,6 @@ WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
 def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Ready:
-    """Return a function that runs a planned ragged call with `backend`, "fa2", "fa3", or "" for the GPU's default."""
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()

@@ -104,7 +104,6 @@ def _attend(
 
 
 def _by_heads(pool: torch.Tensor) -> torch.Tensor:
-    """Return a pool [num_pages, heads, page_size, head_dim] as a view [1, heads, tokens, head_dim]."""
     tokens = token_list(pool)
     assert tokens is not None
     return tokens.transpose(0, 1).unsqueeze(0)

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,30 +38,18 @@ class PlannedWrapper:
         return BY_BACKEND[call][self._backend or fa_backend(capability)]
 
 
-@dataclass(frozen=True, eq=False)
-class LivePages:
-    """The pages that hold keys of each request, int32, as FlashInfer's `plan` takes them. Only `indices`, page ids, is on the
-    device; each request's begin at its `indptr`. `last_page_len` is `page_size` for a request without pages, so that
-    FlashInfer's (pages - 1) * page_size + last_page_len is 0.
+def live_pages(problem: PagedAttention) -> tuple[torch.Tensor, ...]:
+    """Return, int32, each request's number of keys, where its pages begin in the list of page ids, this list, on the device,
+    and the number of tokens in its last page.
+
+    That is `page_size` for a request without pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
     """
-
-    kv_lens: torch.Tensor
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
-
-
-def live_pages(problem: PagedAttention) -> LivePages:
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
+    last_page_len = [(kv_len - 1) % problem.page_size + 1 for kv_len in kv_lens]
     on_host = partial(torch.tensor, dtype=torch.int32)
-    return LivePages(
-        kv_lens=on_host(kv_lens),
-        indptr=on_host([0, *itertools.accumulate(counts)]),
-        indices=torch.cat(live),
-        last_page_len=on_host([(kv_len - 1) % problem.page_size + 1 for kv_len in kv_lens]),
-    )
+    return on_host(kv_lens), on_host([0, *itertools.accumulate(counts)]), torch.cat(live), on_host(last_page_len)
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:

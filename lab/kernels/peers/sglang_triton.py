@@ -9,7 +9,6 @@ for all layers of a pass, as SGLang does (`TritonAttnBackend` in `sglang/srt/lay
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,22 +35,6 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     return SGLANG_TRITON
 
 
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """The tokens of each request that at least one of its rows may see, listed one request after another.
-
-    Attributes:
-        kv_indptr: int32 [batch_size + 1], where each request's tokens begin in `kv_indices`.
-        kv_indices: int64 [kv_indptr[-1]], indices of the tokens in the K/V pool.
-        starts, counts: position of the first listed token of each request, and their number.
-    """
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    starts: list[int]
-    counts: list[int]
-
-
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Plan a decode or context call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
 
@@ -67,12 +50,28 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCa
     shown = None if problem.mask is None else shown_draft_tokens(problem.mask.to(torch.int32))
     if too_few or (shown is not None and _hides_every_key(shown, problem.window_left, kv_lens)):
         raise NotImplementedError("SGLang's Triton attention divides 0 by 0 in a row that sees no key")
-    tokens = _tokens(problem, q_lens, kv_lens)
-    is_decode = problem.call is AttentionCall.DECODE and problem.cu_seqlens_q is None and problem.max_q_len == 1
-    if is_decode:
-        name, arguments = DECODE, _decode_arguments(problem, out, tokens)
+    # A request's list of tokens begins at the first one that its first row sees, as in SGLang.
+    firsts = [kv_len - rows - problem.window_left for rows, kv_len in zip(q_lens, kv_lens, strict=True)]
+    starts = [max(0, first) if problem.window_left >= 0 else 0 for first in firsts]
+    counts = [kv_len - start for start, kv_len in zip(starts, kv_lens, strict=True)]
+    kv_indptr, kv_indices = _token_lists(problem, starts, counts)
+    arguments = {
+        "q": problem.query,
+        "o": out,
+        "k_buffer": token_list(problem.k_cache),
+        "v_buffer": token_list(problem.v_cache),
+        "k_scale": 1.0,  # it is in bmm1_scale
+        "v_scale": float(problem.bmm2_scale),
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "sm_scale": float(problem.bmm1_scale),
+        "sinks": problem.sinks,
+    }
+    if problem.call is AttentionCall.DECODE and problem.cu_seqlens_q is None and problem.max_q_len == 1:
+        name, more = DECODE, _decode_arguments(problem, counts)
     else:
-        name, arguments = EXTEND, _extend_arguments(problem, out, tokens, q_lens, shown)
+        name, more = EXTEND, _extend_arguments(problem, q_lens, starts, counts, shown)
+    arguments |= more
     attention = installed_function(__name__, name, WRITTEN_FOR, frozenset(arguments))
     return PreparedCall(attention, arguments, returned=out)
 
@@ -88,13 +87,11 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
     return not bool((sees_prefix | sees_draft).all())
 
 
-def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return the `_Tokens` of a call. A request's list begins at the first token that its first row sees, as in SGLang."""
-    device, page_size, window = problem.query.device, problem.page_size, problem.window_left
-    starts = [
-        max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
-    ]
-    counts = [kv_len - start for start, kv_len in zip(starts, kv_lens, strict=True)]
+def _token_lists(
+    problem: PagedAttention, starts: Sequence[int], counts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int32 [batch_size + 1], where each request's tokens begin in the list, and the list, int64 indices in the pool."""
+    device, page_size = problem.query.device, problem.page_size
     indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
     requests = torch.repeat_interleave(
         torch.arange(len(counts), device=device), torch.tensor(counts, device=device), output_size=sum(counts)
@@ -103,45 +100,30 @@ def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[in
         torch.arange(sum(counts), device=device) - indptr[requests] + torch.tensor(starts, device=device)[requests]
     )
     pages = problem.k_block_tables[requests, positions // page_size].to(torch.int64)
-    return _Tokens(indptr, pages * page_size + positions % page_size, starts, counts)
+    return indptr, pages * page_size + positions % page_size
 
 
-def _shared_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Tokens) -> dict[str, Any]:
-    return {
-        "q": problem.query,
-        "o": out,
-        "k_buffer": token_list(problem.k_cache),
-        "v_buffer": token_list(problem.v_cache),
-        "k_scale": 1.0,  # it is in bmm1_scale
-        "v_scale": float(problem.bmm2_scale),
-        "kv_indptr": tokens.kv_indptr,
-        "kv_indices": tokens.kv_indices,
-        "sm_scale": float(problem.bmm1_scale),
-        "sinks": problem.sinks,
-    }
-
-
-def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Tokens) -> dict[str, Any]:
+def _decode_arguments(problem: PagedAttention, counts: Sequence[int]) -> dict[str, Any]:
     capability = capability_of(problem.query.device)
     shape = (problem.batch_size, problem.num_qo_heads, MOST_SPLITS)
     new = partial(torch.empty, dtype=torch.float32, device=problem.query.device)
-    return _shared_arguments(problem, out, tokens) | {
+    return {
         "attn_logits": new((*shape, problem.v_head_dim)),
         "attn_lse": new(shape),
-        "num_kv_splits": _num_splits(problem, tokens),
+        "num_kv_splits": _num_splits(problem, counts),
         "max_kv_splits": MOST_SPLITS,
         "use_pdl": capability is not None and capability[0] >= 9,
     }
 
 
-def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
+def _num_splits(problem: PagedAttention, counts: Sequence[int]) -> torch.Tensor:
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
         kernel: Any = installed_function(__name__, NUM_SPLITS, WRITTEN_FOR)
         kernel[(1,)](
             splits,
-            torch.tensor(tokens.counts, device=device),
+            torch.tensor(counts, device=device),
             batch_size,
             1,
             problem.num_qo_heads,
@@ -154,20 +136,24 @@ def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
 
 
 def _extend_arguments(
-    problem: PagedAttention, out: torch.Tensor, tokens: _Tokens, q_lens: Sequence[int], shown: torch.Tensor | None
+    problem: PagedAttention,
+    q_lens: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    shown: torch.Tensor | None,
 ) -> dict[str, Any]:
     on_device = partial(torch.tensor, dtype=torch.int32, device=problem.query.device)
-    prefixes = [count - rows for count, rows in zip(tokens.counts, q_lens, strict=True)]
-    arguments = _shared_arguments(problem, out, tokens) | {
+    prefixes = [count - rows for count, rows in zip(counts, q_lens, strict=True)]
+    arguments = {
         "qo_indptr": on_device(problem.row_offsets()),
         "prefix_lens": on_device(prefixes),
         "max_len_extend": problem.max_q_len,
         "is_causal": problem.causal,
         "sliding_window_size": problem.window_left,
-        "window_start_pos": on_device(tokens.starts),
+        "window_start_pos": on_device(starts),
     }
     if shown is not None:
-        sizes = [rows * count for rows, count in zip(q_lens, tokens.counts, strict=True)]
+        sizes = [rows * count for rows, count in zip(q_lens, counts, strict=True)]
         pairs = zip(shown, prefixes, strict=True)  # every row sees all keys before the draft
         masks = [torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten() for draft, prefix in pairs]
         arguments |= {

@@ -71,7 +71,6 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Prepare
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
-    """Return the further arguments with which vLLM splits the keys of a call into segments; {} if vLLM does not split them."""
     threshold = LEAST_GRID // problem.num_kv_heads
     if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
         return {}

@@ -117,7 +117,6 @@ def hopper_launches(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call by the paged Gluon kernel, for requests of at least `least_q_len` query tokens."""
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.group, tile.rows)
@@ -167,7 +166,6 @@ def hopper_launches(
 def hopper_mla_launches(
     problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares
 ) -> list[TritonLaunch]:
-    """Return the launches of an MLA call by its Gluon kernel: attention, and a merge if programs divide a request's keys."""
     from lab.kernels.portable.hopper_mla import hopper_mla_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.num_qo_heads, tile.rows)

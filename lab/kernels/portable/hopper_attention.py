@@ -123,7 +123,6 @@ def _produce(
     GROUP: gl.constexpr,  # query heads per K/V head
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Run the producer: load the K and V tiles of all the program's work into `rings`, as soon as slots are empty."""
     k_tiles, v_tiles, block_tables, table_strides = pools
     loaded = 0
     while walk[0] < walk[1]:

@@ -50,7 +50,6 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_places, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return `walk` at the start of the program's work."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
     if SHARED:

@@ -4,6 +4,7 @@ A function that says why a kernel does not support a call returns a sentence wit
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -64,8 +65,9 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
     return misplaced(name, tensor, load_bytes)
 
 
-def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    return next((words for name, tensor in tensors if (words := misaligned(name, tensor)) is not None), None)
+def first_misaligned(sides: Iterable[tuple[Any, ...]]) -> str | None:
+    """Return the first error sentence of `misaligned` for its arguments `sides`."""
+    return next((words for side in sides if (words := misaligned(*side)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:

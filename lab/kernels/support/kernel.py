@@ -184,7 +184,6 @@ def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ())
 
 
 def triton_interprets() -> bool:
-    """Return True if TRITON_INTERPRET=1 was set when Triton was imported."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -6,7 +6,7 @@ say so. Kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8, 16
 is known to have them. `lab.dry_run.sweep` compares this module with the launcher.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from lab.calls.features import Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, PagedAttention
 from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
-    BF16,
     HALVES,
     LOAD_BYTES,
     MLA_DTYPES,
@@ -26,7 +25,7 @@ from lab.kernels.support.common import (
     STRIDED_QUERY,
     USUAL,
     V_WITH_K_STRIDES,
-    misaligned,
+    first_misaligned,
 )
 from lab.kernels.support.kernel import (
     Dtypes,
@@ -88,12 +87,7 @@ CONTEXT_BUILT = (
     Built(HALVES, _equal_head_dims(80), SMALL_PAGES),
 )
 RAGGED_BUILT = (
-    Built(
-        frozenset({(BF16, BF16, BF16), (E4M3, E4M3, BF16)}),
-        ((192, 128), (128, 128), (256, 256)),
-        (None,),
-        (MaskKind.CAUSAL, MaskKind.FULL),
-    ),
+    Built(MLA_DTYPES.triples, tuple(RAGGED_SIZES.among), (None,), (MaskKind.CAUSAL, MaskKind.FULL)),
     Built(frozenset({(FP16, FP16, FP16), (E4M3, E4M3, FP16)}), ((128, 128),), (None,), (MaskKind.FULL,)),
 )
 # Largest number of query heads of a K/V head in one CTA (`selectGqGenerationKernel`). It is smaller in kernels that convert K/V
@@ -172,26 +166,23 @@ def _unread(problem: Problem) -> str | None:
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
-    return next((words for words in _misaligned(problem) if words is not None), None)
-
-
-def _misaligned(problem: Problem) -> Iterator[str | None]:
     if isinstance(problem, PagedAttention):
-        yield misaligned("query", problem.query, LOAD_BYTES)
         unpacks = problem.is_nvfp4 and problem.head_dim >= 128 and problem.call is AttentionCall.DECODE
-        load_bytes = UNPACKED_LOAD_BYTES if unpacks else LOAD_BYTES
-        yield misaligned("K", problem.k_cache, load_bytes)
-        yield misaligned("V", problem.v_cache, load_bytes)
-        for name, factors in (("K", problem.k_scale_factors), ("V", problem.v_scale_factors)):
-            if factors is not None:
-                # Of a page, only the strides of pages and heads are read, also the stride of a single head.
-                yield misaligned(f"{name}'s scale factors", factors[:, :, 0], LOAD_BYTES)
+        kv_bytes = UNPACKED_LOAD_BYTES if unpacks else LOAD_BYTES
+        factors = (("K", problem.k_scale_factors), ("V", problem.v_scale_factors))
+        sides = [
+            ("query", query, LOAD_BYTES),
+            ("K", problem.k_cache, kv_bytes),
+            ("V", problem.v_cache, kv_bytes),
+            # Of a page, only the strides of pages and heads are read, also the stride of a single head.
+            *((f"{name}'s scale factors", each[:, :, 0], LOAD_BYTES) for name, each in factors if each is not None),
+        ]
     else:
-        yield misaligned("query", problem.query.flatten(), LOAD_BYTES)  # its strides are not read
-        yield misaligned("key", problem.key, LOAD_BYTES)
-        yield misaligned("value", problem.value, LOAD_BYTES)
+        sides = [("query", query.flatten(), LOAD_BYTES)]  # its strides are not read
+        sides += [("key", problem.key, LOAD_BYTES), ("value", problem.value, LOAD_BYTES)]
     if problem.out is not None:
-        yield misaligned("out", problem.out.flatten(), LOAD_BYTES)
+        sides.append(("out", problem.out.flatten(), LOAD_BYTES))
+    return first_misaligned(sides)
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
@@ -218,7 +209,6 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def _selected(problem: PagedAttention) -> str | None:
-    """The kernels of selected entries need a contiguous cache (kernelParams.h 756)."""
     dims, width = mla_dims(problem), problem.head_dim
     if problem.selected is None:
         needs = f"with kv_lora_rank {dims[0]} and qk_rope_head_dim {dims[1]} has kernels of selected entries alone"
@@ -237,6 +227,7 @@ def _selected(problem: PagedAttention) -> str | None:
         return (
             f"copies {COPY_BYTES} bytes of selected entries at a time (kernelParams.h 916): align block_tables to them"
         )
+    # kernelParams.h 756
     if problem.k_cache.stride()[2:] != (width, 1) or problem.k_cache.stride(0) != width * problem.page_size:
         return f"reads selected entries at multiples of {width} elements: the cache must be contiguous"
     return None

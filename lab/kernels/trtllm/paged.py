@@ -151,7 +151,6 @@ def _prepare_fmha_v2(call: ContextCall, problem: PagedAttention) -> PreparedCall
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return K/V as fmha_v2 takes it, its page table, and the `refreshes` of `PreparedCall`."""
     if stored.is_stacked:
         return stored.stacked(), *packed(call.block_tables)
     if not takes_kv_pairs():
