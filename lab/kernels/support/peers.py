@@ -1,7 +1,6 @@
 """What FlashInfer 0.7.2's own FA2 and FA3 kernels support, which its wrappers call."""
 
 from functools import partial
-from typing import Any
 
 from lab.calls.features import Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, PagedAttention
@@ -68,21 +67,17 @@ def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str |
     return positive_bmm1_scale(problem) or first_misaligned(sides)
 
 
-def _ragged(backend: str, gpus: Any) -> Kernel:
-    return Kernel(
-        f"BatchPrefillWithRaggedKVCacheWrapper with {backend}",
-        calls=(AttentionCall.RAGGED_CONTEXT,),
-        gpus=gpus,
-        dtypes=HALF_DTYPES_ALONE,
-        sizes=(RAGGED_SIZES,),
-        honours=HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW},
-        says=SAYS | NO_V_SCALE,
-        limits=_fa_ragged,
-    )
-
-
-FA2_RAGGED = _ragged("FA2", FAMILIES)
-FA3_RAGGED = _ragged("FA3", (SM90,))
+RAGGED = partial(
+    Kernel,
+    calls=(AttentionCall.RAGGED_CONTEXT,),
+    dtypes=HALF_DTYPES_ALONE,
+    sizes=(RAGGED_SIZES,),
+    honours=HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW},
+    says=SAYS | NO_V_SCALE,
+    limits=_fa_ragged,
+)
+FA2_RAGGED = RAGGED("BatchPrefillWithRaggedKVCacheWrapper with FA2", gpus=FAMILIES)
+FA3_RAGGED = RAGGED("BatchPrefillWithRaggedKVCacheWrapper with FA3", gpus=(SM90,))
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
