@@ -196,8 +196,8 @@ def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[s
 
 
 def trtllm_gen_memory(call: Any, problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments for workspace and counters of a call that runs trtllm-gen. Without counters of the caller's, the
-    first bytes of the workspace, which are zero, are the counters: FlashInfer would allocate and zero others in each call.
+    """Return the arguments for workspace and counters of a call that runs trtllm-gen. Without the caller's counters, the first
+    bytes of the workspace, which are zero, are the counters: FlashInfer would allocate and zero a buffer in each call.
     """
     # A decode kernel's partial results come after the statistics; the launcher does not check that they fit.
     statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)

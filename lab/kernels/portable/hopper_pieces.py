@@ -237,7 +237,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (the absolute logit scale, at least LEAST_SCALE, because `softmax_step` needs a positive one; is it negative)."""
+    """Return the absolute logit scale, at least LEAST_SCALE (`softmax_step` needs a positive one), and if it is negative."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)

@@ -159,10 +159,10 @@ def arrives_last(counter, expected):
     """Count this program's arrival in `counter`, int32. Return True in the last of `expected` programs, which resets the
     counter.
 
-    The last program reads what the others stored before they arrived, by PTX's memory model ("Causality Order"): the barrier
-    orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All arrivals are
-    read-modify-writes of one counter, so the last one acquires what the others released, and invalidates the L1 of its
-    multiprocessor. The second barrier orders the atomic before the loads of the other threads. A launch ends before the next
+    The last program reads what the other programs stored before they arrived, by PTX's memory model ("Causality Order"): the
+    barrier orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All arrivals are
+    read-modify-writes of one counter, so the last one acquires what the earlier ones released, and invalidates the L1 of its
+    multiprocessor. The second barrier orders the atomic before the loads of all other threads. A launch ends before the next
     launch's first arrival.
     """
     tl.debug_barrier()

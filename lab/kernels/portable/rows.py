@@ -36,7 +36,7 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return an upper bound of the blocks of a K/V head in all requests of at least `least_q_len` tokens, from the totals."""
+    """Return an upper bound of a K/V head's blocks in requests of at least `least_q_len` tokens: the host has no lengths."""
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
     return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * problem.group, block_rows) * requests))

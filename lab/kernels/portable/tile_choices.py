@@ -1,9 +1,9 @@
 """The tile of each Triton kernel on each class of GPU: GPUs without 227 KiB of shared memory (SM80, SM86, SM89, SM120, SM121
-and unknown GPUs), SM90, and SM100 with SM103, whose accumulators lie in tensor memory. The interpreter (capability None)
-runs SM90's.
+and unknown GPUs), SM90, and SM100 with SM103, whose accumulators lie in tensor memory. The interpreter runs SM90's tiles.
 
-SM90's tiles were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours"), the others by
-the output of Triton's compiler and never timed (results/blackwell-dry-run/portable.md names the tiles that spill registers).
+SM90's tiles were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours"), all other
+tiles by the output of Triton's compiler, never timed (results/blackwell-dry-run/portable.md names the tiles that spill
+registers).
 """
 
 import triton
