@@ -6,10 +6,10 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lab.checks.properties import checks_by_key
 from lab.checks.run import verdicts
@@ -26,6 +26,7 @@ FAULTS = (*BROKEN, KNOWN)
 # The order of outcomes in rows and in columns.
 WORST_FIRST = (*FAULTS, DECLINED, RIGHT)
 CHECKS = checks_by_key()
+SHORT_NAMES = {each.value: each.name.lower() for each in INTERFACES}
 # The keys of a diagnosis's smallest wrong case that the page shows, in this order.
 SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
@@ -51,9 +52,12 @@ class CheckRow:
         return _largest(case.get("worst_ratio", 0.0) for case in self.cases if case["outcome"] == RIGHT)
 
     @property
+    def worst_case(self) -> Mapping[str, Any]:
+        return max(self.cases, key=lambda case: float(case.get("worst_ratio", 0.0)))
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
-        cited = dict.fromkeys(case["finding"] for case in self.cases if case.get("finding"))
-        return tuple(dict.fromkeys(finding for cites in cited for finding in findings_in(cites)))
+        return tuple(dict.fromkeys(each for case in self.cases for each in findings_in(case.get("finding") or "")))
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,11 @@ class JudgedRun:
     @functools.cached_property
     def rows(self) -> list[CheckRow]:
         cases = grouped(((case["check"], case["interface"]), case) for case in self.cases)
-        functions = {each.value: each.name.lower() for each in INTERFACES}
-        rows = []
-        for check in self.record.content["checks"]:
-            key, function = check["check"], check["interface"]
-            its_cases = cases.get((key, function), ())
-            rows.append(CheckRow(self, key, functions.get(function, function), check["outcome"], check, its_cases))
-        return rows
+        checks = [(check["check"], check["interface"], check) for check in self.record.content["checks"]]
+        return [
+            CheckRow(self, key, SHORT_NAMES.get(name, name), check["outcome"], check, cases.get((key, name), ()))
+            for key, name, check in checks
+        ]
 
     @functools.cached_property
     def counts(self) -> Counter[str]:
@@ -114,12 +116,7 @@ class JudgedRun:
         return str(self.diagnosis.get("sentence") or f"{numbers} of {self.counts.total():,} cases.".capitalize())
 
     @property
-    def reach(self) -> str:
-        return str(self.diagnosis.get("reach") or "")
-
-    @property
     def details(self) -> list[str]:
-        """Return a sentence for each region of wrong cases; without a recorded diagnosis, one for each broken check."""
         return [*map(self._region_sentence, self.diagnosis.get("regions") or ())] or [
             f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
             for row in self.rows
@@ -201,13 +198,18 @@ def _matrix_cell(key: str, item: tuple[tuple[str, str], Sequence[CheckRow]]) -> 
     return words(f"{row.outcome}{largest}", style=row.outcome)
 
 
+ROW_COLUMNS: Columns = {
+    "run": lambda row: words(row.run.name),
+    "implementation": lambda row: words(row.run.implementation),
+    "check": lambda row: words(check_name(row.key)),
+    "function": lambda row: words(row.function),
+    "verdict": lambda row: words(row.outcome, style=row.outcome),
+}
+
+
 def verdict_table(rows: Sequence[CheckRow]) -> Table:
     columns: Columns = {
-        "run": lambda row: words(row.run.name),
-        "implementation": lambda row: words(row.run.implementation),
-        "check": lambda row: words(check_name(row.key)),
-        "function": lambda row: words(row.function),
-        "verdict": lambda row: words(row.outcome, style=row.outcome),
+        **ROW_COLUMNS,
         "largest error of a right case, % of bound": lambda row: _percent(row.worst_right),
         "largest error with this verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
         "findings": lambda row: _links_to(row.findings),
@@ -220,36 +222,21 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
     return make_table(columns, rows, name="verdicts", caption="Verdicts per implementation and check")
 
 
-class _FaultGroup(NamedTuple):
-    """Cases with the same run, check, function, verdict and cited findings: a row of the table of wrong cases."""
-
-    num_cases: int
-    row: CheckRow
-    worst_case: Mapping[str, Any]
-
-
 def fault_table(rows: Sequence[CheckRow]) -> Table:
-    faults = grouped(
-        ((row.run.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
-        for row in rows
-        for case in row.cases
-        if case["outcome"] in FAULTS
-    )
-    groups = [
-        _FaultGroup(len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0))))
-        for cases in faults.values()
-    ]
+    """Make a table with one row per run, check, function, verdict and cited findings."""
+    groups = []
+    for row in rows:
+        faults = (case for case in row.cases if case["outcome"] in FAULTS)
+        alike = grouped(((case["outcome"], case.get("finding")), case) for case in faults)
+        groups += [replace(row, outcome=outcome, cases=cases) for (outcome, _), cases in alike.items()]
     columns: Columns = {
-        "run": lambda group: words(group.row.run.name),
-        "check": lambda group: words(check_name(group.row.key)),
-        "function": lambda group: words(group.row.function),
-        "verdict": lambda group: words(group.worst_case["outcome"], style=group.worst_case["outcome"]),
-        "cases": lambda group: number(group.num_cases),
-        "findings": lambda group: _links_to(findings_in(group.worst_case.get("finding", ""))),
-        "wrong in the worst case": lambda group: words("; ".join(group.worst_case.get("wrongs", ())), style="long"),
-        "reproduce with": lambda group: words(group.row.run.reproduction(group.worst_case), style="long code"),
+        **{name: column for name, column in ROW_COLUMNS.items() if name != "implementation"},
+        "cases": lambda row: number(len(row.cases)),
+        "findings": lambda row: _links_to(row.findings),
+        "wrong in the worst case": lambda row: words("; ".join(row.worst_case.get("wrongs", ())), style="long"),
+        "reproduce with": lambda row: words(row.run.reproduction(row.worst_case), style="long code"),
     }
-    groups.sort(key=lambda group: WORST_FIRST.index(group.worst_case["outcome"]))
+    groups.sort(key=lambda row: WORST_FIRST.index(row.outcome))
     return make_table(columns, groups, name="faults", caption="What was wrong, and the worst case of each")
 
 
@@ -274,11 +261,9 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-
-    def count(outcome: str, record: Any) -> Cell:
-        return number(counts_of(record).get(outcome, 0))
-
-    return {outcome: partial(count, outcome) for outcome in WORST_FIRST}
+    return {
+        outcome: lambda record, outcome=outcome: number(counts_of(record).get(outcome, 0)) for outcome in WORST_FIRST
+    }
 
 
 def _links_to(findings: Sequence[Finding]) -> Cell:
