@@ -28,7 +28,6 @@ class HostMemory:
     ) -> torch.Tensor:
         """Return the memory at an address as a tensor, without copying. `what` names it in errors. Raises UnsoundLaunchError if
         the view is not inside one of the call's tensors, or if its address or a stride is not a whole number of elements.
-
         """
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)

@@ -61,7 +61,6 @@ def measure_sides(
         AssertionError: the outputs of a side are wrong.
         RefusedTimeError: a measured time is shorter than the GPU can reach, or two clocks disagree about it.
         RuntimeError: a call cannot be captured in a CUDA graph, or CUPTI cannot be used.
-
     """
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)

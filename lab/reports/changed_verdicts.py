@@ -111,7 +111,7 @@ def read_report(path: Path) -> RecordedFile:
         raise RecordedFileError(f"{path}: no report of the judge, so that no report can be compared with it")
     try:
         facts_of_sides([file.environment], [])
-        f"{[_setting(file, name) for name in SETTINGS]} {file.content.get('left_out', 0):,}"
+        f"{_settings(file)} {file.content.get('left_out', 0):,}"
     except DAMAGED as error:
         raise RecordedFileError(f"{path}: not in the form that the lab writes: {error!r}") from error
     return file
@@ -127,14 +127,13 @@ def cases_of(file: RecordedFile) -> list[CaseVerdict]:
 
 def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two reports differ, such as level or seed, as (before, after) by name."""
-    settings = {name: (_setting(before, name), _setting(after, name)) for name in SETTINGS}
-    return {name: (was, now) for name, (was, now) in settings.items() if was != now}
+    was, now = _settings(before), _settings(after)
+    return {name: (was[name], now[name]) for name in SETTINGS if was[name] != now[name]}
 
 
-def _setting(file: RecordedFile, name: str) -> Any:
-    if name == "checks":
-        return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
-    return file.content.get(name)
+def _settings(file: RecordedFile) -> dict[str, Any]:
+    checks = ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
+    return {name: file.content.get(name) for name in SETTINGS} | {"checks": checks}
 
 
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
@@ -148,12 +147,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     pairs = [CasePair(verdict, now[key]) for key, verdict in was.items() if key in now]
     missing, added = len(was) - len(pairs), len(now) - len(pairs)
     alike = grouped(((pair.change, pair.after.check, pair.after.interface.name.lower()), pair) for pair in pairs)
-    rows = [
-        ChangedCases(*key, found)
-        for change in VerdictChange
-        for key, found in alike.items()
-        if key[0] is change is not VerdictChange.SAME
-    ]
+    changed = [ChangedCases(*key, found) for key, found in alike.items() if key[0] is not VerdictChange.SAME]
+    rows = sorted(changed, key=lambda row: [*VerdictChange].index(row.change))
     counts = Counter(pair.change for pair in pairs)
     summary = ", ".join(f"{counts[change]:,} {change}" for change in VerdictChange)
     summary += f"; {missing:,} only before, {added:,} only after" if missing or added else ""
@@ -167,8 +162,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     return TableReport(
         above=(
             *(
-                f"{name}: {each.content['implementation']} on {each.content['device']}, {each.path}"
-                for name, each in (("before", before), ("after", after))
+                f"{side}: {file.content['implementation']} on {file.content['device']}, {file.path}"
+                for side, file in (("before", before), ("after", after))
             ),
             *(f"{name}: {one} before, {other} after" for name, (one, other) in facts.items() if one != other),
             *(f"different settings: {name} is {one} before, {other} after" for name, (one, other) in unlike.items()),

@@ -27,7 +27,7 @@ compares only medians and refuses no rows.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
@@ -46,6 +46,7 @@ from lab.reports.recorded import (
     in_words,
     read_runs,
     value_at,
+    without,
 )
 from lab.reports.tables import ABSENT, Cell, Columns, TableReport, make_table, number
 from lab.timing.method import L2
@@ -127,12 +128,12 @@ def compare(
     table = make_table({**settings, **FIGURES}, rows, say_once=settings.keys() - {"scenario"})
     runs = {run.path: run for run in (*first, *second)}.values()
     not_gpu_time = sum(len(run.other_rows) for run in runs)
-    remarks = [*_reasons(rows, {name for name, _ in table.common})]
+    remarks = [*_reasons(rows, [name.replace(" ", "_") for name, _ in table.common])]
     for side, alone in (("before", missing), ("after", added)):
         remarks += [f"only {side}: {in_words(identity)}" for identity in alone]
     if not_gpu_time:
-        number_of_rows = counted(not_gpu_time, "row")
-        remarks.append(f"not compared, because they are host time or have no recorded clock: {number_of_rows}")
+        num_rows = counted(not_gpu_time, "row")
+        remarks.append(f"not compared, because they are host time or have no recorded clock: {num_rows}")
     return TableReport(
         above=(
             f"minimum effect {rule.minimum_effect_percent:g} %, significance {rule.significance:g}, "
@@ -179,7 +180,7 @@ def _exit_status(rows: Sequence[RowComparison], *, is_strict: bool, misses_rows:
     changes = {row.samples.speed for row in rows if row.samples is not None}
     if not changes:
         return ExitStatus.NOT_JUDGED
-    if changes & {Speed.SLOWER, *([Speed.UNSURE] if is_strict else [])} or misses_rows:
+    if misses_rows or Speed.SLOWER in changes or (is_strict and Speed.UNSURE in changes):
         return ExitStatus.WRONG
     return ExitStatus.NOT_JUDGED if any(row.refused for row in rows) else ExitStatus.DONE
 
@@ -215,15 +216,14 @@ FIGURES: Columns = {
 }
 
 
-def _reasons(rows: Sequence[RowComparison], shared: Collection[str]) -> Iterator[str]:
+def _reasons(rows: Sequence[RowComparison], shared: Iterable[str]) -> Iterator[str]:
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
         for row in rows
         if (reason := row.refused or (row.samples.reason if row.samples else ""))
     )
     for reason, identities in reasons.items():
-        apart = (tuple(item for item in each if item[0].replace("_", " ") not in shared) for each in identities)
-        yield f"{reason}: {'; '.join(map(in_words, apart))}"
+        yield f"{reason}: {'; '.join(in_words(without(each, *shared)) for each in identities)}"
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
@@ -245,7 +245,7 @@ def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) 
             facts = sorted({fact for row in run.gpu_rows for fact in row.facts})
             known = f"there is {', '.join(there)}" if there else f"{key} is none of their facts: {', '.join(facts)}"
             raise NotComparableError(f"{run.path}: no row of GPU time has {key} {value}; {known}")
-        sides.append({tuple(item for item in row.identity if item[0] != key): [row] for row in chosen})
+        sides.append({without(row.identity, key): [row] for row in chosen})
     return sides
 
 
@@ -265,8 +265,8 @@ def _compare_sides(
 ) -> tuple[list[RowComparison], list[Identity], list[Identity]]:
     """Return the compared rows, changed ones first, and the identities of rows that only `before` and only `after` has."""
     # A row that AFTER measured only by another method is compared and refused, which says more than "missing".
-    by_another_method = {_apart_from_method(each): each for each in after if each not in before}
-    others = {each: each if each in after else by_another_method.get(_apart_from_method(each)) for each in before}
+    by_another_method = {without(each, *TIMED_BY): each for each in after if each not in before}
+    others = {each: each if each in after else by_another_method.get(without(each, *TIMED_BY)) for each in before}
     rows = [
         _compare_rows(identity, before[identity], after[other], rule)
         for identity, other in others.items()
@@ -282,10 +282,6 @@ def _compare_rows(identity: Identity, before: Sequence[Row], after: Sequence[Row
         return RowComparison(identity, refused=refused)
     samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
     return RowComparison(identity, _doubted(samples, before, after))
-
-
-def _apart_from_method(identity: Identity) -> Identity:
-    return tuple(item for item in identity if item[0] not in TIMED_BY)
 
 
 def _limits_of(rows: Sequence[Row]) -> str:

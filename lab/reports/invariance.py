@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from lab.checks.run.invariance import Answer, Dependence, Invariance
 from lab.reports.judgement import SHOWN_CHARACTERS, SHOWN_DECLINES, reproduction
+from lab.reports.recorded import grouped
 from lab.reports.tables import Cell, TableReport, table_of_lines, words
 from lab.wording import joined, shortened
 from lab.workloads.interfaces import INTERFACES
@@ -15,9 +16,10 @@ STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"} 
 
 def invariance_report(found: Invariance) -> TableReport:
     """Return a table with one row per function and factor, and one column per pair of dtypes (query and K/V)."""
-    rows: dict[tuple[str, str], list[Dependence]] = {}
-    for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface)):
-        rows.setdefault((each.interface.name.lower().replace("ragged_context", "ragged"), each.check), []).append(each)
+    rows = grouped(
+        ((each.interface.name.lower().replace("ragged_context", "ragged"), each.check), each)
+        for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface))
+    )
     dtypes = tuple(dict.fromkeys(each.dtypes for each in found.dependences))
     lines = [[*map(words, names), *(_cell(row, each) for each in dtypes)] for names, row in rows.items()]
     report = found.report
@@ -25,7 +27,7 @@ def invariance_report(found: Invariance) -> TableReport:
         f"{report.implementation} on {report.environment.get('gpu') or report.device}: what do output bits depend on?"
     )
     below = [line for names, row in rows.items() for line in _examples(" ".join(names), row)]
-    below += [*_reasons(found.dependences)][:SHOWN_DECLINES]
+    below += [*dict.fromkeys(_reasons(found.dependences))][:SHOWN_DECLINES]
     table = table_of_lines(("function", "factor", *dtypes), lines)
     return TableReport((), table, (*below, *_summary(found)), found.as_record(), found.exit_status, title)
 
@@ -52,16 +54,10 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
-    answers = ((each, verdict, Answer.of(verdict)) for each in found for verdict in each.verdicts)
-    refused = [
-        (each.check, answer, why)
-        for each, verdict, answer in answers
-        if answer not in STYLES
-        for why in verdict.judged.declines[:1]
-    ]
-    yield from dict.fromkeys(
-        f"{factor} {answer.value}: {shortened(why, SHOWN_CHARACTERS)}" for factor, answer, why in refused
-    )
+    for each in found:
+        for verdict in each.verdicts:
+            if (answer := Answer.of(verdict)) not in STYLES and verdict.judged.declines:
+                yield f"{each.check} {answer.value}: {shortened(verdict.judged.declines[0], SHOWN_CHARACTERS)}"
 
 
 def _summary(found: Invariance) -> Iterator[str]:

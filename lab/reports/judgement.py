@@ -20,6 +20,7 @@ from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome, fate_of
 from lab.ranges import Ranges, options_of
 from lab.recorded.case import NAME_OF_OUTPUTS, RecordedCase
+from lab.reports.recorded import grouped
 from lab.reports.tables import (
     TERMINAL_STYLES,
     Cell,
@@ -174,7 +175,8 @@ def reproduction(verdict: CaseVerdict) -> str:
         arguments.append(verdict.ranges)
     program = f"import torch; from lab.checks import *; print(judge_case({', '.join(map(repr, arguments))}))"
     interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
-    return f"{interpreted}python -c {_quoted(program)}"
+    quoted = shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
+    return f"{interpreted}python -c {quoted}"
 
 
 def _example(smallest: CaseResult) -> Iterator[str]:
@@ -201,16 +203,14 @@ def _command(smallest: CaseResult) -> str:
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:
-    first: dict[str, RecordedCase] = {}
-    for verdict in report.wrong:
-        if isinstance(verdict.case, RecordedCase):
-            case = first.setdefault(verdict.interface.value, verdict.case)
-            first[verdict.interface.value] = min(case, verdict.case, key=lambda each: each.number)
-    for function, case in first.items():
+    wrong = grouped((each.interface.value, each.case) for each in report.wrong if isinstance(each.case, RecordedCase))
+    for function, cases in wrong.items():
+        case = min(cases, key=lambda each: each.number)
         replay = f", replay {case.replay}" if case.replay else ""
         yield f"first wrong call of {function}: {case.address}, called at {case.time}{replay}, in {Path(case.path).name}"
-    for verdict in report.verdicts:
-        if isinstance(verdict.case, RecordedCase) and verdict.judged.by_lab and len(verdict.reason) > SHOWN_REASON:
+    recorded = [verdict for verdict in report.verdicts if isinstance(verdict.case, RecordedCase)]
+    for verdict in recorded:
+        if verdict.judged.by_lab and len(verdict.reason) > SHOWN_REASON:
             yield f"not judged: {verdict.reason}"
     notes = [(*verdict.judged.suspicions, *verdict.judged.remarks) for verdict in report.verdicts]
     shown = _hints(report)
@@ -218,12 +218,8 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
     yield from remarks[:SHOWN_REMARKS]
     if len(remarks) > SHOWN_REMARKS:
         yield f"{len(remarks) - SHOWN_REMARKS:,} more remarks: judge a call alone to see its own"
-    if any(isinstance(verdict.case, RecordedCase) for verdict in report.verdicts):
+    if recorded:
         yield "recorded calls are judged by their own page tables and lengths: a wrong table is judged as it stands"
-
-
-def _quoted(program: str) -> str:
-    return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 
 def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:

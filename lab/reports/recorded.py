@@ -149,20 +149,12 @@ class Row:
     facts: Mapping[str, Any]
 
     @property
-    def is_gpu_time(self) -> bool:
-        return self.facts.get("clock") in GPU_CLOCKS
-
-    @property
     def scenario(self) -> str:
         return str(self.facts.get("scenario") or self.name)
 
     @property
     def implementation(self) -> str:
         return str(self.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
-
-    @property
-    def mode(self) -> str:
-        return str(self.facts.get("mode") or "").replace("_", " ")
 
     @property
     def identity(self) -> Identity:
@@ -215,20 +207,20 @@ class RecordedRun:
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.is_gpu_time)
+        return tuple(row for row in self.rows if row.facts.get("clock") in GPU_CLOCKS)
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
         """Return the rows of GPU time, grouped so that the rows of a group differ only in the implementation."""
         found = grouped(
-            (tuple(item for item in row.identity if item[0] != "implementation"), row)
+            (without(row.identity, "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
         )
         return [_with_speeds(found[identity]) for identity in sorted(found)]
 
     @property
     def other_rows(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if not row.is_gpu_time)
+        return tuple(row for row in self.rows if row.facts.get("clock") not in GPU_CLOCKS)
 
 
 def _with_speeds(rows: Sequence[Row]) -> Rivals:
@@ -256,6 +248,10 @@ def facts_of_sides(
         if (was or now) and (name in SHOWN or keys[0] == "packages"):
             found[name] = was or "not recorded", now or "not recorded"
     return found
+
+
+def without(identity: Identity, *names: str) -> Identity:
+    return tuple(item for item in identity if item[0] not in names)
 
 
 def in_words(identity: Identity) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from lab.checks.explain.diagnosis import diagnose
 from lab.checks.run.known_failures import KNOWN_FAILURES, known
@@ -49,25 +50,20 @@ class FindingRow:
     cases: frozenset[CaseKey]  #: the affected cases
     cited: str = ""  #: the finding as cases cite it; "" for a region
 
-    def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return the numbers of cases that are "wrong" in the finding's way, "right" and "declined"."""
+    def presence(self, release: Verdicts) -> dict[str, Any]:
+        """Return the "status" in a release, and the numbers of cases "wrong" in the finding's way, "right" and "declined"."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
-        return {
-            "wrong": cited if self.cited else sum(found[outcome] for outcome in BROKEN),
-            "right": found[Outcome.RIGHT],
-            "declined": found[Outcome.DECLINED],
-        }
-
-    def status(self, release: Verdicts) -> str:
-        counts = self.counts(release)
-        return "present" if counts["wrong"] else "absent" if counts["right"] else "not reachable"
+        wrong = cited if self.cited else sum(found[outcome] for outcome in BROKEN)
+        right = found[Outcome.RIGHT]
+        status = "present" if wrong else "absent" if right else "not reachable"
+        return {"status": status, "wrong": wrong, "right": right, "declined": found[Outcome.DECLINED]}
 
     def cell(self, release: Verdicts) -> Cell:
-        status, counts = self.status(release), self.counts(release)
-        cases = {"present": f", {counts['wrong']} of {len(self.cases)}", "absent": f", {counts['right']}"}
-        return words(status + cases.get(status, ""), STYLES[status])
+        found = self.presence(release)
+        cases = {"present": f", {found['wrong']} of {len(self.cases)}", "absent": f", {found['right']}"}
+        return words(found["status"] + cases.get(found["status"], ""), STYLES[found["status"]])
 
 
 def releases_report(
@@ -84,7 +80,6 @@ def releases_report(
         RecordedFileError, ReportError, OSError: a file cannot be read, or is not a report of the judge.
         NotComparableError: a report lacks the package's version, there is only one release, or a release has two reports with
             the same ranges of parameters.
-
     """
     releases = _by_version([read_report(path) for path in paths], package)
     verdicts = {
@@ -97,7 +92,8 @@ def releases_report(
         version: lambda row, of=of: row.cell(of) for version, of in verdicts.items()
     }
     changes = [line for before, after in pairwise(releases.items()) for line in _changes(before, after)]
-    present = [f"{sum(row.status(of) == 'present' for row in rows)} in {version}" for version, of in verdicts.items()]
+    presences = [{version: row.presence(of) for version, of in verdicts.items()} for row in rows]
+    present = [f"{sum(row[version]['status'] == 'present' for row in presences)} in {version}" for version in verdicts]
     return TableReport(
         above=(*(_environment(*each) for each in releases.items()), *unlike),
         table=make_table(columns, rows, caption=f"findings by release of {package}", say_once=()),
@@ -107,11 +103,7 @@ def releases_report(
             "releases": [
                 {"version": version, "files": [str(file.path) for file in files]} for version, files in releases.items()
             ],
-            "findings": [
-                {"finding": row.name}
-                | {version: {"status": row.status(of)} | row.counts(of) for version, of in verdicts.items()}
-                for row in rows
-            ],
+            "findings": [{"finding": row.name} | presence for row, presence in zip(rows, presences, strict=True)],
             "changes": changes,
         },
         exit_status=ExitStatus.NOT_JUDGED if unlike else ExitStatus.DONE,

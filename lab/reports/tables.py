@@ -26,17 +26,12 @@ WIDER_THAN_ANY = 10_000  # columns of a terminal
 MOST_LISTED = 8  # longer lists of numbers are samples, which a table does not show
 # Terminal styles by a cell's style. A page has CSS classes of the same names.
 TERMINAL_STYLES = {
-    "faster": "green",
+    **dict.fromkeys(("faster", "right"), "green"),
+    **dict.fromkeys(("unsure", "known"), "yellow"),
+    **dict.fromkeys(("same", "declined"), "dim"),
+    **dict.fromkeys(("wrong", "failed", "dishonest"), "bold red"),
     "slower": "red",
-    "same": "dim",
-    "unsure": "yellow",
     "refused": "magenta",
-    "right": "green",
-    "known": "yellow",
-    "wrong": "bold red",
-    "failed": "bold red",
-    "dishonest": "bold red",
-    "declined": "dim",
 }
 
 
@@ -179,9 +174,8 @@ def _cell_at(key: str, record: Mapping[str, Any]) -> Cell:
 
 
 def _is_long(value: Any) -> bool:
-    return isinstance(value, list) and (
-        len(value) > MOST_LISTED or any(isinstance(each, list | Mapping) for each in value)
-    )
+    is_list = isinstance(value, list)
+    return is_list and (len(value) > MOST_LISTED or any(isinstance(each, list | Mapping) for each in value))
 
 
 def shown(cell: Cell) -> str:
@@ -248,18 +242,14 @@ class FittedTable:
         if needed <= options.max_width or num_names == 0:
             yield wide
             return
-        headings = tuple(Cell(column.heading) for column in self.table.columns)
-        lines = (headings, *self.table.rows)
-        widths = [max(len(shown(line[place])) for line in lines) for place in range(len(headings))]
+        lines = (tuple(Cell(column.heading) for column in self.table.columns), *self.table.rows)
+        widths = [max(len(shown(cell)) for cell in cells) for cells in zip(*lines, strict=True)]
         for line in lines:
             yield Text(", ".join(filter(None, map(shown, line[:num_names]))), style="bold", overflow="fold")
             figures = Text("  ", overflow="fold")
             for cell, column, width in list(zip(line, self.table.columns, widths, strict=True))[num_names:]:
-                text = shown(cell)
-                figures.append(
-                    text.rjust(width) if column.is_number else text.ljust(width), TERMINAL_STYLES.get(cell.style)
-                )
-                figures.append("  ")
+                padded = shown(cell).rjust(width) if column.is_number else shown(cell).ljust(width)
+                figures.append(padded, TERMINAL_STYLES.get(cell.style)).append("  ")
             figures.rstrip()
             yield figures
 

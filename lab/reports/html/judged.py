@@ -261,9 +261,10 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    return {
-        outcome: lambda record, outcome=outcome: number(counts_of(record).get(outcome, 0)) for outcome in WORST_FIRST
-    }
+    def count(outcome: str, record: Any) -> Cell:
+        return number(counts_of(record).get(outcome, 0))
+
+    return {outcome: partial(count, outcome) for outcome in WORST_FIRST}
 
 
 def _links_to(findings: Sequence[Finding]) -> Cell:

@@ -23,11 +23,10 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
 
     `ceilings` are `lab.timing.Ceilings.facts`: a roof is drawn for the measured and for the datasheet's rates, if known. A
     hollow mark says that the GPU reduced its clocks.
-
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
-    modes = [row.mode or "no mode recorded" for row in rows]
+    modes = [str(row.facts.get("mode") or "no mode recorded").replace("_", " ") for row in rows]
     colours = style.assigned(_ranked(map(_name, rows)), style.COLOURS)
     markers = style.assigned(modes, style.MARKERS)
     for row, intensity, mode in zip(rows, intensities, modes, strict=True):
