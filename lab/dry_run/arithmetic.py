@@ -1,11 +1,9 @@
 """Compute attention on the CPU from a recorded launch of a trtllm-gen kernel: from its `KernelParams`, its TMA descriptors and
 the memory to which they point.
 
-A launch has TMA descriptors of queries, keys and values, and pointers to lengths, offsets, page table, sinks, scales and
-outputs. `compute` reads them as the launcher's source says that kernels do, computes in float64, and writes the outputs. A
-wrong stride, offset, length, table, window or scale of the call then gives a wrong output. A pointer to memory outside the
-call's tensors is an error. NVIDIA's machine code does not run, so its bugs, rounding and times are not found here, and neither
-are its reads of keys that no row sees.
+`compute` reads them as the launcher's source says that kernels do, in float64. So a wrong stride, offset, length, table, window
+or scale of the call gives a wrong output. NVIDIA's machine code does not run: its bugs, rounding, times and reads of keys that
+no row sees are not found.
 
 Sources of the rules (FlashInfer 0.7.2): `kernelParams.h` for descriptors and members; `fmhaReduction.cu` for the layout of the
 output and of the softmax's statistics, the sinks, the position of a row and the scales; `fmhaKernels.cuh` for masks and the

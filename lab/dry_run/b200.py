@@ -1,14 +1,9 @@
-"""Provide FlashInfer's TRT-LLM functions for CPU tensors, as if the tensors were on a B200. The outputs are computed from the
-launches that FlashInfer's launcher makes.
+"""Provide FlashInfer's TRT-LLM functions for CPU tensors, as if the tensors were on a B200.
 
-`lab.kernels.trtllm` makes the call, FlashInfer's own launcher selects the kernel and fills its parameters, and
-`lab.dry_run.arithmetic` computes attention from these parameters. So `lab judge lab.dry_run.b200 --device cpu` judges *the
-call*: a wrong stride, offset, length, table, window or scale of the lab's adapters gives a wrong output. NVIDIA's machine code
-is not judged: a kernel's bugs, its rounding and its writes outside the output show only on a B200.
-
-The argument `workspace_buffer` is ignored, because the judge's workspaces on a CPU are too small for a B200's call: the lab
-allocates one. The kernel table of flashinfer-cubin 0.6.13 determines whether there is a kernel for a call, and which mask it
-has.
+FlashInfer's launcher selects the kernel and fills its parameters, and `lab.dry_run.arithmetic` computes attention from them. So
+`lab judge lab.dry_run.b200 --device cpu` judges *the call*: a wrong stride, offset, length, table, window or scale of the lab's
+adapters gives a wrong output. NVIDIA's machine code is not judged: a kernel's bugs, its rounding and its writes outside the
+output show only on a B200. The kernel table of flashinfer-cubin 0.6.13 determines whether there is a kernel for a call.
 """
 
 import functools
@@ -32,6 +27,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     def call(**arguments: Any) -> Any:
         try:
             with machine("b200", computes=True):
+                # The judge's workspaces on a CPU are too small for a B200's call: the lab allocates one.
                 return function(**arguments | {"workspace_buffer": None})
         except NotBuiltError as error:
             raise NotImplementedError(str(error)) from error

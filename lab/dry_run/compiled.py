@@ -1,13 +1,11 @@
 """Find out without a GPU which shapes XQA, XQA MLA and fmha_v2 support, from the static assertions in FlashInfer's sources.
 
-nvcc compiles FlashInfer's source with FlashInfer's macros. The lab adds an assertion at the end of the source, which always
-fails and whose message contains the size of the kernel's shared memory. So the compiler stops before it generates code. This
-takes half a second on an idle core; compiling the whole source takes two to four seconds. If no other assertion fails, the
-source supports the shape.
+nvcc compiles FlashInfer's source with FlashInfer's macros, and stops before it generates code at an added assertion, which
+always fails and whose message contains the size of the kernel's shared memory. If no other assertion fails, the source supports
+the shape. This takes half a second on an idle core. Registers, code and outputs are not examined.
 
-XQA's function `exactDiv` has an assertion that a division has no remainder, but FlashInfer compiles with NDEBUG, which removes
-it. FlashInfer would then compile a kernel that skips data. The lab refuses such a shape. Registers, code and outputs are not
-examined.
+XQA's function `exactDiv` asserts that a division has no remainder, but FlashInfer compiles with NDEBUG, which removes the
+assertion: it would compile a kernel that skips data. The lab refuses such a shape.
 
     compiled(Shape(XQA, (9, 0), (torch.bfloat16,) * 3, head_dim=128, group=20))
 """

@@ -1,14 +1,11 @@
 """Read and write the table of trtllm-gen's kernels, from which FlashInfer's launcher selects a kernel.
 
-flashinfer-cubin has the table as a C++ header, `flashInferMetaInfo.h`. `python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER`
-converts the header in flashinfer-cubin's wheel, or in a folder, to a file of the lab. The file has the names of the kernels and
-all members that a launcher's selection reads, but not the checksum of the machine code. A column with the same value in all
-rows is written once.
+`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` converts flashinfer-cubin's C++ header `flashInferMetaInfo.h` to a file of
+the lab, which has all members that a launcher's selection reads. A column with the same value in all rows is written once.
 
 The newest flashinfer-cubin on the package index is 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. The
-launcher of a later FlashInfer reads flags that this table does not have; `header` writes them as false. The selection of such a
-launcher therefore *depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has
-a newer flag.
+launcher of a later FlashInfer reads flags that this table does not have; `header` writes them as false. Its selection therefore
+*depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has a newer flag.
 """
 
 import argparse

@@ -83,10 +83,9 @@ class Machine:
 def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
     """Make FlashInfer's and the lab's TRT-LLM functions accept CPU tensors as if they were on a GPU, while the context is open.
 
-    Inside the context, `lab.gpus.capability_of` and FlashInfer's own queries return the properties of this GPU for every
-    tensor, and FlashInfer calls the launcher with the fake CUDA. XQA and fmha_v2 are not compiled: their calls are only
-    recorded. All functions are restored on exit. The recorded calls can be read after the context, until a `Machine` of the
-    same GPU is made again. Use one `Machine` at a time, in one thread.
+    FlashInfer calls the launcher with the fake CUDA. XQA and fmha_v2 are not compiled: their calls are only recorded. The
+    recorded calls can be read after the context, until a `Machine` of the same GPU is made again. Use one at a time, in one
+    thread.
 
     Args:
         gpu: a name in `GPUS`, or a `Gpu`.

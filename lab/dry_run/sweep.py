@@ -1,10 +1,9 @@
 """Compare the lab's rules for unsupported calls (`why_not`) with FlashInfer's own launcher on SM100 and SM103, for many calls
 with different arguments (`lab.dry_run.sweep_points`).
 
-A refusal by `why_not` is right in two cases: the launcher fails for the same reason, or it launches a kernel that misreads the
-call. A launch misreads the call if its descriptors have other strides, the kernel's name has other sizes, or the call's mask is
-ignored. For some calls the launcher selects the kernel by the lengths of requests. `why_not` may refuse such a call if the
-launcher fails for more or longer requests.
+A refusal by `why_not` is right if the launcher fails for the same reason, or launches a kernel that misreads the call: its
+descriptors have other strides, the kernel's name has other sizes, or the mask is ignored. `why_not` may also refuse a call for
+which the launcher fails with more or longer requests.
 
 `python -m lab.dry_run.sweep FOLDER` writes the results.
 """

@@ -1,15 +1,10 @@
-"""Time two kernels, or one kernel with two settings, in one process on this GPU, and compare their times.
-
-The samples of both sides are interleaved: one of the first side, one of the second, and so on.
+"""Time two kernels, or one kernel with two settings, in one process on this GPU, with samples that take turns.
 
 ::
 
     lab ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
     lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
-
-The outputs of both sides are compared with the reference before and after the samples. Wrong outputs raise an exception, so
-that no time is reported.
 """
 
 from collections.abc import Mapping, Sequence
